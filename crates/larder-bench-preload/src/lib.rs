@@ -21,10 +21,10 @@ use std::ffi::{c_int, c_long, c_void};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use ranges::Ranges;
+use ranges::FreeRanges;
 
-const PAGE: usize = 4096;
-const LEAST: usize = 64 << 10;
+const PAGE_BYTES: usize = 4096;
+const ALLOCATION_BYTES_MIN: usize = 64 << 10;
 /// Alignment of the mapping, which makes huge pages possible.
 const ALIGNMENT: usize = 2 << 20;
 
@@ -35,7 +35,7 @@ struct Ram {
     fd: c_int,
     start: usize,
     end: usize,
-    ranges: Mutex<Ranges>,
+    ranges: Mutex<FreeRanges>,
 }
 
 impl Ram {
@@ -58,7 +58,7 @@ impl Ram {
             fatal("cannot create a memfd of this size");
         }
         // SAFETY: a mapping without access at an address that the kernel chooses affects no existing memory.
-        let room = unsafe {
+        let reservation = unsafe {
             kernel_mmap(
                 0,
                 size + ALIGNMENT,
@@ -68,10 +68,10 @@ impl Ram {
                 0,
             )
         };
-        if room == libc::MAP_FAILED as usize {
+        if reservation == libc::MAP_FAILED as usize {
             fatal("cannot reserve address space for the memfd");
         }
-        let start = room.next_multiple_of(ALIGNMENT);
+        let start = reservation.next_multiple_of(ALIGNMENT);
         // SAFETY: it replaces a part of the mapping above, which no other code knows.
         let mapped = unsafe {
             kernel_mmap(
@@ -94,49 +94,49 @@ impl Ram {
             fd,
             start,
             end: start + size,
-            ranges: Mutex::new(Ranges::new(size)),
+            ranges: Mutex::new(FreeRanges::new(size)),
         }
     }
 
-    fn ranges(&self) -> MutexGuard<'_, Ranges> {
+    fn ranges(&self) -> MutexGuard<'_, FreeRanges> {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn part(&self, addr: usize, len: usize) -> Part {
+    fn overlap(&self, addr: usize, len: usize) -> Overlap {
         let end = addr.saturating_add(pages(len));
         if end <= self.start || self.end <= addr {
-            Part::None
-        } else if self.start <= addr && end <= self.end && addr.is_multiple_of(PAGE) {
-            Part::All(addr - self.start..end - self.start)
+            Overlap::Outside
+        } else if self.start <= addr && end <= self.end && addr.is_multiple_of(PAGE_BYTES) {
+            Overlap::Inside(addr - self.start..end - self.start)
         } else {
-            Part::Some
+            Overlap::Partial
         }
     }
 
     /// Allocates `len` bytes of zeros, at `hint` if that is free.
-    fn take(&self, hint: usize, len: usize) -> Option<usize> {
+    fn allocate(&self, hint: usize, len: usize) -> Option<usize> {
         let mut ranges = self.ranges();
-        if let Part::All(range) = self.part(hint, len)
-            && ranges.take_at(&range)
+        if let Overlap::Inside(range) = self.overlap(hint, len)
+            && ranges.allocate_at(&range)
         {
             return Some(hint);
         }
-        ranges.take(pages(len)).map(|offset| self.start + offset)
+        ranges.allocate(pages(len)).map(|offset| self.start + offset)
     }
 
-    fn give(&self, range: Range<usize>) {
+    fn release(&self, range: Range<usize>) {
         // The range must be empty before another call can allocate it.
         self.discard(&range);
-        self.ranges().give(range);
+        self.ranges().release(range);
     }
 
     /// Discards the contents of a range, which reads as zeros afterwards.
     fn discard(&self, range: &Range<usize>) {
         let (offset, len) = (range.start as libc::off_t, range.len() as libc::off_t);
-        let how = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         loop {
             // SAFETY: the descriptor belongs to self, and no pointers are passed.
-            if unsafe { libc::fallocate(self.fd, how, offset, len) } == 0 {
+            if unsafe { libc::fallocate(self.fd, mode, offset, len) } == 0 {
                 break;
             }
             if errno() != libc::EINTR {
@@ -145,7 +145,7 @@ impl Ram {
         }
         // This call notifies a userfaultfd. The memfd's contents are not affected, because the hole has none.
         // SAFETY: the range is a part of self's mapping, and the program has released it.
-        let told = unsafe {
+        let result = unsafe {
             libc::syscall(
                 libc::SYS_madvise,
                 self.start + range.start,
@@ -153,7 +153,7 @@ impl Ram {
                 libc::MADV_DONTNEED,
             )
         };
-        if told != 0 {
+        if result != 0 {
             fatal("cannot discard a hole in the memfd's mapping");
         }
     }
@@ -167,32 +167,32 @@ impl Ram {
         let addr = self.start + old.start;
         if new_len <= old.len() {
             if new_len < old.len() {
-                self.give(old.start + new_len..old.end);
+                self.release(old.start + new_len..old.end);
             }
             return Some(addr);
         }
-        if self.ranges().take_at(&(old.end..old.start + new_len)) {
+        if self.ranges().allocate_at(&(old.end..old.start + new_len)) {
             return Some(addr);
         }
-        let new = may_move.then(|| self.take(0, new_len)).flatten()?;
+        let new = may_move.then(|| self.allocate(0, new_len)).flatten()?;
         // SAFETY: both ranges are mapped and do not overlap, because the new one was free.
         unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, new as *mut u8, old.len()) };
-        self.give(old);
+        self.release(old);
         Some(new)
     }
 }
 
 /// Part of an address range that lies in the memfd's mapping.
-enum Part {
-    None,
+enum Overlap {
+    Outside,
     /// The whole range, as offsets in the memfd.
-    All(Range<usize>),
+    Inside(Range<usize>),
     /// Only a part of the range, or addresses within pages; not supported.
-    Some,
+    Partial,
 }
 
 fn pages(len: usize) -> usize {
-    len.checked_next_multiple_of(PAGE).unwrap_or(len)
+    len.checked_next_multiple_of(PAGE_BYTES).unwrap_or(len)
 }
 
 fn errno() -> c_int {
@@ -200,14 +200,14 @@ fn errno() -> c_int {
     unsafe { *libc::__errno_location() }
 }
 
-fn failed(errno: c_int) -> c_int {
+fn set_errno(errno: c_int) -> c_int {
     // SAFETY: errno is this thread's own.
     unsafe { *libc::__errno_location() = errno };
     -1
 }
 
-fn map_failed(errno: c_int) -> *mut c_void {
-    failed(errno);
+fn mmap_error(errno: c_int) -> *mut c_void {
+    set_errno(errno);
     libc::MAP_FAILED
 }
 
@@ -241,34 +241,34 @@ pub unsafe extern "C" fn mmap(
     let anonymous = flags & libc::MAP_ANONYMOUS != 0;
     if let Some(ram) = Ram::get() {
         if flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) != 0 {
-            match ram.part(addr as usize, len) {
-                Part::None => {}
-                Part::All(range) if anonymous => {
+            match ram.overlap(addr as usize, len) {
+                Overlap::Outside => {}
+                Overlap::Inside(range) if anonymous => {
                     if flags & libc::MAP_FIXED_NOREPLACE != 0 {
-                        return if ram.ranges().take_at(&range) {
+                        return if ram.ranges().allocate_at(&range) {
                             addr
                         } else {
-                            map_failed(libc::EEXIST)
+                            mmap_error(libc::EEXIST)
                         };
                     }
                     // The range may be free or in use; in either case it becomes new memory.
                     ram.discard(&range);
                     let mut ranges = ram.ranges();
-                    ranges.give(range.clone());
-                    ranges.take_at(&range);
+                    ranges.release(range.clone());
+                    ranges.allocate_at(&range);
                     return addr;
                 }
-                _ => return map_failed(libc::EINVAL),
+                _ => return mmap_error(libc::EINVAL),
             }
         } else {
-            let other = libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB;
+            let excluded_flags = libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB;
             let private = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
             if anonymous
                 && private
-                && flags & other == 0
+                && flags & excluded_flags == 0
                 && prot & libc::PROT_EXEC == 0
-                && len >= LEAST
-                && let Some(addr) = ram.take(addr as usize, len)
+                && len >= ALLOCATION_BYTES_MIN
+                && let Some(addr) = ram.allocate(addr as usize, len)
             {
                 return addr as *mut c_void;
             }
@@ -296,21 +296,21 @@ pub unsafe extern "C" fn mmap64(
 }
 
 /// Calls `ours` for addresses in the memfd's mapping, and `kernel` for others.
-fn ours_or(
+fn managed_or_kernel(
     addr: *mut c_void,
     len: usize,
-    ours: impl FnOnce(&Ram, Range<usize>),
-    kernel: impl FnOnce() -> c_long,
+    on_managed: impl FnOnce(&Ram, Range<usize>),
+    on_other: impl FnOnce() -> c_long,
 ) -> c_int {
-    match Ram::get().map(|ram| (ram, ram.part(addr as usize, len))) {
-        Some((ram, Part::All(range))) => {
+    match Ram::get().map(|ram| (ram, ram.overlap(addr as usize, len))) {
+        Some((ram, Overlap::Inside(range))) => {
             if !range.is_empty() {
-                ours(ram, range);
+                on_managed(ram, range);
             }
             0
         }
-        Some((_, Part::Some)) => failed(libc::EINVAL),
-        _ => kernel() as c_int,
+        Some((_, Overlap::Partial)) => set_errno(libc::EINVAL),
+        _ => on_other() as c_int,
     }
 }
 
@@ -321,7 +321,7 @@ fn ours_or(
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     // SAFETY: the caller guarantees it.
-    ours_or(addr, len, Ram::give, || unsafe {
+    managed_or_kernel(addr, len, Ram::release, || unsafe {
         libc::syscall(libc::SYS_munmap, addr, len)
     })
 }
@@ -333,7 +333,7 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int {
     // SAFETY: the caller guarantees it.
-    ours_or(
+    managed_or_kernel(
         addr,
         len,
         |_, _| {},
@@ -347,13 +347,13 @@ pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) ->
 /// As for `madvise`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
-    let ours = |ram: &Ram, range: Range<usize>| {
+    let discard_if_advised = |ram: &Ram, range: Range<usize>| {
         if matches!(advice, libc::MADV_DONTNEED | libc::MADV_FREE | libc::MADV_REMOVE) {
             ram.discard(&range);
         }
     };
     // SAFETY: the caller guarantees it.
-    ours_or(addr, len, ours, || unsafe {
+    managed_or_kernel(addr, len, discard_if_advised, || unsafe {
         libc::syscall(libc::SYS_madvise, addr, len, advice)
     })
 }
@@ -380,15 +380,15 @@ pub unsafe extern "C" fn mremap(
     flags: c_int,
     new_addr: *mut c_void,
 ) -> *mut c_void {
-    match Ram::get().map(|ram| (ram, ram.part(addr as usize, old_len))) {
-        Some((ram, Part::All(range))) if new_len > 0 && flags & !libc::MREMAP_MAYMOVE == 0 => {
+    match Ram::get().map(|ram| (ram, ram.overlap(addr as usize, old_len))) {
+        Some((ram, Overlap::Inside(range))) if new_len > 0 && flags & !libc::MREMAP_MAYMOVE == 0 => {
             // SAFETY: the caller guarantees it.
             match unsafe { ram.resize(range, new_len, flags & libc::MREMAP_MAYMOVE != 0) } {
                 Some(addr) => addr as *mut c_void,
-                None => map_failed(libc::ENOMEM),
+                None => mmap_error(libc::ENOMEM),
             }
         }
-        Some((_, Part::All(_) | Part::Some)) => map_failed(libc::EINVAL),
+        Some((_, Overlap::Inside(_) | Overlap::Partial)) => mmap_error(libc::EINVAL),
         // SAFETY: the caller guarantees it.
         _ => unsafe { libc::syscall(libc::SYS_mremap, addr, old_len, new_len, flags, new_addr) as *mut c_void },
     }

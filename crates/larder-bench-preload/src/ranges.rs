@@ -5,12 +5,12 @@ use std::ops::Range;
 
 /// Set of the free ranges of `0..len`, of which no two are adjacent.
 #[derive(Debug)]
-pub(crate) struct Ranges {
+pub(crate) struct FreeRanges {
     /// End of each free range, by its start.
     free: BTreeMap<usize, usize>,
 }
 
-impl Ranges {
+impl FreeRanges {
     /// Creates a set in which all of `0..len` is free.
     pub(crate) fn new(len: usize) -> Self {
         Self {
@@ -19,7 +19,7 @@ impl Ranges {
     }
 
     /// Allocates the first free range of `len`, which keeps used memory together.
-    pub(crate) fn take(&mut self, len: usize) -> Option<usize> {
+    pub(crate) fn allocate(&mut self, len: usize) -> Option<usize> {
         let (start, end) = self.free.iter().find(|(start, end)| *end - *start >= len)?;
         let (start, end) = (*start, *end);
         self.free.remove(&start);
@@ -30,7 +30,7 @@ impl Ranges {
     }
 
     /// Allocates `range` if all of it is free.
-    pub(crate) fn take_at(&mut self, range: &Range<usize>) -> bool {
+    pub(crate) fn allocate_at(&mut self, range: &Range<usize>) -> bool {
         let Some((start, end)) = self.free.range(..=range.start).next_back() else {
             return false;
         };
@@ -49,7 +49,7 @@ impl Ranges {
     }
 
     /// Frees `range`, parts of which may be free already.
-    pub(crate) fn give(&mut self, range: Range<usize>) {
+    pub(crate) fn release(&mut self, range: Range<usize>) {
         let Range { mut start, mut end } = range;
         // Merges ranges that overlap it or are adjacent. Ends increase with starts, so the last ones are checked
         // first.
@@ -76,9 +76,9 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Step {
-        Take(usize),
-        TakeAt(Range<usize>),
-        Give(Range<usize>),
+        Allocate(usize),
+        AllocateAt(Range<usize>),
+        Release(Range<usize>),
     }
 
     fn range() -> impl Strategy<Value = Range<usize>> {
@@ -87,9 +87,9 @@ mod tests {
 
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            (1..16usize).prop_map(Step::Take),
-            range().prop_map(Step::TakeAt),
-            range().prop_map(Step::Give),
+            (1..16usize).prop_map(Step::Allocate),
+            range().prop_map(Step::AllocateAt),
+            range().prop_map(Step::Release),
         ]
     }
 
@@ -97,37 +97,37 @@ mod tests {
         /// Allocated ranges were free, and freed ranges can be allocated again.
         #[test]
         fn ranges_match_reference_model(steps in prop::collection::vec(step(), 1..100)) {
-            let mut ranges = Ranges::new(LEN);
+            let mut ranges = FreeRanges::new(LEN);
             let mut free = [true; LEN];
             for step in steps {
                 match step {
-                    Step::Take(len) => {
+                    Step::Allocate(len) => {
                         let first = (0..=LEN - len).find(|start| free[*start..start + len].iter().all(|free| *free));
-                        prop_assert_eq!(ranges.take(len), first);
+                        prop_assert_eq!(ranges.allocate(len), first);
                         if let Some(start) = first {
                             free[start..start + len].fill(false);
                         }
                     }
-                    Step::TakeAt(range) => {
+                    Step::AllocateAt(range) => {
                         let all = free[range.clone()].iter().all(|free| *free);
-                        prop_assert_eq!(ranges.take_at(&range), all);
+                        prop_assert_eq!(ranges.allocate_at(&range), all);
                         if all {
                             free[range].fill(false);
                         }
                     }
-                    Step::Give(range) => {
-                        ranges.give(range.clone());
+                    Step::Release(range) => {
+                        ranges.release(range.clone());
                         free[range].fill(true);
                     }
                 }
-                let mut told = [false; LEN];
+                let mut listed_free = [false; LEN];
                 let mut last = None;
                 for (start, end) in &ranges.free {
                     prop_assert!(start < end && last.is_none_or(|last| last < *start));
                     last = Some(*end);
-                    told[*start..*end].fill(true);
+                    listed_free[*start..*end].fill(true);
                 }
-                prop_assert_eq!(told, free);
+                prop_assert_eq!(listed_free, free);
             }
         }
     }

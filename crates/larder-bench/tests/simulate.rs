@@ -5,7 +5,7 @@ use std::rc::Rc;
 use larder_bench::simulate::memory::MEMORIES;
 use larder_bench::simulate::stack::{Disk, Opened, Outcome, STACKS, Stack, find};
 use larder_bench::simulate::{Subject, Summary, simulate};
-use larder_block::backend::simulated::{Random, SimulatedDevice};
+use larder_block::backend::simulated::{SeededRng, SimulatedDevice};
 use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf,
     SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
@@ -183,11 +183,16 @@ impl Stack for Lie {
         "liar"
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         vec![Disk::small(random)]
     }
 
-    fn open<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>], _: Random) -> BoxFuture<'a, Outcome<Opened>> {
+    fn open<'a>(
+        &'a self,
+        _: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        _: SeededRng,
+    ) -> BoxFuture<'a, Outcome<Opened>> {
         let lower = Rc::clone(&disks[0]);
         let device = Rc::new(Liar { lower, lie: *self });
         Box::pin(async { Ok(Opened::plain(device)) })
@@ -231,7 +236,7 @@ impl Stack for Headed {
         "headed"
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         vec![Disk::small(random)]
     }
 
@@ -246,7 +251,12 @@ impl Stack for Headed {
         })
     }
 
-    fn open<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>], _: Random) -> BoxFuture<'a, Outcome<Opened>> {
+    fn open<'a>(
+        &'a self,
+        _: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        _: SeededRng,
+    ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async {
             let lower = Rc::clone(&disks[0]);
             let mut header = AlignedBuf::zeroed(HEADER as usize);

@@ -10,22 +10,22 @@ use std::sync::OnceLock;
 /// # Errors
 /// The kernel does not report it.
 pub fn boot_id() -> io::Result<u128> {
-    static KNOWN: OnceLock<u128> = OnceLock::new();
-    match KNOWN.get() {
-        Some(known) => Ok(*known),
-        None => read_boot_id().map(|read| *KNOWN.get_or_init(|| read)),
+    static CACHED: OnceLock<u128> = OnceLock::new();
+    match CACHED.get() {
+        Some(cached) => Ok(*cached),
+        None => read_boot_id().map(|read| *CACHED.get_or_init(|| read)),
     }
 }
 
 /// Returns the number of processors that this process may use at once. It is cached, because a confined process
 /// cannot determine it.
 pub fn processors() -> usize {
-    static KNOWN: OnceLock<usize> = OnceLock::new();
-    *KNOWN.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
+    static CACHED: OnceLock<usize> = OnceLock::new();
+    *CACHED.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 /// Caches this module's facts, for a process that may not read files later.
-pub fn learn() {
+pub fn cache_host_facts() {
     // A caller that needs the boot ID gets the error from `boot_id`.
     let _ = boot_id();
     processors();
@@ -38,8 +38,8 @@ fn read_boot_id() -> io::Result<u128> {
 }
 
 /// Returns true if a file system is in the host's memory: its content was written since the host was booted.
-pub fn is_tmpfs(found: &rustix::fs::StatFs) -> bool {
-    found.f_type == libc::TMPFS_MAGIC
+pub fn is_tmpfs(file_system: &rustix::fs::StatFs) -> bool {
+    file_system.f_type == libc::TMPFS_MAGIC
 }
 
 /// File systems whose times come from this host's clock and to whose files other hosts cannot write: ext2 to ext4,
@@ -48,6 +48,6 @@ const LOCAL_FILE_SYSTEMS: [i64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1
 
 /// Returns true if a file system is known to be local to this host, so that all writes to its files get times of this
 /// host's clock.
-pub fn is_local(found: &rustix::fs::StatFs) -> bool {
-    LOCAL_FILE_SYSTEMS.contains(&found.f_type)
+pub fn is_local_file_system(file_system: &rustix::fs::StatFs) -> bool {
+    LOCAL_FILE_SYSTEMS.contains(&file_system.f_type)
 }

@@ -42,7 +42,7 @@ impl IoVec {
 
 /// A piece, or a part of a list of pieces.
 #[derive(Clone, Copy)]
-enum View<'a> {
+enum BufferView<'a> {
     One(IoVec),
     /// Invariant: `skip + len` bytes lie in `pieces`.
     Many {
@@ -53,9 +53,9 @@ enum View<'a> {
 }
 
 // Views are copied with every request, by every layer.
-const _: () = assert!(size_of::<View<'_>>() == 32);
+const _: () = assert!(size_of::<BufferView<'_>>() == 32);
 
-impl<'a> View<'a> {
+impl<'a> BufferView<'a> {
     #[inline]
     const fn one(base: *mut u8, len: usize) -> Self {
         Self::One(IoVec::new(base, len))
@@ -114,7 +114,7 @@ impl<'a> View<'a> {
 
 /// The pieces of a buffer in order, none of them empty, trimmed to the buffer's part of them.
 pub struct Pieces<'a> {
-    rest: View<'a>,
+    rest: BufferView<'a>,
 }
 
 impl Iterator for Pieces<'_> {
@@ -123,12 +123,12 @@ impl Iterator for Pieces<'_> {
     #[inline]
     fn next(&mut self) -> Option<IoVec> {
         match &mut self.rest {
-            View::One(piece) => {
+            BufferView::One(piece) => {
                 let next = *piece;
                 *piece = IoVec::new(ptr::null_mut(), 0);
                 (!next.is_empty()).then_some(next)
             }
-            View::Many { pieces, skip, len } => {
+            BufferView::Many { pieces, skip, len } => {
                 while *len > 0 {
                     let (first, rest) = pieces.split_first()?;
                     let taken = (first.len() - *skip).min(*len);
@@ -194,8 +194,8 @@ macro_rules! view_methods {
             #[inline]
             pub fn as_single(&self) -> Option<IoVec> {
                 match self.0 {
-                    View::One(piece) => Some(piece),
-                    View::Many { .. } => None,
+                    BufferView::One(piece) => Some(piece),
+                    BufferView::Many { .. } => None,
                 }
             }
 
@@ -213,7 +213,7 @@ macro_rules! view_methods {
             /// dropped), every piece must be mapped memory, readable and, for a [`ReadBuf`], writable. Others may
             /// change the bytes meanwhile; no Rust reference to them may exist.
             pub unsafe fn from_pieces(pieces: &'a [IoVec]) -> Self {
-                Self(View::many(pieces), PhantomData)
+                Self(BufferView::many(pieces), PhantomData)
             }
         }
     };
@@ -221,11 +221,11 @@ macro_rules! view_methods {
 
 /// The destination of a read's data.
 #[derive(Clone, Copy)]
-pub struct ReadBuf<'a>(View<'a>, PhantomData<&'a mut [u8]>);
+pub struct ReadBuf<'a>(BufferView<'a>, PhantomData<&'a mut [u8]>);
 
 /// The source of a write's data.
 #[derive(Clone, Copy)]
-pub struct WriteBuf<'a>(View<'a>, PhantomData<&'a [u8]>);
+pub struct WriteBuf<'a>(BufferView<'a>, PhantomData<&'a [u8]>);
 
 view_methods!(ReadBuf);
 view_methods!(WriteBuf);
@@ -233,7 +233,7 @@ view_methods!(WriteBuf);
 impl<'a> ReadBuf<'a> {
     /// Returns a buffer over ordinary memory.
     pub fn new(memory: &'a mut [u8]) -> Self {
-        Self(View::one(memory.as_mut_ptr(), memory.len()), PhantomData)
+        Self(BufferView::one(memory.as_mut_ptr(), memory.len()), PhantomData)
     }
 
     /// Fills the buffer's first `source.len()` bytes.
@@ -272,7 +272,7 @@ impl<'a> ReadBuf<'a> {
 impl<'a> WriteBuf<'a> {
     /// Returns a buffer over ordinary memory.
     pub fn new(memory: &'a [u8]) -> Self {
-        Self(View::one(memory.as_ptr().cast_mut(), memory.len()), PhantomData)
+        Self(BufferView::one(memory.as_ptr().cast_mut(), memory.len()), PhantomData)
     }
 
     /// Copies the buffer's first `destination.len()` bytes to `destination`.
@@ -315,8 +315,8 @@ impl AlignedBuf {
 
     /// Allocates `len` zero bytes. The allocation extends to the next multiple of the alignment.
     pub fn zeroed(len: usize) -> Self {
-        let room = len.max(1).next_multiple_of(Self::ALIGNMENT);
-        let layout = std::alloc::Layout::from_size_align(room, Self::ALIGNMENT)
+        let allocated_len = len.max(1).next_multiple_of(Self::ALIGNMENT);
+        let layout = std::alloc::Layout::from_size_align(allocated_len, Self::ALIGNMENT)
             .unwrap_or_else(|_| panic!("a buffer of {len} bytes is larger than the address space"));
         // SAFETY: the layout's size is not zero.
         let base = unsafe { std::alloc::alloc_zeroed(layout) };

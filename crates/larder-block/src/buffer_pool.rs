@@ -16,7 +16,7 @@ pub struct BufferPool {
 struct State {
     idle: Vec<AlignedBuf>,
     /// The number of buffers that may still be allocated.
-    unmade: usize,
+    unallocated: usize,
     /// Waiting callers, in order. A caller that was given a buffer and has not taken it yet is still listed.
     waiting: VecDeque<Waiter>,
     next_number: u64,
@@ -25,7 +25,7 @@ struct State {
 struct Waiter {
     number: u64,
     waker: Waker,
-    handed: Option<AlignedBuf>,
+    assigned: Option<AlignedBuf>,
 }
 
 impl BufferPool {
@@ -35,7 +35,7 @@ impl BufferPool {
             len,
             state: RefCell::new(State {
                 idle: Vec::new(),
-                unmade: count.max(1),
+                unallocated: count.max(1),
                 waiting: VecDeque::new(),
                 next_number: 0,
             }),
@@ -48,23 +48,23 @@ impl BufferPool {
     }
 
     /// Returns a buffer as soon as it is this caller's turn. The buffer has the content that its last user left.
-    pub async fn take(&self) -> PooledBuf<'_> {
-        let mut place = Place {
+    pub async fn acquire(&self) -> PooledBuf<'_> {
+        let mut position = QueuePosition {
             pool: self,
             number: None,
         };
-        let buffer = std::future::poll_fn(|context| place.poll(context.waker())).await;
+        let buffer = std::future::poll_fn(|context| position.poll(context.waker())).await;
         PooledBuf {
             pool: self,
             buffer: Some(buffer),
         }
     }
 
-    fn give_back(&self, buffer: AlignedBuf) {
+    fn release(&self, buffer: AlignedBuf) {
         let mut state = self.state.borrow_mut();
-        match state.waiting.iter_mut().find(|waiter| waiter.handed.is_none()) {
+        match state.waiting.iter_mut().find(|waiter| waiter.assigned.is_none()) {
             Some(waiter) => {
-                waiter.handed = Some(buffer);
+                waiter.assigned = Some(buffer);
                 waiter.waker.wake_by_ref();
             }
             None => state.idle.push(buffer),
@@ -73,27 +73,27 @@ impl BufferPool {
 }
 
 /// A position in the queue, until a buffer is taken or this value is dropped.
-struct Place<'a> {
+struct QueuePosition<'a> {
     pool: &'a BufferPool,
     number: Option<u64>,
 }
 
-impl Place<'_> {
+impl QueuePosition<'_> {
     fn poll(&mut self, waker: &Waker) -> Poll<AlignedBuf> {
         let state = &mut *self.pool.state.borrow_mut();
         let Some(number) = self.number else {
             if let Some(buffer) = state.idle.pop() {
                 return Poll::Ready(buffer);
             }
-            if state.unmade > 0 {
-                state.unmade -= 1;
+            if state.unallocated > 0 {
+                state.unallocated -= 1;
                 return Poll::Ready(AlignedBuf::zeroed(self.pool.len));
             }
             self.number = Some(state.next_number);
             state.waiting.push_back(Waiter {
                 number: state.next_number,
                 waker: waker.clone(),
-                handed: None,
+                assigned: None,
             });
             state.next_number += 1;
             return Poll::Pending;
@@ -102,7 +102,7 @@ impl Place<'_> {
             return Poll::Pending;
         };
         let waiter = &mut state.waiting[index];
-        let Some(buffer) = waiter.handed.take() else {
+        let Some(buffer) = waiter.assigned.take() else {
             waiter.waker = waker.clone();
             return Poll::Pending;
         };
@@ -112,18 +112,18 @@ impl Place<'_> {
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePosition<'_> {
     fn drop(&mut self) {
         let Some(number) = self.number else { return };
-        let handed = {
+        let assigned = {
             let mut state = self.pool.state.borrow_mut();
             let index = state.waiting.iter().position(|waiter| waiter.number == number);
             index
                 .and_then(|index| state.waiting.remove(index))
-                .and_then(|waiter| waiter.handed)
+                .and_then(|waiter| waiter.assigned)
         };
-        if let Some(buffer) = handed {
-            self.pool.give_back(buffer);
+        if let Some(buffer) = assigned {
+            self.pool.release(buffer);
         }
     }
 }
@@ -151,7 +151,7 @@ impl DerefMut for PooledBuf<'_> {
 impl Drop for PooledBuf<'_> {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
-            self.pool.give_back(buffer);
+            self.pool.release(buffer);
         }
     }
 }

@@ -29,7 +29,7 @@ use std::task::{Context, Poll};
 use smallvec::SmallVec;
 
 use crate::backend::file::FileIo;
-use crate::backend::nbd::Pending;
+use crate::backend::nbd::PendingReply;
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::signal::Signal;
@@ -117,7 +117,7 @@ pub trait BlockDevice {
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a>;
 
     /// Returns true if a write to `range` may fail because of its content.
-    fn minds_content(&self, _range: ByteRange) -> bool {
+    fn may_reject_content(&self, _range: ByteRange) -> bool {
         false
     }
 
@@ -210,94 +210,97 @@ pub fn check_request(
 
 /// A request in flight.
 pub struct Io<'a> {
-    state: State<'a>,
+    state: IoState<'a>,
     /// Declared after `state`, and so dropped after it: watches are notified only when the request no longer accesses
     /// its buffer.
-    watched: [Option<Watched<'a>>; WATCHES],
+    watched: [Option<WatchEntry<'a>>; WATCHES_MAX],
     /// Dropped last, because the other fields borrow from the device.
-    lent: Option<Rc<Lent>>,
+    shared_device: Option<Rc<SharedDevice>>,
 }
 
 /// A device that is shared with its in-flight requests: the reference count is their number.
-pub(crate) struct Lent(pub(crate) Rc<dyn BlockDevice>);
+pub(crate) struct SharedDevice(pub(crate) Rc<dyn BlockDevice>);
 
 /// The number of layers that can watch one request without a task: single bytes, read-ahead, and the format or the
 /// cache.
-const WATCHES: usize = 3;
+const WATCHES_MAX: usize = 3;
 
 /// A recipient of the end of requests, for a layer that locks the range of a request until then.
-pub trait Watch {
+pub trait RequestWatch {
     /// Called when the request of `ticket` has completed or was dropped.
-    fn ended(&self, ticket: u32);
+    fn request_ended(&self, ticket: u32);
 
-    /// Called when a request has completed with an error; [`Watch::ended`] follows.
-    fn failed(&self, _: &IoError) {}
+    /// Called when a request has completed with an error; [`RequestWatch::request_ended`] follows.
+    fn request_failed(&self, _: &IoError) {}
 }
 
-struct Watched<'a> {
-    watch: &'a dyn Watch,
+struct WatchEntry<'a> {
+    watch: &'a dyn RequestWatch,
     ticket: u32,
 }
 
-impl Drop for Watched<'_> {
+impl Drop for WatchEntry<'_> {
     fn drop(&mut self) {
-        self.watch.ended(self.ticket);
+        self.watch.request_ended(self.ticket);
     }
 }
 
-enum State<'a> {
+enum IoState<'a> {
     Ready(Option<IoResult>),
     File(FileIo<'a>),
-    Nbd(Pending<'a>),
+    Nbd(PendingReply<'a>),
     Task(BoxFuture<'a, IoResult>),
 }
 
 impl<'a> Io<'a> {
     /// Returns a request that has completed synchronously.
     pub fn ready(result: IoResult) -> Self {
-        Self::new(State::Ready(Some(result)))
+        Self::new(IoState::Ready(Some(result)))
     }
 
     /// Returns a request of several steps, which starts when it is first awaited.
     pub fn task(steps: impl Future<Output = IoResult> + 'a) -> Self {
-        Self::new(State::Task(Box::pin(steps)))
+        Self::new(IoState::Task(Box::pin(steps)))
     }
 
     pub(crate) fn file(io: FileIo<'a>) -> Self {
-        Self::new(State::File(io))
+        Self::new(IoState::File(io))
     }
 
-    fn new(state: State<'a>) -> Self {
+    fn new(state: IoState<'a>) -> Self {
         Self {
             state,
-            watched: [const { None }; WATCHES],
-            lent: None,
+            watched: [const { None }; WATCHES_MAX],
+            shared_device: None,
         }
     }
 
     /// Starts a request on a device that lives as long as the request. `begin` must not store the device anywhere but
     /// in the returned request.
-    pub(crate) fn lent(device: &Rc<Lent>, begin: impl FnOnce(&'a dyn BlockDevice) -> Self) -> Self {
+    pub(crate) fn on_shared(
+        device: &Rc<SharedDevice>,
+        start_request: impl FnOnce(&'a dyn BlockDevice) -> Self,
+    ) -> Self {
         // SAFETY: the device does not move, and the returned request shares ownership of it. That share is dropped
         // after all that borrows from it; a completed request borrows nothing. The callers, all in `filter::switch`,
         // only call a method of the device.
         let borrowed: &'a dyn BlockDevice = unsafe { &*Rc::as_ptr(&device.0) };
-        let mut io = begin(borrowed);
+        let mut io = start_request(borrowed);
         if !io.is_ready() {
-            io.lent = Some(Rc::clone(device));
+            io.shared_device = Some(Rc::clone(device));
         }
         io
     }
 
     /// Notifies `watch` once when the request ends, with `ticket`: at once if it has completed synchronously. A
     /// request that already has the maximum number of watches is wrapped in a task.
-    pub fn watched(mut self, watch: &'a dyn Watch, ticket: u32) -> Self {
+    pub fn watched(mut self, watch: &'a dyn RequestWatch, ticket: u32) -> Self {
         if self.watched.iter().all(Option::is_some) {
             let inner = self;
             self = Self::task(inner);
         }
-        let watched = Watched { watch, ticket };
-        if !matches!(self.state, State::Ready(_)) {
+        let watched = WatchEntry { watch, ticket };
+        if !matches!(self.state, IoState::Ready(_)) {
             let free = self.watched.iter_mut().find(|slot| slot.is_none());
             if let Some(slot) = free {
                 *slot = Some(watched);
@@ -306,20 +309,20 @@ impl<'a> Io<'a> {
         self
     }
 
-    pub(crate) fn nbd(request: Pending<'a>) -> Self {
-        Self::new(State::Nbd(request))
+    pub(crate) fn nbd(request: PendingReply<'a>) -> Self {
+        Self::new(IoState::Nbd(request))
     }
 
     /// Returns true if the request has completed synchronously.
     pub fn is_ready(&self) -> bool {
-        matches!(self.state, State::Ready(_))
+        matches!(self.state, IoState::Ready(_))
     }
 
     /// Takes the result, if the request has completed synchronously.
-    pub fn result_now(&mut self) -> Option<IoResult> {
+    pub fn take_ready_result(&mut self) -> Option<IoResult> {
         match &mut self.state {
-            State::Ready(result) => result.take(),
-            State::File(_) | State::Nbd(_) | State::Task(_) => None,
+            IoState::Ready(result) => result.take(),
+            IoState::File(_) | IoState::Nbd(_) | IoState::Task(_) => None,
         }
     }
 }
@@ -329,23 +332,23 @@ impl Future for Io<'_> {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
         let result = std::task::ready!(match &mut self.state {
-            State::Ready(result) => match result.take() {
+            IoState::Ready(result) => match result.take() {
                 Some(result) => Poll::Ready(result),
                 None => panic!("a request was polled after it had completed"),
             },
-            State::File(io) => Pin::new(io).poll(context),
-            State::Nbd(request) => Pin::new(request).poll(context),
-            State::Task(steps) => steps.as_mut().poll(context),
+            IoState::File(io) => Pin::new(io).poll(context),
+            IoState::Nbd(request) => Pin::new(request).poll(context),
+            IoState::Task(steps) => steps.as_mut().poll(context),
         });
         if let Err(error) = &result {
             let watched = self.watched.iter().flatten();
-            watched.for_each(|watched| watched.watch.failed(error));
+            watched.for_each(|watched| watched.watch.request_failed(error));
         }
-        self.watched = [const { None }; WATCHES];
-        if self.lent.is_some() {
+        self.watched = [const { None }; WATCHES_MAX];
+        if self.shared_device.is_some() {
             // `state` borrows from the device, so it is dropped first.
-            self.state = State::Ready(None);
-            self.lent = None;
+            self.state = IoState::Ready(None);
+            self.shared_device = None;
         }
         Poll::Ready(result)
     }
@@ -386,7 +389,7 @@ pub async fn join<'a, A: smallvec::Array<Item = Io<'a>>>(mut ios: SmallVec<A>) -
 pub struct SizeChanges {
     generation: Cell<u64>,
     /// Announced sizes with their generations. Each size is smaller than all later ones.
-    least: RefCell<Vec<(u64, ByteLen)>>,
+    announced_sizes: RefCell<Vec<(u64, ByteLen)>>,
     changed: Signal,
 }
 
@@ -398,18 +401,18 @@ impl SizeChanges {
 
     /// Returns the smallest size that was announced after `generation`. Data beyond it is lost, whatever the present
     /// size is.
-    pub fn least_since(&self, generation: u64) -> Option<ByteLen> {
-        let least = self.least.borrow();
-        let first = least.iter().find(|(at, _)| *at > generation);
+    pub fn smallest_since(&self, generation: u64) -> Option<ByteLen> {
+        let announced = self.announced_sizes.borrow();
+        let first = announced.iter().find(|(at, _)| *at > generation);
         first.map(|(_, size)| *size)
     }
 
     /// Announces a change to `size`, which may be smaller than before.
     pub fn announce_size(&self, size: ByteLen) {
-        let mut least = self.least.borrow_mut();
-        least.retain(|(_, other)| *other < size);
-        least.push((self.generation() + 1, size));
-        drop(least);
+        let mut announced = self.announced_sizes.borrow_mut();
+        announced.retain(|(_, other)| *other < size);
+        announced.push((self.generation() + 1, size));
+        drop(announced);
         self.announce();
     }
 
@@ -425,13 +428,13 @@ impl SizeChanges {
     }
 
     /// Completes once there was a change after `generation`.
-    pub async fn after(&self, generation: u64) {
-        self.after_or(generation, || false).await;
+    pub async fn changed_after(&self, generation: u64) {
+        self.changed_after_or(generation, || false).await;
     }
 
     /// Completes once there was a change after `generation`, or `enough` returns true after a [`SizeChanges::wake`].
-    pub async fn after_or(&self, generation: u64, enough: impl Fn() -> bool) {
-        let is_over = || self.generation.get() != generation || enough();
-        self.changed.when(is_over).await;
+    pub async fn changed_after_or(&self, generation: u64, should_stop: impl Fn() -> bool) {
+        let is_done = || self.generation.get() != generation || should_stop();
+        self.changed.when(is_done).await;
     }
 }

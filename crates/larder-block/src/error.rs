@@ -74,7 +74,7 @@ impl Failure {
 
     /// Returns true if the requester's memory is at fault, not the device: the kernel cannot read or write it. Memory
     /// of a guest is like that after its front-end has truncated the file.
-    pub fn is_of_memory(self) -> bool {
+    pub fn is_memory_fault(self) -> bool {
         self == Self::Os(libc::EFAULT)
     }
 }

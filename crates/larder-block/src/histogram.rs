@@ -18,7 +18,7 @@ const BUCKETS: usize = ((LAST_BITS - FIRST_BITS) as usize) * STEPS as usize + 2;
 /// Returns true once in `every` calls, for an event that should be timed; `untimed` counts the events since the last
 /// one.
 #[inline]
-pub fn is_due(untimed: &Cell<u32>, every: u32) -> bool {
+pub fn is_sample_due(untimed: &Cell<u32>, every: u32) -> bool {
     let before = untimed.get() + 1;
     let is_due = before >= every;
     untimed.set(if is_due { 0 } else { before });
@@ -103,12 +103,12 @@ impl Histogram {
 /// bucket, and `None` if there are no buckets.
 pub fn quantile(buckets: &[Bucket], share: f64, longest: Duration) -> Option<Duration> {
     let all: u64 = buckets.iter().map(|bucket| bucket.count).sum();
-    let mut left = (share * all as f64).ceil().max(1.0) as u64;
+    let mut remaining = (share * all as f64).ceil().max(1.0) as u64;
     for bucket in buckets {
-        if bucket.count >= left {
+        if bucket.count >= remaining {
             return Some(bucket.below.unwrap_or(longest).min(longest));
         }
-        left -= bucket.count;
+        remaining -= bucket.count;
     }
     None
 }
@@ -156,12 +156,12 @@ mod tests {
         (1..=1000).for_each(|micros| histogram.add(Duration::from_micros(micros)));
         histogram.add(Duration::from_secs(100));
         let buckets: Vec<Bucket> = histogram.buckets().collect();
-        let of = |share| quantile(&buckets, share, histogram.max()).expect("it is not empty");
+        let quantile_of = |share| quantile(&buckets, share, histogram.max()).expect("it is not empty");
         for (share, micros) in [(0.1, 101), (0.5, 501), (0.99, 991)] {
-            let (exact, found) = (Duration::from_micros(micros), of(share));
+            let (exact, found) = (Duration::from_micros(micros), quantile_of(share));
             assert!(found >= exact && found <= exact + exact / 4, "{share}: {found:?}");
         }
-        assert_eq!(of(1.0), Duration::from_secs(100));
+        assert_eq!(quantile_of(1.0), Duration::from_secs(100));
         assert_eq!((histogram.count(), histogram.max()), (1001, Duration::from_secs(100)));
         assert_eq!(quantile(&[], 0.5, Duration::ZERO), None);
     }

@@ -5,7 +5,6 @@
 
 pub mod backend;
 pub mod boot;
-pub mod budget;
 pub mod buffer;
 pub mod buffer_pool;
 pub mod device;
@@ -19,6 +18,7 @@ pub mod nbd;
 pub mod opener;
 pub mod printable;
 pub mod range_lock;
+pub mod semaphore;
 pub mod signal;
 pub mod small_file;
 pub mod tls;
@@ -26,8 +26,8 @@ pub mod units;
 
 pub use buffer::{AlignedBuf, IoVec, ReadBuf, WriteBuf};
 pub use device::{
-    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, Watch, WriteFlags, ZeroFlags, check_request,
-    join,
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, RequestWatch, SizeChanges, WriteFlags, ZeroFlags,
+    check_request, join,
 };
 pub use error::{Failure, IoError, IoResult, Operation};
 pub use event_loop::{Loop, LoopTime};

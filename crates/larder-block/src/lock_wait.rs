@@ -13,15 +13,15 @@ use std::time::{Duration, Instant};
 use crate::opener::opener;
 
 /// The maximum waiting time for a lock owner that continues to run.
-const RUNNING_PATIENCE: Duration = Duration::from_secs(3);
+const RUNNING_WAIT_MAX: Duration = Duration::from_secs(3);
 
 /// The maximum waiting time for a lock that no process of the host owns. The bound is for owners that are not
 /// visible: in another PID namespace, or in a descriptor in transit through a socket.
-const ORPHAN_PATIENCE: Duration = Duration::from_secs(60);
+const ORPHAN_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// The initial and the maximum interval between two searches for the owner, each of which inspects every process of
 /// the host.
-const INSPECT_INTERVAL: Duration = Duration::from_millis(100);
+const INSPECT_INTERVAL_MIN: Duration = Duration::from_millis(100);
 const INSPECT_INTERVAL_MAX: Duration = Duration::from_secs(2);
 
 /// The interval at which the reason for waiting is logged.
@@ -47,7 +47,7 @@ pub enum LockKind {
 
 impl LockKind {
     /// Returns true if a line of `/proc/PID/fdinfo` describes a lock of this kind.
-    fn is_in(self, line: &str) -> bool {
+    fn matches_line(self, line: &str) -> bool {
         let (name, byte) = match self {
             Self::Ofd(byte) => ("OFDLCK", byte),
             Self::Flock => ("FLOCK", None),
@@ -72,9 +72,9 @@ pub enum LockOwner {
     /// A process that continues to run, or one that cannot be inspected.
     Running,
     /// A process that was killed or is exiting, as `larder, pid 4711`.
-    Ending(String),
+    Exiting(String),
     /// The lock belongs to no process of this host.
-    Nobody,
+    Orphaned,
 }
 
 /// Decides, from one attempt to the next, whether to keep waiting for a lock.
@@ -104,7 +104,7 @@ impl LockWait {
 
     /// Returns true if the caller should retry to lock `file`, which failed just now, and logs the reason. `busy` is
     /// a text that names the locked object and the failure.
-    pub fn goes_on(&mut self, file: BorrowedFd<'_>, busy: &dyn std::fmt::Display) -> bool {
+    pub fn should_retry(&mut self, file: BorrowedFd<'_>, failure: &dyn std::fmt::Display) -> bool {
         let now = Instant::now();
         let (first, last) = self.inspected.unwrap_or((now, now));
         if self.inspected.is_some() && now - last < inspect_interval(last - first) {
@@ -112,43 +112,43 @@ impl LockWait {
         }
         self.inspected = Some((first, now));
         let owner = opener().lock_owner(file, self.kind);
-        let is_other = |before: &LockOwner| std::mem::discriminant(before) != std::mem::discriminant(&owner);
+        let owner_changed = |before: &LockOwner| std::mem::discriminant(before) != std::mem::discriminant(&owner);
         // Locks that an exiting process leaves to the kernel are waited for anew.
-        let was_ending = matches!(self.owner, Some(LockOwner::Ending(_)));
+        let was_exiting = matches!(self.owner, Some(LockOwner::Exiting(_)));
         let since = match self.since {
-            Some(since) if !was_ending => since,
+            Some(since) if !was_exiting => since,
             _ => Instant::now(),
         };
         self.since = Some(since);
-        let patience = match &owner {
-            LockOwner::Running => Some(RUNNING_PATIENCE),
-            LockOwner::Ending(_) => None,
-            LockOwner::Nobody => Some(ORPHAN_PATIENCE),
+        let wait_max = match &owner {
+            LockOwner::Running => Some(RUNNING_WAIT_MAX),
+            LockOwner::Exiting(_) => None,
+            LockOwner::Orphaned => Some(ORPHAN_WAIT_MAX),
         };
-        let goes_on = patience.is_none_or(|patience| since.elapsed() < patience);
-        let is_reported = self.reported.is_some_and(|at| at.elapsed() < REPORT_INTERVAL);
-        if goes_on && (!is_reported || self.owner.as_ref().is_none_or(is_other)) {
+        let retry = wait_max.is_none_or(|patience| since.elapsed() < patience);
+        let recently_reported = self.reported.is_some_and(|at| at.elapsed() < REPORT_INTERVAL);
+        if retry && (!recently_reported || self.owner.as_ref().is_none_or(owner_changed)) {
             self.reported = Some(Instant::now());
-            report(busy, &owner);
+            log_wait(failure, &owner);
         }
         self.owner = Some(owner);
-        goes_on
+        retry
     }
 }
 
 /// Returns the interval until the next search for the owner, after waiting for `waited`.
 fn inspect_interval(waited: Duration) -> Duration {
-    (waited / 4).clamp(INSPECT_INTERVAL, INSPECT_INTERVAL_MAX)
+    (waited / 4).clamp(INSPECT_INTERVAL_MIN, INSPECT_INTERVAL_MAX)
 }
 
-fn report(busy: &dyn std::fmt::Display, owner: &LockOwner) {
-    let (running, orphan) = (RUNNING_PATIENCE.as_secs(), ORPHAN_PATIENCE.as_secs());
+fn log_wait(busy: &dyn std::fmt::Display, owner: &LockOwner) {
+    let (running, orphan) = (RUNNING_WAIT_MAX.as_secs(), ORPHAN_WAIT_MAX.as_secs());
     match owner {
         LockOwner::Running => {
             tracing::info!("{busy}; waiting up to {running} s, in case its owner is a server that is exiting");
         }
-        LockOwner::Ending(process) => tracing::info!("{busy}; waiting until {process} has exited"),
-        LockOwner::Nobody => {
+        LockOwner::Exiting(process) => tracing::info!("{busy}; waiting until {process} has exited"),
+        LockOwner::Orphaned => {
             tracing::info!(
                 "{busy}; waiting until the kernel has completed the I/O of a killed process, for up to {orphan} s"
             );
@@ -157,105 +157,107 @@ fn report(busy: &dyn std::fmt::Display, owner: &LockOwner) {
 }
 
 /// Finds the process that has a lock on `file` through another open file, as far as it is visible to this process.
-pub(crate) fn owner(file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
-    let (Some(locked), Ok(processes)) = (identity(file, kind), fs::read_dir("/proc")) else {
+pub(crate) fn find_owner(file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
+    let (Some(locked), Ok(processes)) = (target_identity(file, kind), fs::read_dir("/proc")) else {
         return LockOwner::Running;
     };
-    let own_name = name_of(std::process::id());
-    let (mut ending, mut all_seen) = (None, true);
+    let this_name = process_name(std::process::id());
+    let (mut exiting, mut all_inspected) = (None, true);
     for pid in processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok()) {
-        let has = has_locked(pid, locked, kind);
+        let holds = holds_lock(pid, locked, kind);
         // The files of an exiting process may be closed already, while the kernel still holds them.
-        let may_have = has.unwrap_or(false) || name_of(pid) == own_name;
-        if may_have && is_ending(pid) {
-            ending.get_or_insert_with(|| format!("{}, pid {pid}", name_of(pid)));
-        } else if has == Some(true) && kind != LockKind::Claim {
+        let may_hold = holds.unwrap_or(false) || process_name(pid) == this_name;
+        if may_hold && is_exiting(pid) {
+            exiting.get_or_insert_with(|| format!("{}, pid {pid}", process_name(pid)));
+        } else if holds == Some(true) && kind != LockKind::Claim {
             return LockOwner::Running;
         }
-        all_seen &= has.is_some();
+        all_inspected &= holds.is_some();
     }
-    match ending {
-        Some(process) => LockOwner::Ending(process),
+    match exiting {
+        Some(process) => LockOwner::Exiting(process),
         // The kernel's own users of a device (mounts, RAID) are no processes.
-        None if all_seen && kind != LockKind::Claim => LockOwner::Nobody,
+        None if all_inspected && kind != LockKind::Claim => LockOwner::Orphaned,
         None => LockOwner::Running,
     }
 }
 
-fn name_of(pid: u32) -> String {
+fn process_name(pid: u32) -> String {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     name.trim_end().to_owned()
 }
 
 /// Returns the numbers that identify the locked object: those of the file, or of the device that it represents.
-fn identity(file: BorrowedFd<'_>, kind: LockKind) -> Option<(u64, u64)> {
-    let found = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
-    Some(numbers(&found, kind))
+fn target_identity(file: BorrowedFd<'_>, kind: LockKind) -> Option<(u64, u64)> {
+    let metadata = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+    Some(identity_of(&metadata, kind))
 }
 
-fn numbers(found: &fs::Metadata, kind: LockKind) -> (u64, u64) {
+fn identity_of(metadata: &fs::Metadata, kind: LockKind) -> (u64, u64) {
     match kind {
-        LockKind::Claim => (0, found.rdev()),
-        LockKind::Ofd(_) | LockKind::Flock => (found.dev(), found.ino()),
+        LockKind::Claim => (0, metadata.rdev()),
+        LockKind::Ofd(_) | LockKind::Flock => (metadata.dev(), metadata.ino()),
     }
 }
 
 /// Returns true if a process has a lock of `kind` on the file `locked`. Returns `None` if this user may not inspect
 /// the process.
-fn has_locked(pid: u32, locked: (u64, u64), kind: LockKind) -> Option<bool> {
+fn holds_lock(pid: u32, target: (u64, u64), kind: LockKind) -> Option<bool> {
     let descriptors = match fs::read_dir(format!("/proc/{pid}/fd")) {
         Ok(descriptors) => descriptors,
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return None,
         // The process has exited.
         Err(_) => return Some(false),
     };
-    let is_locked = |path| fs::metadata(path).is_ok_and(|found| numbers(&found, kind) == locked);
+    let is_target = |path| fs::metadata(path).is_ok_and(|found| identity_of(&found, kind) == target);
     if kind == LockKind::Claim {
         let in_dev = |path: &std::path::Path| fs::read_link(path).is_ok_and(|link| link.starts_with("/dev"));
         let mut paths = descriptors.flatten().map(|descriptor| descriptor.path());
-        return Some(paths.any(|path| in_dev(&path) && is_locked(path)));
+        return Some(paths.any(|path| in_dev(&path) && is_target(path)));
     }
-    let inode = format!(":{} ", locked.1);
+    let inode = format!(":{} ", target.1);
     Some(descriptors.flatten().any(|descriptor| {
         let number = descriptor.file_name();
         let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy())).unwrap_or_default();
         // The file itself is queried only after a match: a file on an unreachable server would not answer.
-        info.lines().any(|line| line.contains(&inode) && kind.is_in(line)) && is_locked(descriptor.path())
+        info.lines()
+            .any(|line| line.contains(&inode) && kind.matches_line(line))
+            && is_target(descriptor.path())
     }))
 }
 
 /// Returns true if all threads of a process were killed or are exiting, and one of them still exists.
-fn is_ending(pid: u32) -> bool {
+fn is_exiting(pid: u32) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return false;
     };
-    let mut is_there = false;
+    let mut any_exiting = false;
     for thread in threads.flatten() {
         let file = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
-        match TaskState::of(&file("stat"), &file("status")) {
+        match TaskState::parse(&file("stat"), &file("status")) {
             TaskState::Running => return false,
-            TaskState::Ending => is_there = true,
-            TaskState::Gone => {}
+            TaskState::Exiting => any_exiting = true,
+            TaskState::Exited => {}
         }
     }
-    is_there
+    any_exiting
 }
 
 /// The state of a task of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TaskState {
     Running,
-    Ending,
+    Exiting,
     /// A zombie: it has released everything, but was not waited for.
-    Gone,
+    Exited,
 }
 
 impl TaskState {
     /// Parses `stat` and `status` of proc(5), which are both empty for a task that no longer exists.
-    fn of(stat: &str, status: &str) -> Self {
+    fn parse(stat: &str, status: &str) -> Self {
         // The name is in parentheses, and may contain some.
         let Some((_, rest)) = stat.rsplit_once(')') else {
-            return Self::Gone;
+            return Self::Exited;
         };
         let fields: Vec<&str> = rest.split_whitespace().collect();
         let flags = fields.get(6).and_then(|flags| flags.parse::<u64>().ok());
@@ -265,9 +267,9 @@ impl TaskState {
                 .unwrap_or(0)
         };
         match fields.first() {
-            Some(&("Z" | "X")) | None => Self::Gone,
-            _ if flags.unwrap_or(0) & PF_EXITING != 0 => Self::Ending,
-            _ if (pending("SigPnd:") | pending("ShdPnd:")) & KILL_PENDING != 0 => Self::Ending,
+            Some(&("Z" | "X")) | None => Self::Exited,
+            _ if flags.unwrap_or(0) & PF_EXITING != 0 => Self::Exiting,
+            _ if (pending("SigPnd:") | pending("ShdPnd:")) & KILL_PENDING != 0 => Self::Exiting,
             _ => Self::Running,
         }
     }
@@ -284,33 +286,33 @@ mod tests {
     fn locks_match_by_kind_and_byte() {
         let ofd = "lock:\t1: OFDLCK ADVISORY  WRITE -1 fe:00:123 300 300";
         let flock = "lock:\t1: FLOCK  ADVISORY  WRITE 99 fe:00:123 0 EOF";
-        assert!(LockKind::Ofd(None).is_in(ofd) && LockKind::Ofd(Some(300)).is_in(ofd));
-        assert!(!LockKind::Ofd(Some(299)).is_in(ofd) && !LockKind::Flock.is_in(ofd));
-        assert!(LockKind::Flock.is_in(flock) && !LockKind::Ofd(None).is_in(flock));
+        assert!(LockKind::Ofd(None).matches_line(ofd) && LockKind::Ofd(Some(300)).matches_line(ofd));
+        assert!(!LockKind::Ofd(Some(299)).matches_line(ofd) && !LockKind::Flock.matches_line(ofd));
+        assert!(LockKind::Flock.matches_line(flock) && !LockKind::Ofd(None).matches_line(flock));
     }
 
     #[test]
-    fn killed_task_is_ending_until_gone() {
+    fn killed_task_is_exiting_until_exited() {
         let stat = |state: &str, flags: u64| format!("7 (a) b) {state} 1 2 3 4 5 {flags} 6");
         let status = |pending: &str| format!("Name:\ta\nSigPnd:\t{pending}\nShdPnd:\t0000000000000000\n");
-        let of = |state, flags, pending| TaskState::of(&stat(state, flags), &status(pending));
-        assert_eq!(of("S", 0x40_0100, "0"), TaskState::Running);
-        assert_eq!(of("S", 0x40_0100, "0000000000004000"), TaskState::Running);
-        assert_eq!(of("D", 0x40_0100, "0000000000000100"), TaskState::Ending);
-        assert_eq!(of("R", 0x40_0104, "0"), TaskState::Ending);
-        assert_eq!(of("Z", 0x40_0104, "0000000000000100"), TaskState::Gone);
-        assert_eq!(TaskState::of("", ""), TaskState::Gone);
+        let state_of = |state, flags, pending| TaskState::parse(&stat(state, flags), &status(pending));
+        assert_eq!(state_of("S", 0x40_0100, "0"), TaskState::Running);
+        assert_eq!(state_of("S", 0x40_0100, "0000000000004000"), TaskState::Running);
+        assert_eq!(state_of("D", 0x40_0100, "0000000000000100"), TaskState::Exiting);
+        assert_eq!(state_of("R", 0x40_0104, "0"), TaskState::Exiting);
+        assert_eq!(state_of("Z", 0x40_0104, "0000000000000100"), TaskState::Exited);
+        assert_eq!(TaskState::parse("", ""), TaskState::Exited);
     }
 
     #[test]
     fn lock_of_living_process_is_running() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         let open = || File::open(file.path()).expect("opens");
-        let (ours, other) = (open(), open());
+        let (locked, other) = (open(), open());
         let lock = |file: &File| rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
-        lock(&ours).expect("it is unlocked");
+        lock(&locked).expect("it is unlocked");
         assert!(lock(&other).is_err());
-        assert_eq!(owner(other.as_fd(), LockKind::Flock), LockOwner::Running);
-        assert!(LockWait::new(LockKind::Flock).goes_on(other.as_fd(), &"a file"));
+        assert_eq!(find_owner(other.as_fd(), LockKind::Flock), LockOwner::Running);
+        assert!(LockWait::new(LockKind::Flock).should_retry(other.as_fd(), &"a file"));
     }
 }

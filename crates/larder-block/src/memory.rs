@@ -11,12 +11,12 @@ pub fn trim_heap() {
 }
 
 /// Prefetches the cache line of a byte, without waiting.
-pub fn prefetch(of: &u8) {
+pub fn prefetch_cache_line(byte: &u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch changes nothing and only affects timing.
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(of).cast());
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(byte).cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = of;
+    let _ = byte;
 }

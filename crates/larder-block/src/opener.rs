@@ -7,7 +7,7 @@
 
 mod blkid;
 mod counters;
-mod locate;
+mod path_walk;
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -20,9 +20,9 @@ use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-pub use blkid::Blkid;
+pub use blkid::BlkidOutput;
 pub use counters::{DiskCounters, FileTimes};
-pub use locate::{locate, walk};
+pub use path_walk::{open_safe_path, walk_path};
 
 use crate::backend::image_lock;
 use crate::lock_wait::{self, LockKind, LockOwner};
@@ -32,7 +32,7 @@ use crate::lock_wait::{self, LockKind, LockOwner};
 pub enum Access {
     /// Inspection from outside: the descriptor refers to the file, and gives no access to its content (open(2),
     /// `O_PATH`).
-    Look,
+    Inspect,
     /// Reading.
     Read,
     /// Reading and writing.
@@ -43,33 +43,33 @@ pub enum Access {
 
 /// The source of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NamedBy {
+pub enum PathSource {
     /// The user.
     User,
     /// An image's header, and the user. The path must not lead through the links of /proc, which point to files that
     /// processes have open.
     Header,
     /// An image's header alone. In addition, for root, no symbolic link on the way may belong to another user; see
-    /// [`locate`].
-    HeaderAlone,
+    /// [`open_safe_path`].
+    HeaderOnly,
 }
 
 /// Access to files by their paths. A forbidden access is an error of the kind [`io::ErrorKind::PermissionDenied`].
 pub trait Opener: Send + Sync {
-    /// Opens the file at `path`. Only regular files and block devices are opened for more than [`Access::Look`]:
+    /// Opens the file at `path`. Only regular files and block devices are opened for more than [`Access::Inspect`]:
     /// opening another device can have effects, and a FIFO waits for its other end.
     ///
     /// # Errors
     /// The host's error; [`io::ErrorKind::InvalidInput`] if the path leads to no regular file or block device.
-    fn open(&self, path: &Path, access: Access, by: NamedBy) -> io::Result<File>;
+    fn open(&self, path: &Path, access: Access, path_source: PathSource) -> io::Result<File>;
 
     /// Creates a regular file, for its owner alone, and opens it for writing.
     ///
     /// # Errors
     /// The host's error; the path exists already.
-    fn make(&self, path: &Path) -> io::Result<File>;
+    fn create_file(&self, path: &Path) -> io::Result<File>;
 
-    /// Removes a file that was created by [`Opener::make`].
+    /// Removes a file that was created by [`Opener::create_file`].
     ///
     /// # Errors
     /// The host's error.
@@ -85,13 +85,13 @@ pub trait Opener: Send + Sync {
     ///
     /// # Errors
     /// The path does not exist.
-    fn canonical(&self, path: &Path) -> io::Result<PathBuf>;
+    fn canonicalize(&self, path: &Path) -> io::Result<PathBuf>;
 
     /// Returns the names in `folder` (a directory of /dev) that lead to the same device as `path`.
     ///
     /// # Errors
     /// One of the two cannot be read.
-    fn names_of_device(&self, folder: &Path, path: &Path) -> io::Result<Vec<PathBuf>>;
+    fn device_names(&self, directory: &Path, path: &Path) -> io::Result<Vec<PathBuf>>;
 
     /// Returns the sequence number that the kernel has given to a disk when it appeared, and gives to no other disk
     /// until a reboot. A partition has its disk's number.
@@ -110,28 +110,28 @@ pub trait Opener: Send + Sync {
     ///
     /// # Errors
     /// It cannot be run, or does not answer.
-    fn blkid(&self, file: &File) -> io::Result<Blkid>;
+    fn blkid(&self, file: &File) -> io::Result<BlkidOutput>;
 
     /// Returns the owner of a lock on the same file as `file` that belongs to another open file description.
     fn lock_owner(&self, file: BorrowedFd<'_>, kind: LockKind) -> LockOwner;
 
     /// Returns the other processes that have image locks on an open file, in the form `qemu-nbd, pid 4711`.
-    fn lock_holders(&self, file: BorrowedFd<'_>) -> Vec<String>;
+    fn image_lock_owners(&self, file: BorrowedFd<'_>) -> Vec<String>;
 }
 
-static HELPER: OnceLock<Box<dyn Opener>> = OnceLock::new();
+static OPENER: OnceLock<Box<dyn Opener>> = OnceLock::new();
 
 /// Returns the opener that this process uses.
 pub fn opener() -> &'static dyn Opener {
-    match HELPER.get() {
+    match OPENER.get() {
         Some(helper) => &**helper,
-        None => &Itself,
+        None => &DirectOpener,
     }
 }
 
 /// Makes this process use `helper` from now on, for good. It can be set once.
-pub fn open_through(helper: Box<dyn Opener>) {
-    let is_first = HELPER.set(helper).is_ok();
+pub fn set_opener(helper: Box<dyn Opener>) {
+    let is_first = OPENER.set(helper).is_ok();
     assert!(is_first, "the opener of a process can be set only once");
 }
 
@@ -140,29 +140,29 @@ pub fn open_through(helper: Box<dyn Opener>) {
 /// # Errors
 /// The host's error.
 pub fn metadata(path: &Path) -> io::Result<Metadata> {
-    opener().open(path, Access::Look, NamedBy::User)?.metadata()
+    opener().open(path, Access::Inspect, PathSource::User)?.metadata()
 }
 
 /// An opener that uses this process's own rights.
 #[derive(Clone, Copy, Debug)]
-pub struct Itself;
+pub struct DirectOpener;
 
-impl Opener for Itself {
-    fn open(&self, path: &Path, access: Access, by: NamedBy) -> io::Result<File> {
+impl Opener for DirectOpener {
+    fn open(&self, path: &Path, access: Access, path_source: PathSource) -> io::Result<File> {
         let flags = OFlags::PATH | OFlags::CLOEXEC;
-        let place = match by {
+        let path_file = match path_source {
             // Plain open works on any kernel, and also where openat2 is forbidden.
-            NamedBy::User => rustix::fs::open(path, flags, Mode::empty())?.into(),
-            NamedBy::Header => {
+            PathSource::User => rustix::fs::open(path, flags, Mode::empty())?.into(),
+            PathSource::Header => {
                 let resolve = ResolveFlags::NO_MAGICLINKS;
                 rustix::fs::openat2(rustix::fs::CWD, path, flags, Mode::empty(), resolve)?.into()
             }
-            NamedBy::HeaderAlone => locate(path)?,
+            PathSource::HeaderOnly => open_safe_path(path)?,
         };
-        if access == Access::Look {
-            return Ok(place);
+        if access == Access::Inspect {
+            return Ok(path_file);
         }
-        let kind = place.metadata()?.file_type();
+        let kind = path_file.metadata()?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -176,13 +176,13 @@ impl Opener for Itself {
             .read(true)
             .write(access == Access::Write)
             .custom_flags(libc::O_NOCTTY | libc::O_NONBLOCK | claim)
-            .open(format!("/proc/self/fd/{}", place.as_raw_fd()))?;
+            .open(format!("/proc/self/fd/{}", path_file.as_raw_fd()))?;
         let flags = rustix::fs::fcntl_getfl(&file)?;
         rustix::fs::fcntl_setfl(&file, flags & !OFlags::NONBLOCK)?;
         Ok(file)
     }
 
-    fn make(&self, path: &Path) -> io::Result<File> {
+    fn create_file(&self, path: &Path) -> io::Result<File> {
         File::options().write(true).create_new(true).mode(0o600).open(path)
     }
 
@@ -197,22 +197,23 @@ impl Opener for Itself {
         Ok(socket)
     }
 
-    fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
+    fn canonicalize(&self, path: &Path) -> io::Result<PathBuf> {
         path.canonicalize()
     }
 
-    fn names_of_device(&self, folder: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
+    fn device_names(&self, directory: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
         let device = path.canonicalize()?;
-        let names = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
-        let same = names.filter(|name| name.canonicalize().is_ok_and(|found| found == device));
-        Ok(same.collect())
+        let names = fs::read_dir(directory)?.flatten().map(|entry| entry.path());
+        let matching = names.filter(|name| name.canonicalize().is_ok_and(|found| found == device));
+        Ok(matching.collect())
     }
 
     fn disk_sequence(&self, device: u64) -> io::Result<String> {
         let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-        let place = Path::new("/sys/dev/block").join(number).canonicalize()?;
-        let of = |place: &Path| fs::read_to_string(place.join("diskseq"));
-        let sequence = of(&place).or_else(|_| of(place.parent().unwrap_or(&place)))?;
+        let sysfs_path = Path::new("/sys/dev/block").join(number).canonicalize()?;
+        let read_sequence = |place: &Path| fs::read_to_string(place.join("diskseq"));
+        let sequence =
+            read_sequence(&sysfs_path).or_else(|_| read_sequence(sysfs_path.parent().unwrap_or(&sysfs_path)))?;
         Ok(sequence.trim().to_owned())
     }
 
@@ -220,16 +221,16 @@ impl Opener for Itself {
         counters::read(Path::new("/sys/dev/block"), device)
     }
 
-    fn blkid(&self, file: &File) -> io::Result<Blkid> {
-        blkid::ask(file)
+    fn blkid(&self, file: &File) -> io::Result<BlkidOutput> {
+        blkid::run(file)
     }
 
     fn lock_owner(&self, file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
-        lock_wait::owner(file, kind)
+        lock_wait::find_owner(file, kind)
     }
 
-    fn lock_holders(&self, file: BorrowedFd<'_>) -> Vec<String> {
-        image_lock::holders_but(&[std::process::id()], file)
+    fn image_lock_owners(&self, file: BorrowedFd<'_>) -> Vec<String> {
+        image_lock::owners_except(&[std::process::id()], file)
     }
 }
 

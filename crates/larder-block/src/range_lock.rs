@@ -9,12 +9,12 @@
 use std::cell::RefCell;
 use std::task::{Poll, Waker};
 
-use crate::device::Watch;
+use crate::device::RequestWatch;
 use crate::units::ByteRange;
 
 /// The mode of a range lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
+pub enum RangeLockMode {
     /// Together with other shared locks.
     Shared,
     /// Exclusively.
@@ -23,7 +23,7 @@ pub enum Mode {
 
 /// The locked ranges, and the requests that wait for them.
 #[derive(Default)]
-pub struct Ranges {
+pub struct RangeLocks {
     entries: RefCell<Entries>,
 }
 
@@ -31,49 +31,50 @@ pub struct Ranges {
 struct Entries {
     /// The entries by ticket; `None` is free.
     slots: Vec<Option<Entry>>,
-    free: Vec<Ticket>,
-    next_turn: u64,
+    free: Vec<LockTicket>,
+    next_arrival: u64,
     exclusive: usize,
     waiting: usize,
 }
 
 struct Entry {
     range: ByteRange,
-    mode: Mode,
+    mode: RangeLockMode,
     /// The position in the order of arrival.
-    turn: u64,
+    arrival: u64,
     granted: bool,
     waker: Option<Waker>,
 }
 
 /// The number of an entry; reused once the entry is removed.
-pub type Ticket = u32;
+pub type LockTicket = u32;
 
-impl Ranges {
-    /// Locks `range` in shared mode; `None` if it must wait. The ticket is released through [`Watch::ended`].
-    pub fn try_share(&self, range: ByteRange) -> Option<Ticket> {
+impl RangeLocks {
+    /// Locks `range` in shared mode; `None` if it must wait. The ticket is released through
+    /// [`RequestWatch::request_ended`].
+    pub fn try_lock_shared(&self, range: ByteRange) -> Option<LockTicket> {
         let mut entries = self.entries.borrow_mut();
-        let turn = entries.next_turn;
-        if entries.exclusive > 0 && entries.must_wait(range, Mode::Shared, turn) {
+        let arrival = entries.next_arrival;
+        if entries.exclusive > 0 && entries.must_wait(range, RangeLockMode::Shared, arrival) {
             return None;
         }
-        Some(entries.add(range, Mode::Shared, true))
+        Some(entries.add(range, RangeLockMode::Shared, true))
     }
 
     /// Locks `range` once all earlier conflicting requests have released it.
-    pub async fn enter(&self, range: ByteRange, mode: Mode) -> Held<'_> {
-        let held = {
+    pub async fn lock(&self, range: ByteRange, mode: RangeLockMode) -> RangeLockGuard<'_> {
+        let guard = {
             let mut entries = self.entries.borrow_mut();
-            let turn = entries.next_turn;
-            let granted = !entries.must_wait(range, mode, turn);
-            Held {
+            let arrival = entries.next_arrival;
+            let granted = !entries.must_wait(range, mode, arrival);
+            RangeLockGuard {
                 ranges: self,
                 ticket: entries.add(range, mode, granted),
             }
         };
         std::future::poll_fn(|context| {
             let mut entries = self.entries.borrow_mut();
-            match &mut entries.slots[held.ticket as usize] {
+            match &mut entries.slots[guard.ticket as usize] {
                 Some(entry) if !entry.granted => {
                     entry.waker = Some(context.waker().clone());
                     Poll::Pending
@@ -82,50 +83,50 @@ impl Ranges {
             }
         })
         .await;
-        held
+        guard
     }
 
     /// Returns true if a part of `range` is locked or waited for.
-    pub fn touch(&self, range: ByteRange) -> bool {
+    pub fn overlaps(&self, range: ByteRange) -> bool {
         let entries = self.entries.borrow();
         entries.slots.iter().flatten().any(|entry| entry.range.overlaps(range))
     }
 
-    fn leave(&self, ticket: Ticket) {
+    fn unlock(&self, ticket: LockTicket) {
         let woken = self.entries.borrow_mut().remove(ticket);
         woken.into_iter().for_each(Waker::wake);
     }
 }
 
-impl Watch for Ranges {
-    fn ended(&self, ticket: u32) {
-        self.leave(ticket);
+impl RequestWatch for RangeLocks {
+    fn request_ended(&self, ticket: u32) {
+        self.unlock(ticket);
     }
 }
 
 /// A lock on a range, which is released when this value is dropped.
-pub struct Held<'a> {
-    ranges: &'a Ranges,
-    ticket: Ticket,
+pub struct RangeLockGuard<'a> {
+    ranges: &'a RangeLocks,
+    ticket: LockTicket,
 }
 
-impl Drop for Held<'_> {
+impl Drop for RangeLockGuard<'_> {
     fn drop(&mut self) {
-        self.ranges.leave(self.ticket);
+        self.ranges.unlock(self.ticket);
     }
 }
 
 impl Entries {
-    fn add(&mut self, range: ByteRange, mode: Mode, granted: bool) -> Ticket {
+    fn add(&mut self, range: ByteRange, mode: RangeLockMode, granted: bool) -> LockTicket {
         let entry = Entry {
             range,
             mode,
-            turn: self.next_turn,
+            arrival: self.next_arrival,
             granted,
             waker: None,
         };
-        self.next_turn += 1;
-        self.exclusive += usize::from(mode == Mode::Exclusive);
+        self.next_arrival += 1;
+        self.exclusive += usize::from(mode == RangeLockMode::Exclusive);
         self.waiting += usize::from(!granted);
         match self.free.pop() {
             Some(ticket) => {
@@ -134,23 +135,23 @@ impl Entries {
             }
             None => {
                 self.slots.push(Some(entry));
-                (self.slots.len() - 1) as Ticket
+                (self.slots.len() - 1) as LockTicket
             }
         }
     }
 
     /// Removes an entry, and returns the wakers of the requests that it had blocked.
-    fn remove(&mut self, ticket: Ticket) -> Vec<Waker> {
-        let Some(left) = self.slots[ticket as usize].take() else {
+    fn remove(&mut self, ticket: LockTicket) -> Vec<Waker> {
+        let Some(removed) = self.slots[ticket as usize].take() else {
             return Vec::new();
         };
         self.free.push(ticket);
-        self.exclusive -= usize::from(left.mode == Mode::Exclusive);
-        self.waiting -= usize::from(!left.granted);
+        self.exclusive -= usize::from(removed.mode == RangeLockMode::Exclusive);
+        self.waiting -= usize::from(!removed.granted);
         if self.waiting == 0 {
             return Vec::new();
         }
-        self.grant(left.range)
+        self.grant(removed.range)
     }
 
     /// Grants the entries that overlap `range` and no longer have to wait. Returns their wakers.
@@ -160,8 +161,8 @@ impl Entries {
             let Some(entry) = &self.slots[index] else {
                 continue;
             };
-            let concerned = !entry.granted && entry.range.overlaps(range);
-            if !concerned || self.must_wait(entry.range, entry.mode, entry.turn) {
+            let is_candidate = !entry.granted && entry.range.overlaps(range);
+            if !is_candidate || self.must_wait(entry.range, entry.mode, entry.arrival) {
                 continue;
             }
             self.waiting -= 1;
@@ -174,11 +175,11 @@ impl Entries {
     }
 
     /// Returns true if an entry of turn `turn` must wait for an earlier one.
-    fn must_wait(&self, range: ByteRange, mode: Mode, turn: u64) -> bool {
+    fn must_wait(&self, range: ByteRange, mode: RangeLockMode, arrival: u64) -> bool {
         self.slots.iter().flatten().any(|entry| {
-            entry.turn < turn
+            entry.arrival < arrival
                 && entry.range.overlaps(range)
-                && (mode == Mode::Exclusive || entry.mode == Mode::Exclusive)
+                && (mode == RangeLockMode::Exclusive || entry.mode == RangeLockMode::Exclusive)
         })
     }
 }
@@ -196,35 +197,35 @@ mod tests {
 
     #[test]
     fn shared_lock_waits_behind_exclusive() {
-        let ranges = Ranges::default();
+        let ranges = RangeLocks::default();
         let mut context = Context::from_waker(Waker::noop());
-        let first = ranges.try_share(blocks(0, 4)).expect("no other lock");
-        let second = ranges.try_share(blocks(2, 4)).expect("shared");
-        let mut alone = pin!(ranges.enter(blocks(3, 1), Mode::Exclusive));
-        assert!(alone.as_mut().poll(&mut context).is_pending());
-        assert!(ranges.try_share(blocks(3, 1)).is_none());
-        assert!(ranges.try_share(blocks(8, 1)).is_some());
-        ranges.leave(first);
-        assert!(alone.as_mut().poll(&mut context).is_pending());
-        ranges.leave(second);
-        let Poll::Ready(held) = alone.as_mut().poll(&mut context) else {
+        let first = ranges.try_lock_shared(blocks(0, 4)).expect("no other lock");
+        let second = ranges.try_lock_shared(blocks(2, 4)).expect("shared");
+        let mut exclusive = pin!(ranges.lock(blocks(3, 1), RangeLockMode::Exclusive));
+        assert!(exclusive.as_mut().poll(&mut context).is_pending());
+        assert!(ranges.try_lock_shared(blocks(3, 1)).is_none());
+        assert!(ranges.try_lock_shared(blocks(8, 1)).is_some());
+        ranges.unlock(first);
+        assert!(exclusive.as_mut().poll(&mut context).is_pending());
+        ranges.unlock(second);
+        let Poll::Ready(guard) = exclusive.as_mut().poll(&mut context) else {
             panic!("no conflicting lock is left");
         };
-        drop(held);
-        assert!(ranges.try_share(blocks(3, 1)).is_some());
+        drop(guard);
+        assert!(ranges.try_lock_shared(blocks(3, 1)).is_some());
     }
 
     #[test]
     fn dropped_waiter_unblocks_the_next() {
-        let ranges = Ranges::default();
+        let ranges = RangeLocks::default();
         let mut context = Context::from_waker(Waker::noop());
-        let share = ranges.try_share(blocks(0, 1)).expect("no other lock");
-        let mut gives_up = Box::pin(ranges.enter(blocks(0, 1), Mode::Exclusive));
-        assert!(gives_up.as_mut().poll(&mut context).is_pending());
-        let mut next = pin!(ranges.enter(blocks(0, 1), Mode::Shared));
+        let share = ranges.try_lock_shared(blocks(0, 1)).expect("no other lock");
+        let mut cancelled = Box::pin(ranges.lock(blocks(0, 1), RangeLockMode::Exclusive));
+        assert!(cancelled.as_mut().poll(&mut context).is_pending());
+        let mut next = pin!(ranges.lock(blocks(0, 1), RangeLockMode::Shared));
         assert!(next.as_mut().poll(&mut context).is_pending());
-        drop(gives_up);
+        drop(cancelled);
         assert!(next.as_mut().poll(&mut context).is_ready());
-        ranges.leave(share);
+        ranges.unlock(share);
     }
 }

@@ -23,9 +23,9 @@ impl Signal {
     }
 
     /// Completes with the result of `look`, as soon as there is one. `look` is called at once and after every change.
-    pub async fn until<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
-        poll_fn(|context| match look() {
-            Some(found) => Poll::Ready(found),
+    pub async fn until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
+        poll_fn(|context| match check() {
+            Some(value) => Poll::Ready(value),
             None => {
                 let mut waiting = self.waiting.borrow_mut();
                 if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
@@ -38,8 +38,8 @@ impl Signal {
     }
 
     /// Completes once `is_so` returns true. It is called at once and after every change.
-    pub async fn when(&self, mut is_so: impl FnMut() -> bool) {
-        self.until(|| is_so().then_some(())).await;
+    pub async fn when(&self, mut condition: impl FnMut() -> bool) {
+        self.until(|| condition().then_some(())).await;
     }
 }
 

@@ -24,13 +24,13 @@ pub const STATE_BYTES_MAX: u64 = 64 << 20;
 /// # Errors
 /// The host's error, or the path does not lead to a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
-    check(path.metadata()?.file_type())?;
+    check_is_regular(path.metadata()?.file_type())?;
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
         .open(path)?;
     // The file may have been exchanged in between.
-    check(file.metadata()?.file_type())?;
+    check_is_regular(file.metadata()?.file_type())?;
     Ok(file)
 }
 
@@ -39,15 +39,15 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// # Errors
 /// See [`open`]; or the file is longer.
 pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
-    all_of(open(path)?, bytes_max)
+    read_open(open(path)?, bytes_max)
 }
 
 /// Reads an open file of at most `bytes_max` bytes.
 ///
 /// # Errors
 /// The host's error, or the file is not regular or longer.
-pub fn all_of(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
-    check(file.metadata()?.file_type())?;
+pub fn read_open(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
+    check_is_regular(file.metadata()?.file_type())?;
     let mut bytes = Vec::new();
     file.take(bytes_max + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > bytes_max {
@@ -64,23 +64,23 @@ pub fn all_of(file: File, bytes_max: u64) -> io::Result<Vec<u8>> {
 /// # Errors
 /// See [`read`]; or the content is not UTF-8.
 pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
-    text(read(path, bytes_max)?)
+    decode_utf8(read(path, bytes_max)?)
 }
 
 /// Reads a text of at most `bytes_max` bytes from an open file.
 ///
 /// # Errors
-/// See [`all_of`]; or the content is not UTF-8.
-pub fn text_of(file: File, bytes_max: u64) -> io::Result<String> {
-    text(all_of(file, bytes_max)?)
+/// See [`read_open`]; or the content is not UTF-8.
+pub fn read_open_text(file: File, bytes_max: u64) -> io::Result<String> {
+    decode_utf8(read_open(file, bytes_max)?)
 }
 
-fn text(bytes: Vec<u8>) -> io::Result<String> {
+fn decode_utf8(bytes: Vec<u8>) -> io::Result<String> {
     String::from_utf8(bytes)
         .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8"))
 }
 
-fn check(kind: FileType) -> io::Result<()> {
+fn check_is_regular(kind: FileType) -> io::Result<()> {
     let what = match () {
         () if kind.is_file() => return Ok(()),
         () if kind.is_dir() => return Err(io::Error::from_raw_os_error(libc::EISDIR)),
@@ -100,11 +100,11 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     #[test]
-    fn odd_files_are_refused_without_waiting() {
-        let folder = tempfile::tempdir().expect("a directory");
-        let at = |name: &str| folder.path().join(name);
-        let made = std::process::Command::new("mkfifo").arg(at("fifo")).status();
-        assert!(made.expect("mkfifo is installed").success());
+    fn irregular_files_are_refused_without_waiting() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
+        let mkfifo = std::process::Command::new("mkfifo").arg(at("fifo")).status();
+        assert!(mkfifo.expect("mkfifo is installed").success());
         symlink("/dev/zero", at("zeros")).expect("links");
         std::fs::write(at("long"), [b'#'; 11]).expect("writes");
         std::fs::write(at("bytes"), [0xff]).expect("writes");

@@ -269,8 +269,8 @@ const BINARY_UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), (
 /// Formats the size in the largest unit of which it is a whole multiple: `64 MiB`, `1537 KiB`, `513 B`.
 impl fmt::Display for ByteLen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let whole = |shift: u32| self.0 != 0 && self.0.trailing_zeros() >= shift;
-        match BINARY_UNITS.iter().find(|(_, shift)| whole(*shift)) {
+        let is_multiple = |shift: u32| self.0 != 0 && self.0.trailing_zeros() >= shift;
+        match BINARY_UNITS.iter().find(|(_, shift)| is_multiple(*shift)) {
             Some((unit, shift)) => write!(f, "{} {unit}", self.0 >> shift),
             None => write!(f, "{} B", self.0),
         }

@@ -3,7 +3,10 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, Random, SimulatedDevice, Stop};
+use larder_block::backend::simulated::{
+    DeviceStop, FaultEffect, InjectedFault, LatencyDistribution, SeededRng, SimulatedDevice, SimulatedMedium,
+    SimulatedOptions,
+};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Loop, Operation, ReadBuf, WriteBuf,
@@ -12,15 +15,15 @@ use larder_block::{
 
 const SIZE: u64 = 256 << 10;
 
-fn open(on: &Loop, seed: u64, latency: Latency) -> (Rc<SimulatedDevice>, Rc<Align>) {
-    let options = Options {
+fn open(on: &Loop, seed: u64, latency: LatencyDistribution) -> (Rc<SimulatedDevice>, Rc<Align>) {
+    let options = SimulatedOptions {
         seed,
         block_size: 4096,
         memory_alignment: 512,
         latency,
-        ..Options::default()
+        ..SimulatedOptions::default()
     };
-    let disk = SimulatedDevice::open(on, Medium::new(ByteLen::new(SIZE), 512), options);
+    let disk = SimulatedDevice::open(on, SimulatedMedium::new(ByteLen::new(SIZE), 512), options);
     let align = AlignOptions {
         bounce_len: ByteLen::kib(16),
         bounce_count: 2,
@@ -34,7 +37,7 @@ fn open(on: &Loop, seed: u64, latency: Latency) -> (Rc<SimulatedDevice>, Rc<Alig
 #[test]
 fn unaligned_requests_match_plain_disk() {
     let on = Loop::simulated().expect("a loop");
-    let (_, device) = open(&on, 1, Latency::VARIED);
+    let (_, device) = open(&on, 1, LatencyDistribution::VARIED);
     let geometry = device.geometry();
     assert_eq!(
         (
@@ -45,7 +48,7 @@ fn unaligned_requests_match_plain_disk() {
         (512, 4096, 1)
     );
     let mut model = vec![0; SIZE as usize];
-    let mut random = Random::new(2);
+    let mut random = SeededRng::new(2);
     on.block_on(async {
         for _ in 0..2000 {
             let start = random.below(SIZE / 512) * 512;
@@ -80,7 +83,7 @@ fn unaligned_requests_match_plain_disk() {
 fn neighbours_in_block_lose_no_update() {
     for seed in 0..100 {
         let on = Loop::simulated().expect("a loop");
-        let (_, device) = open(&on, seed, Latency::VARIED);
+        let (_, device) = open(&on, seed, LatencyDistribution::VARIED);
         on.block_on(async {
             // Eight writers, each with its own sector in the same two blocks.
             let writers: Vec<_> = (0..8_u64)
@@ -112,7 +115,7 @@ fn neighbours_in_block_lose_no_update() {
 fn partial_write_keeps_concurrent_whole_write() {
     for seed in 0..200 {
         let on = Loop::simulated().expect("a loop");
-        let (_, device) = open(&on, seed, Latency::VARIED);
+        let (_, device) = open(&on, seed, LatencyDistribution::VARIED);
         on.block_on(async {
             let whole = Rc::clone(&device);
             let whole = on.spawn_with_result(async move {
@@ -144,7 +147,7 @@ fn partial_write_keeps_concurrent_whole_write() {
 fn crash_in_partial_write_keeps_neighbours() {
     for seed in 0..200 {
         let on = Loop::simulated().expect("a loop");
-        let (disk, device) = open(&on, seed, Latency::VARIED);
+        let (disk, device) = open(&on, seed, LatencyDistribution::VARIED);
         let left = on.block_on(async {
             let old = AlignedBuf::zeroed(8192);
             let mut old = old;
@@ -157,7 +160,7 @@ fn crash_in_partial_write_keeps_neighbours() {
             let new = [2; 1536];
             let write = device.write(ByteOffset::new(3584), WriteBuf::new(&new), WriteFlags::NONE);
             let _ = on.timeout(Duration::from_micros(seed * 10), write).await;
-            disk.stop(Stop::PowerLoss)
+            disk.stop(DeviceStop::PowerLoss)
         });
         let mut bytes = [0; 8192];
         left.read(ByteOffset::ZERO, &mut bytes);
@@ -174,12 +177,12 @@ fn crash_in_partial_write_keeps_neighbours() {
 #[test]
 fn failure_below_reports_original_write() {
     let on = Loop::simulated().expect("a loop");
-    let (disk, device) = open(&on, 1, Latency::NONE);
+    let (disk, device) = open(&on, 1, LatencyDistribution::NONE);
     on.block_on(async {
         let data = [1; 512];
         let at = ByteOffset::new(1024);
         for below in [Operation::Read, Operation::Write] {
-            disk.inject(Fault::once(Effect::Fail(Failure::NoSpace)).on(below));
+            disk.inject(InjectedFault::once(FaultEffect::Fail(Failure::NoSpace)).on(below));
             let error = device
                 .write(at, WriteBuf::new(&data), WriteFlags::NONE)
                 .await
@@ -200,9 +203,9 @@ fn failure_below_reports_original_write() {
 #[test]
 fn dropped_write_releases_its_block() {
     let on = Loop::simulated().expect("a loop");
-    let (disk, device) = open(&on, 1, Latency::NONE);
+    let (disk, device) = open(&on, 1, LatencyDistribution::NONE);
     on.block_on(async {
-        disk.inject(Fault::once(Effect::Stick).on(Operation::Write));
+        disk.inject(InjectedFault::once(FaultEffect::Hang).on(Operation::Write));
         let data = [1; 512];
         let stuck = device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE);
         assert!(on.timeout(Duration::from_secs(1), stuck).await.is_none());
@@ -215,9 +218,9 @@ fn dropped_write_releases_its_block() {
 #[test]
 fn dropped_whole_write_unblocks_partial_write() {
     let on = Loop::simulated().expect("a loop");
-    let (disk, device) = open(&on, 1, Latency::NONE);
+    let (disk, device) = open(&on, 1, LatencyDistribution::NONE);
     on.block_on(async {
-        disk.inject(Fault::once(Effect::Stick).on(Operation::Write));
+        disk.inject(InjectedFault::once(FaultEffect::Hang).on(Operation::Write));
         let whole = AlignedBuf::zeroed(4096);
         let stuck = device.write(ByteOffset::ZERO, WriteBuf::new(&whole), WriteFlags::NONE);
         let part = Rc::clone(&device);
@@ -241,7 +244,7 @@ fn dropped_whole_write_unblocks_partial_write() {
 #[test]
 fn discards_skip_partial_blocks() {
     let on = Loop::simulated().expect("a loop");
-    let (_, device) = open(&on, 1, Latency::NONE);
+    let (_, device) = open(&on, 1, LatencyDistribution::NONE);
     on.block_on(async {
         let mut data = AlignedBuf::zeroed(16384);
         data.fill(3);
@@ -277,7 +280,7 @@ fn discards_skip_partial_blocks() {
 #[test]
 fn extents_are_clipped_to_request() {
     let on = Loop::simulated().expect("a loop");
-    let (_, device) = open(&on, 1, Latency::NONE);
+    let (_, device) = open(&on, 1, LatencyDistribution::NONE);
     on.block_on(async {
         let data = [1; 512];
         device
@@ -300,18 +303,18 @@ fn extents_are_clipped_to_request() {
 fn any_bytes_change_exactly() {
     for (seed, block_size) in [(1, 512), (2, 4096)] {
         let on = Loop::simulated().expect("a loop");
-        let options = Options {
+        let options = SimulatedOptions {
             seed,
             block_size,
             memory_alignment: 1,
-            latency: Latency::VARIED,
-            ..Options::default()
+            latency: LatencyDistribution::VARIED,
+            ..SimulatedOptions::default()
         };
-        let disk = SimulatedDevice::open(&on, Medium::new(ByteLen::new(SIZE), 512), options);
+        let disk = SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::new(SIZE), 512), options);
         let device = Align::new(disk, AlignOptions::BYTES);
         assert_eq!(device.geometry().block_size, 1);
         let mut model = vec![0; SIZE as usize];
-        let mut random = Random::new(seed + 2);
+        let mut random = SeededRng::new(seed + 2);
         on.block_on(async {
             for _ in 0..2000 {
                 let most = random.pick(&[1, 100, 5000, SIZE / 2]);

@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 
-use larder_block::backend::file::{CONTAINER_UNIT, Caching, FileDevice, FileOptions, OpenError};
+use larder_block::backend::file::{CONTAINER_UNIT, Caching, FileDevice, FileOpenError, FileOptions};
 use larder_block::event_loop::{POLL_MAX_DEFAULT, yield_now};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoVec, Loop, ReadBuf, WriteBuf,
@@ -199,7 +199,7 @@ fn writer_excludes_others_and_readers_share() {
         let Err(error) = FileDevice::open(on, path, read_only.clone()).await else {
             panic!("opened a disk in use")
         };
-        assert!(matches!(error, OpenError::Locked { .. }), "{error}");
+        assert!(matches!(error, FileOpenError::Locked { .. }), "{error}");
         drop(writer);
         let one = FileDevice::open(on, path, read_only.clone()).await.expect("opens");
         let two = FileDevice::open(on, path, read_only.clone())
@@ -229,7 +229,7 @@ fn size_change_is_announced() {
             .unwrap();
         on.timeout(
             std::time::Duration::from_secs(20),
-            device.size_changes().after(generation),
+            device.size_changes().changed_after(generation),
         )
         .await
         .expect("is announced");

@@ -62,7 +62,7 @@ impl Bed {
     fn options(&self) -> FileOptions {
         FileOptions {
             caching: self.caching,
-            mark: Some(self.marks.path().to_owned()),
+            write_record_directory: Some(self.marks.path().to_owned()),
             ..FileOptions::default()
         }
     }
@@ -134,7 +134,7 @@ fn writer_for_other_tests() {
     };
     let options = FileOptions {
         caching,
-        mark: Some(directory.into()),
+        write_record_directory: Some(directory.into()),
         ..FileOptions::default()
     };
     let is_busy = std::env::var("LARDER_MARK_WORK").is_ok_and(|work| work == "load");
@@ -189,7 +189,7 @@ struct Counts {
 impl Counts {
     fn add(&mut self, verdict: Option<Verdict>) {
         match verdict.expect("there is a mark of this boot") {
-            Verdict::Proven => self.proven += 1,
+            Verdict::Unchanged => self.proven += 1,
             Verdict::Unproven => self.unproven += 1,
             Verdict::Changed => self.changed += 1,
         }
@@ -282,7 +282,7 @@ fn closed_image_proven_until_foreign_write() {
         for _ in 0..20 {
             on.block_on(async {
                 let device = FileDevice::open(&on, &bed.image, bed.options()).await.expect("opens");
-                assert_eq!(device.verdict(None, &[USE]), Some(Verdict::Proven));
+                assert_eq!(device.verdict(None, &[USE]), Some(Verdict::Unchanged));
                 let data = AlignedBuf::zeroed(BLOCK as usize);
                 let written = device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE);
                 written.await.expect("writes");
@@ -293,10 +293,10 @@ fn closed_image_proven_until_foreign_write() {
             });
         }
         std::thread::sleep(FOREIGN_AFTER);
-        assert_eq!(bed.verdict(), Some(Verdict::Proven));
+        assert_eq!(bed.verdict(), Some(Verdict::Unchanged));
         bed.write_as_other();
         assert_eq!(bed.verdict(), Some(Verdict::Changed));
-        assert_eq!(bed.verdict(), Some(Verdict::Proven), "the change was acknowledged");
+        assert_eq!(bed.verdict(), Some(Verdict::Unchanged), "the change was acknowledged");
     }
 }
 
@@ -315,9 +315,9 @@ fn mark_of_another_use_proves_nothing() {
         })
     };
     assert_eq!(open(&[], 1), Some(Verdict::Unproven), "there is no mark");
-    assert_eq!(open(&[1], 2), Some(Verdict::Proven));
+    assert_eq!(open(&[1], 2), Some(Verdict::Unchanged));
     assert_eq!(open(&[1], 3), Some(Verdict::Unproven), "use 2 was in between");
-    assert_eq!(open(&[2, 3], 4), Some(Verdict::Proven));
+    assert_eq!(open(&[2, 3], 4), Some(Verdict::Unchanged));
     assert_eq!(open(&[0], 5), Some(Verdict::Unproven));
 }
 
@@ -339,7 +339,7 @@ fn verdict_is_carried_until_acknowledged() {
     };
     assert_eq!(
         (open(false), open(true), open(true)),
-        (None, None, Some(Verdict::Proven))
+        (None, None, Some(Verdict::Unchanged))
     );
     std::thread::sleep(FOREIGN_AFTER);
     bed.write_as_other();
@@ -359,7 +359,7 @@ fn verdict_is_carried_until_acknowledged() {
     });
     assert_eq!(
         (open(true), open(true)),
-        (Some(Verdict::Changed), Some(Verdict::Proven))
+        (Some(Verdict::Changed), Some(Verdict::Unchanged))
     );
 }
 
@@ -428,13 +428,13 @@ fn loop_device_is_proven_by_counters() {
     check_load(&device.bed, rounds(16));
     check_foreign(&device.bed, rounds(6));
     // A write through the page cache, without a flush.
-    assert_eq!(device.bed.verdict(), Some(Verdict::Proven));
+    assert_eq!(device.bed.verdict(), Some(Verdict::Unchanged));
     let other = File::options().write(true).open(&device.bed.image).expect("opens");
     other.write_all_at(&[1; 512], 0).expect("writes");
     assert_eq!(device.bed.verdict(), Some(Verdict::Changed));
     drop(other);
     // A write to the backing file, bypassing the device.
-    assert_eq!(device.bed.verdict(), Some(Verdict::Proven));
+    assert_eq!(device.bed.verdict(), Some(Verdict::Unchanged));
     std::thread::sleep(FOREIGN_AFTER);
     device.file.as_file().write_all_at(&[2; 512], 0).expect("writes");
     assert_eq!(device.bed.verdict(), Some(Verdict::Changed));

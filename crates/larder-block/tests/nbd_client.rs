@@ -225,7 +225,7 @@ fn server_error_reaches_its_request() {
                 device.flush().await.expect("the connection goes on");
                 assert_eq!(device.statistics().connections, 1);
                 assert_eq!(
-                    device.statistics().log_kept,
+                    device.statistics().log_used,
                     ByteLen::ZERO,
                     "a failed write is not repeated"
                 );

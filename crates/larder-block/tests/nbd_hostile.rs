@@ -6,7 +6,7 @@ mod nbd_support;
 use std::io;
 use std::time::Duration;
 
-use larder_block::backend::nbd::{ConnectError, NbdDevice, NbdOptions, OpenError};
+use larder_block::backend::nbd::{ConnectError, NbdDevice, NbdOpenError, NbdOptions};
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{BlockDevice, ByteOffset, ByteRange, Loop, ReadBuf};
 use nbd_support::fake::{Asked, Disk, Offer, Peer, connections, script};
@@ -147,7 +147,7 @@ fn silent_server_times_out() {
             handshake_timeout: Duration::from_millis(100),
             ..NbdOptions::default()
         };
-        let Err(OpenError::Connect { source, .. }) = NbdDevice::open(on, &place.uri(""), options).await else {
+        let Err(NbdOpenError::Connect { source, .. }) = NbdDevice::open(on, &place.uri(""), options).await else {
             panic!("opened")
         };
         assert!(matches!(source, ConnectError::Timeout { .. }), "{source}");

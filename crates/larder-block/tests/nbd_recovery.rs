@@ -164,7 +164,7 @@ fn acknowledged_writes_survive_server_power_loss() {
             device.flush().await.expect("flushes");
             let seen = device.statistics();
             assert!(seen.connections > 5 && seen.replayed > 0, "{seen:?}");
-            assert_eq!(seen.log_kept, ByteLen::ZERO);
+            assert_eq!(seen.log_used, ByteLen::ZERO);
             assert!(disk.durable() == model, "an acknowledged write is lost");
         });
     }
@@ -197,7 +197,7 @@ fn full_log_starts_a_flush() {
             .collect();
         for write in writes {
             write.await.expect("writes");
-            assert!(device.statistics().log_kept <= ByteLen::mib(1));
+            assert!(device.statistics().log_used <= ByteLen::mib(1));
         }
         assert!(disk.flushes() >= 8, "{} flushes for 8 MiB", disk.flushes());
         drop(device);
@@ -518,7 +518,7 @@ fn lesser_export_cannot_replace_the_old() {
         let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
         read.await.expect("reads from the last one");
         assert_eq!(device.statistics().connections, 2);
-        device.size_changes().after(generation).await;
+        device.size_changes().changed_after(generation).await;
         let after = device.geometry();
         assert_eq!(after.size, ByteLen::mib(2));
         assert_eq!(

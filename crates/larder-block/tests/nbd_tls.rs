@@ -4,7 +4,7 @@ mod nbd_support;
 
 use std::rc::Rc;
 
-use larder_block::backend::nbd::{ConnectError, NbdDevice, NbdOptions, OpenError};
+use larder_block::backend::nbd::{ConnectError, NbdDevice, NbdOpenError, NbdOptions};
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::nbd::NbdUri;
 use larder_block::tls::TlsError;
@@ -21,7 +21,7 @@ async fn open(on: &Loop, uri: &str) -> Result<Rc<NbdDevice>, ConnectError> {
     let uri: NbdUri = uri.parse().expect("a URI");
     match NbdDevice::open(on, &uri, NbdOptions::default()).await {
         Ok(device) => Ok(device),
-        Err(OpenError::Connect { source, .. }) => Err(source),
+        Err(NbdOpenError::Connect { source, .. }) => Err(source),
         Err(error) => panic!("{error}"),
     }
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::backend::simulated::{
-    Effect, Fault, Kind, Latency, Medium, Options, Random, ServiceModel, SimulatedDevice, SlowDevice, Stop,
+    DeviceStop, FaultEffect, InjectedFault, LatencyDistribution, RequestDirection, SeededRng, ServiceModel,
+    SimulatedDevice, SimulatedMedium, SimulatedOptions, SlowDevice,
 };
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
@@ -18,15 +19,15 @@ const EIO: i32 = 5;
 
 const SIZE: ByteLen = ByteLen::kib(64);
 
-fn medium() -> Medium {
-    Medium::new(SIZE, SECTOR as u32)
+fn medium() -> SimulatedMedium {
+    SimulatedMedium::new(SIZE, SECTOR as u32)
 }
 
-fn quick(seed: u64) -> Options {
-    Options {
+fn quick(seed: u64) -> SimulatedOptions {
+    SimulatedOptions {
         seed,
-        latency: Latency::NONE,
-        ..Options::default()
+        latency: LatencyDistribution::NONE,
+        ..SimulatedOptions::default()
     }
 }
 
@@ -40,7 +41,7 @@ async fn write(device: &SimulatedDevice, index: u64, value: u8, flags: WriteFlag
     result.expect("writes");
 }
 
-fn first_byte(medium: &Medium, index: u64) -> u8 {
+fn first_byte(medium: &SimulatedMedium, index: u64) -> u8 {
     let mut bytes = [0; SECTOR];
     medium.read(sector(index), &mut bytes);
     assert!(bytes.iter().all(|byte| *byte == bytes[0]), "a torn sector");
@@ -59,7 +60,7 @@ fn flushed_write_survives_power_loss() {
             device.flush().await.expect("flushes");
             write(&device, 0, 2, WriteFlags::NONE).await;
             write(&device, 1, 3, WriteFlags::FUA).await;
-            device.stop(Stop::PowerLoss)
+            device.stop(DeviceStop::PowerLoss)
         });
         assert_eq!(left.volatile_sectors(), 0);
         assert_eq!(first_byte(&left, 1), 3, "seed {seed}: a FUA write is lost");
@@ -80,11 +81,11 @@ fn flush_may_skip_later_writes() {
         let on = Loop::simulated().expect("a loop");
         let device = SimulatedDevice::open(&on, medium(), quick(seed));
         let left = on.block_on(async {
-            device.inject(Fault::once(Effect::Delay(Duration::from_millis(1))).on(Operation::Flush));
+            device.inject(InjectedFault::once(FaultEffect::Delay(Duration::from_millis(1))).on(Operation::Flush));
             let flush = device.flush();
             write(&device, 0, 2, WriteFlags::NONE).await;
             flush.await.expect("flushes");
-            device.stop(Stop::PowerLoss)
+            device.stop(DeviceStop::PowerLoss)
         });
         lost |= first_byte(&left, 0) == 0;
     }
@@ -100,12 +101,12 @@ fn kill_keeps_completed_writes_volatile() {
         let device = SimulatedDevice::open(&on, medium(), quick(seed));
         let left = on.block_on(async {
             write(&device, 4, 9, WriteFlags::NONE).await;
-            device.stop(Stop::Kill)
+            device.stop(DeviceStop::Kill)
         });
         assert_eq!(first_byte(&left, 4), 9);
         assert_eq!(left.volatile_sectors(), 1);
         let again = SimulatedDevice::open(&on, left, quick(seed));
-        lost |= first_byte(&again.stop(Stop::PowerLoss), 4) == 0;
+        lost |= first_byte(&again.stop(DeviceStop::PowerLoss), 4) == 0;
     }
     assert!(lost);
 }
@@ -115,8 +116,8 @@ fn write_in_flight_tears_at_sectors() {
     let (mut whole, mut torn) = (0, 0);
     for seed in 0..300 {
         let on = Loop::simulated().expect("a loop");
-        let options = Options {
-            latency: Latency::VARIED,
+        let options = SimulatedOptions {
+            latency: LatencyDistribution::VARIED,
             ..quick(seed)
         };
         let device = SimulatedDevice::open(&on, medium(), options);
@@ -124,7 +125,7 @@ fn write_in_flight_tears_at_sectors() {
         let left = on.block_on(async {
             let request = device.write(sector(8), WriteBuf::new(&data), WriteFlags::NONE);
             let _ = on.timeout(Duration::from_micros(300), request).await;
-            device.stop(Stop::PowerLoss)
+            device.stop(DeviceStop::PowerLoss)
         });
         let written = (8..16).filter(|index| first_byte(&left, *index) == 5).count();
         whole += u32::from(written == 8);
@@ -137,14 +138,14 @@ fn write_in_flight_tears_at_sectors() {
 fn same_seed_gives_same_behaviour() {
     let run = |seed| {
         let on = Loop::simulated().expect("a loop");
-        let options = Options {
-            latency: Latency::VARIED,
+        let options = SimulatedOptions {
+            latency: LatencyDistribution::VARIED,
             failures_per_mille: 200,
             ..quick(seed)
         };
         let device = SimulatedDevice::open(&on, medium(), options);
         on.block_on(async {
-            let mut random = Random::new(seed);
+            let mut random = SeededRng::new(seed);
             let mut results = Vec::new();
             for _ in 0..50 {
                 let data = [random.next_u64() as u8; SECTOR];
@@ -152,7 +153,7 @@ fn same_seed_gives_same_behaviour() {
                 let result = device.write(at, WriteBuf::new(&data), WriteFlags::NONE).await;
                 results.push((result.is_ok(), on.now()));
             }
-            let left = device.stop(Stop::PowerLoss);
+            let left = device.stop(DeviceStop::PowerLoss);
             let bytes: Vec<u8> = (0..16).map(|index| first_byte(&left, index)).collect();
             (results, bytes)
         })
@@ -165,7 +166,7 @@ fn same_seed_gives_same_behaviour() {
 fn faults_apply_only_where_set() {
     let on = Loop::simulated().expect("a loop");
     let device = SimulatedDevice::open(&on, medium(), quick(1));
-    let full = Fault::once(Effect::Fail(Failure::NoSpace));
+    let full = InjectedFault::once(FaultEffect::Fail(Failure::NoSpace));
     device.inject(full.on(Operation::Write).after(1).within(ByteRange::new(4096, 4096)));
     on.block_on(async {
         let data = [1; SECTOR];
@@ -183,11 +184,11 @@ fn faults_apply_only_where_set() {
         }
         assert_eq!(device.failures(), 1);
 
-        device.inject(Fault::always(Effect::Fail(Failure::Os(EIO))).on(Operation::Flush));
+        device.inject(InjectedFault::always(FaultEffect::Fail(Failure::Os(EIO))).on(Operation::Flush));
         for _ in 0..3 {
             assert!(device.flush().await.is_err());
         }
-        device.heal();
+        device.clear_faults();
         device.flush().await.expect("healed");
     });
 }
@@ -196,7 +197,7 @@ fn faults_apply_only_where_set() {
 fn stuck_request_waits_for_release() {
     let on = Loop::simulated().expect("a loop");
     let device = SimulatedDevice::open(&on, medium(), quick(1));
-    device.inject(Fault::once(Effect::Stick));
+    device.inject(InjectedFault::once(FaultEffect::Hang));
     on.block_on(async {
         let stuck = Rc::clone(&device);
         let waiting = on.spawn_with_result(async move { stuck.flush().await.is_ok() });
@@ -243,7 +244,7 @@ fn discarded_bytes_read_consistently() {
 fn huge_zeroed_disk_takes_no_memory() {
     let on = Loop::simulated().expect("a loop");
     let size = ByteLen::new(64 << 40);
-    let device = SimulatedDevice::open(&on, Medium::new(size, 512), quick(1));
+    let device = SimulatedDevice::open(&on, SimulatedMedium::new(size, 512), quick(1));
     on.block_on(async {
         let far = ByteOffset::new(40 << 40);
         let data = [1; 4096];
@@ -279,7 +280,7 @@ fn shrunk_disk_announces_and_refuses_reads() {
     on.block_on(async {
         let generation = device.size_changes().generation();
         device.set_size(ByteLen::kib(32));
-        device.size_changes().after(generation).await;
+        device.size_changes().changed_after(generation).await;
         let mut buffer = [0; SECTOR];
         let result = device.read(sector(64), ReadBuf::new(&mut buffer)).await;
         assert_eq!(result.err().map(|error| error.failure()), Some(Failure::OutOfRange));
@@ -287,7 +288,7 @@ fn shrunk_disk_announces_and_refuses_reads() {
 }
 
 /// Runs `depth` requests at a time over a modelled disk. Returns the requests per second, and the mean time of one.
-fn measure(model: ServiceModel, kind: Kind, depth: u64, len: usize, sequential: bool) -> (f64, Duration) {
+fn measure(model: ServiceModel, kind: RequestDirection, depth: u64, len: usize, sequential: bool) -> (f64, Duration) {
     const STORE: u64 = 64 << 20;
     let requests = if len > 4096 { 200 } else { 4000 };
     let on = Loop::simulated().expect("a loop");
@@ -296,7 +297,7 @@ fn measure(model: ServiceModel, kind: Kind, depth: u64, len: usize, sequential: 
     let worker = |number| {
         let (device, on) = (Rc::clone(&device), on.downgrade());
         async move {
-            let mut random = Random::new(number);
+            let mut random = SeededRng::new(number);
             let mut time = Duration::ZERO;
             let mut buffer = vec![0; len];
             for index in 0..requests / depth {
@@ -309,8 +310,8 @@ fn measure(model: ServiceModel, kind: Kind, depth: u64, len: usize, sequential: 
                 let at = ByteOffset::new(block * len as u64);
                 let begin = on.upgrade().map(|on| on.now()).expect("runs");
                 match kind {
-                    Kind::Read => device.read(at, ReadBuf::new(&mut buffer)).await,
-                    Kind::Write => device.write(at, WriteBuf::new(&buffer), WriteFlags::NONE).await,
+                    RequestDirection::Read => device.read(at, ReadBuf::new(&mut buffer)).await,
+                    RequestDirection::Write => device.write(at, WriteBuf::new(&buffer), WriteFlags::NONE).await,
                 }
                 .expect("works");
                 time += on.upgrade().map(|on| on.now().since(begin)).expect("runs");
@@ -338,7 +339,10 @@ fn near(measured: f64, expected: f64) -> bool {
 #[test]
 fn presets_reach_their_latency_and_rate() {
     for (name, model) in ServiceModel::PRESETS {
-        for (kind, service) in [(Kind::Read, model.read), (Kind::Write, model.write)] {
+        for (kind, service) in [
+            (RequestDirection::Read, model.read),
+            (RequestDirection::Write, model.write),
+        ] {
             let (_, alone) = measure(model, kind, 1, 4096, false);
             let floor = service
                 .latency

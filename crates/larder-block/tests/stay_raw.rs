@@ -3,26 +3,26 @@
 use std::rc::Rc;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::filter::stay_raw::StayRaw;
+use larder_block::filter::raw_format_guard::RawFormatGuard;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, Failure, Loop, ReadBuf, WriteBuf, WriteFlags};
 
 fn begins_like(head: &[u8]) -> Option<&'static str> {
     head.starts_with(b"QFI\xfb").then_some("qcow2")
 }
 
-fn with_device(test: impl AsyncFnOnce(&StayRaw)) {
+fn with_device(test: impl AsyncFnOnce(&RawFormatGuard)) {
     let on = Loop::simulated().expect("a loop");
     let lower = Rc::new(MemoryDevice::new(ByteLen::new(64 << 10), 512));
-    let device = StayRaw::new(lower, begins_like);
+    let device = RawFormatGuard::new(lower, begins_like);
     on.block_on(test(&device));
 }
 
-async fn write(device: &StayRaw, at: u64, bytes: &[u8]) -> Result<(), Failure> {
+async fn write(device: &RawFormatGuard, at: u64, bytes: &[u8]) -> Result<(), Failure> {
     let written = device.write(ByteOffset::new(at), WriteBuf::new(bytes), WriteFlags::NONE);
     written.await.map_err(|error| error.failure())
 }
 
-async fn read(device: &StayRaw, len: usize) -> Vec<u8> {
+async fn read(device: &RawFormatGuard, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes));
     read.await.expect("is read");

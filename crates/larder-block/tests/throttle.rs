@@ -5,12 +5,12 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::filter::throttle::{Limit, LimitError, Limits, Throttle};
+use larder_block::filter::throttle::{RateLimit, Throttle, ThrottleLimitError, ThrottleLimits};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags};
 
 const SIZE: u64 = 1 << 20;
 
-fn open(on: &Loop, limits: Limits) -> Rc<Throttle> {
+fn open(on: &Loop, limits: ThrottleLimits) -> Rc<Throttle> {
     let lower = Rc::new(MemoryDevice::new(ByteLen::new(SIZE), 512));
     Rc::new(Throttle::new(on, lower, limits).expect("sensible limits"))
 }
@@ -39,7 +39,7 @@ fn seconds(on: &Loop) -> f64 {
 }
 
 /// Returns the time in seconds that `count` requests take, one after the other.
-fn time(limits: Limits, kind: Kind, count: u32, len: usize) -> f64 {
+fn time(limits: ThrottleLimits, kind: Kind, count: u32, len: usize) -> f64 {
     let on = Loop::simulated().expect("a loop");
     let device = open(&on, limits);
     on.block_on(async {
@@ -61,15 +61,15 @@ fn assert_near(measured: f64, expected: f64) {
 /// A tenth of a second's worth may be done at once; after that the limit holds.
 #[test]
 fn limit_holds_after_initial_tenth_second() {
-    let requests = Limits {
-        requests_total: Limit::per_second(100),
-        ..Limits::NONE
+    let requests = ThrottleLimits {
+        requests_total: RateLimit::per_second(100),
+        ..ThrottleLimits::NONE
     };
     assert_near(time(requests, Kind::Read, 10, 512), 0.0);
     assert_near(time(requests, Kind::Read, 1010, 512), 10.0);
-    let bytes = Limits {
-        bytes_write: Limit::per_second(1 << 20),
-        ..Limits::NONE
+    let bytes = ThrottleLimits {
+        bytes_write: RateLimit::per_second(1 << 20),
+        ..ThrottleLimits::NONE
     };
     assert_near(time(bytes, Kind::Write, 1000, 64 << 10), 62.3);
     assert_near(time(bytes, Kind::Read, 1000, 64 << 10), 0.0);
@@ -77,13 +77,13 @@ fn limit_holds_after_initial_tenth_second() {
 
 #[test]
 fn burst_keeps_its_rate_and_length() {
-    let burst = |burst_seconds| Limits {
-        requests_read: Limit {
+    let burst = |burst_seconds| ThrottleLimits {
+        requests_read: RateLimit {
             average: 100,
             burst: 1000,
             burst_seconds,
         },
-        ..Limits::NONE
+        ..ThrottleLimits::NONE
     };
     // One second's worth may start at once, then the average applies.
     assert_near(time(burst(1), Kind::Read, 1000, 512), 0.0);
@@ -95,10 +95,10 @@ fn burst_keeps_its_rate_and_length() {
 
 #[test]
 fn large_request_counts_several_if_configured() {
-    let limits = |request_size| Limits {
-        requests_write: Limit::per_second(100),
+    let limits = |request_size| ThrottleLimits {
+        requests_write: RateLimit::per_second(100),
         request_size: ByteLen::new(request_size),
-        ..Limits::NONE
+        ..ThrottleLimits::NONE
     };
     assert_near(time(limits(0), Kind::Write, 110, 64 << 10), 1.0);
     assert_near(time(limits(16 << 10), Kind::Write, 110, 64 << 10), 4.26);
@@ -110,9 +110,9 @@ fn zeroes_count_but_flushes_are_free() {
     let on = Loop::simulated().expect("a loop");
     let device = open(
         &on,
-        Limits {
-            bytes_write: Limit::per_second(SIZE),
-            ..Limits::NONE
+        ThrottleLimits {
+            bytes_write: RateLimit::per_second(SIZE),
+            ..ThrottleLimits::NONE
         },
     );
     on.block_on(async {
@@ -135,9 +135,9 @@ fn waiting_reads_and_writes_take_turns() {
     let on = Loop::simulated().expect("a loop");
     let device = open(
         &on,
-        Limits {
-            requests_total: Limit::per_second(10),
-            ..Limits::NONE
+        ThrottleLimits {
+            requests_total: RateLimit::per_second(10),
+            ..ThrottleLimits::NONE
         },
     );
     let order: Rc<RefCell<Vec<(Kind, u32)>>> = Rc::default();
@@ -176,9 +176,9 @@ fn limits_change_while_requests_wait() {
     let on = Loop::simulated().expect("a loop");
     let device = open(
         &on,
-        Limits {
-            requests_total: Limit::per_second(1),
-            ..Limits::NONE
+        ThrottleLimits {
+            requests_total: RateLimit::per_second(1),
+            ..ThrottleLimits::NONE
         },
     );
     on.block_on(async {
@@ -191,14 +191,14 @@ fn limits_change_while_requests_wait() {
         on.sleep(Duration::from_secs(5)).await;
         assert!(device.waiting() > 40);
         device
-            .set_limits(Limits {
-                requests_total: Limit::per_second(10),
-                ..Limits::NONE
+            .set_limits(ThrottleLimits {
+                requests_total: RateLimit::per_second(10),
+                ..ThrottleLimits::NONE
             })
             .expect("sensible");
         on.sleep(Duration::from_secs(2)).await;
         assert!((15..30).contains(&device.waiting()), "{}", device.waiting());
-        device.set_limits(Limits::NONE).expect("sensible");
+        device.set_limits(ThrottleLimits::NONE).expect("sensible");
         for one in waiting {
             one.await;
         }
@@ -210,12 +210,12 @@ fn limits_change_while_requests_wait() {
 #[test]
 fn unlimited_request_is_answered_in_call() {
     let on = Loop::simulated().expect("a loop");
-    let device = open(&on, Limits::NONE);
+    let device = open(&on, ThrottleLimits::NONE);
     let mut buffer = [0; 512];
     assert!(
         device
             .read(ByteOffset::ZERO, ReadBuf::new(&mut buffer))
-            .result_now()
+            .take_ready_result()
             .is_some()
     );
 }
@@ -225,9 +225,9 @@ fn dropped_request_uses_no_budget() {
     let on = Loop::simulated().expect("a loop");
     let device = open(
         &on,
-        Limits {
-            requests_total: Limit::per_second(1),
-            ..Limits::NONE
+        ThrottleLimits {
+            requests_total: RateLimit::per_second(1),
+            ..ThrottleLimits::NONE
         },
     );
     on.block_on(async {
@@ -248,13 +248,13 @@ fn dropped_request_uses_no_budget() {
 
 #[test]
 fn invalid_limits_are_refused() {
-    let bytes = |bytes_total| Limits {
+    let bytes = |bytes_total| ThrottleLimits {
         bytes_total,
-        ..Limits::NONE
+        ..ThrottleLimits::NONE
     };
     let cases = [
         (
-            bytes(Limit {
+            bytes(RateLimit {
                 average: 0,
                 burst: 5,
                 burst_seconds: 0,
@@ -262,7 +262,7 @@ fn invalid_limits_are_refused() {
             "a burst needs an average",
         ),
         (
-            bytes(Limit {
+            bytes(RateLimit {
                 average: 9,
                 burst: 5,
                 burst_seconds: 0,
@@ -270,24 +270,24 @@ fn invalid_limits_are_refused() {
             "below the average",
         ),
         (
-            bytes(Limit {
+            bytes(RateLimit {
                 average: 9,
                 burst: 0,
                 burst_seconds: 2,
             }),
             "length needs a burst",
         ),
-        (bytes(Limit::per_second(u64::MAX)), "more than a limit can be"),
+        (bytes(RateLimit::per_second(u64::MAX)), "more than a limit can be"),
         (
-            Limits {
-                bytes_read: Limit::per_second(1),
-                ..bytes(Limit::per_second(1))
+            ThrottleLimits {
+                bytes_read: RateLimit::per_second(1),
+                ..bytes(RateLimit::per_second(1))
             },
             "not both",
         ),
     ];
     for (limits, expected) in cases {
-        let error: LimitError = limits.check().expect_err(expected);
+        let error: ThrottleLimitError = limits.check().expect_err(expected);
         assert!(error.to_string().contains(expected), "{error}");
     }
 }

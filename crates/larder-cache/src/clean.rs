@@ -11,13 +11,13 @@ use std::ops::Range;
 use std::time::Duration;
 
 use larder_block::event_loop::yield_now;
-use larder_block::range_lock::{Mode as Hold, Ranges};
+use larder_block::range_lock::{RangeLockMode as Hold, RangeLocks};
 use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, WriteBuf, WriteFlags, join};
 use smallvec::SmallVec;
 
 use crate::Cache;
-use crate::parts::runs;
-use crate::shape::{Line, Sectors, Slot};
+use crate::layout::{Line, SectorMask, Slot};
+use crate::line_parts::runs;
 use larder_block::signal::Signal;
 
 /// Bytes that one write to the disk has at most.
@@ -26,28 +26,28 @@ const RUN_LEN: u64 = 256 << 10;
 /// Bytes written to the disk before it is flushed.
 const BATCH_LEN: u64 = 2 << 20;
 
-/// Bytes written at most before a pause while the guest has requests; [`BESIDE_RUNS`] bounds the number of writes.
-const BESIDE_LEN: u64 = 512 << 10;
-const BESIDE_RUNS: usize = 16;
+/// Bytes written at most before a pause while the guest has requests; [`BUSY_BATCH_RUNS`] bounds the number of writes.
+const BUSY_BATCH_LEN: u64 = 512 << 10;
+const BUSY_BATCH_RUNS: usize = 16;
 
 /// Length of a pause while the guest has requests, as a multiple of the time that writing took; half of it if much is
 /// dirty.
-const REST: u32 = 3;
+const PAUSE_FACTOR: u32 = 3;
 
 /// The longest pause.
-const REST_MAX: Duration = Duration::from_millis(500);
+const PAUSE_MAX: Duration = Duration::from_millis(500);
 
 /// Lines that are cleaned at once for a change that must not find them dirty.
-const CLEANED_MAX: usize = 256;
+const CLEAN_LINES_MAX: usize = 256;
 
 /// Delay before lines are tried again after an error, or when all of them are being written.
-const PAUSE: Duration = Duration::from_millis(500);
+const RETRY_DELAY: Duration = Duration::from_millis(500);
 
 /// Conditions under each of which dirty lines are cleaned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CleanOptions {
     /// Age of dirty lines from which they are cleaned, or up to twice that.
-    pub after: Duration,
+    pub dirty_age: Duration,
     /// Percentage of dirty lines above which lines are cleaned.
     pub percent: u8,
     /// Time without requests after which lines are cleaned, or up to twice that.
@@ -57,7 +57,7 @@ pub struct CleanOptions {
 impl Default for CleanOptions {
     fn default() -> Self {
         Self {
-            after: Duration::from_secs(30),
+            dirty_age: Duration::from_secs(30),
             percent: 20,
             idle: Duration::from_secs(5),
         }
@@ -65,60 +65,60 @@ impl Default for CleanOptions {
 }
 
 /// State of the cleaning.
-pub(crate) struct Cleaning {
+pub(crate) struct Cleaner {
     pub(crate) options: CleanOptions,
     /// First line of the next batch.
     next: Cell<Line>,
     /// Lines that are being written to the disk; no change of the disk touches them.
-    pub(crate) busy: Ranges,
+    pub(crate) busy: RangeLocks,
     /// Slots that are being cleaned, each with whether it was changed since that began.
-    slots: RefCell<HashMap<Slot, bool>>,
+    in_flight: RefCell<HashMap<Slot, bool>>,
     running: Cell<bool>,
-    timed: Cell<bool>,
+    timer_running: Cell<bool>,
     /// Set once only [`Cache::clean`] may start the cleaning.
     stopped: Cell<bool>,
     /// Set once nothing may start it, because another cache owns the disk.
-    gone: Cell<bool>,
+    inactive: Cell<bool>,
     /// Number of callers that wait for all lines to be clean.
-    waited_for: Cell<u32>,
+    waiters: Cell<u32>,
     /// Requests of the guest so far.
-    asked: Cell<u64>,
+    guest_requests: Cell<u64>,
     /// Bytes written to the disk so far.
     pub(crate) written: Cell<u64>,
     /// Number of runs that have ended; `error` is that of the last one, if it failed.
-    ends: Cell<u64>,
+    runs_ended: Cell<u64>,
     error: RefCell<Option<IoError>>,
     ended: Signal,
 }
 
-impl Cleaning {
+impl Cleaner {
     pub(crate) fn new(options: CleanOptions) -> Self {
         Self {
             options,
             next: Cell::new(0),
-            busy: Ranges::default(),
-            slots: RefCell::default(),
+            busy: RangeLocks::default(),
+            in_flight: RefCell::default(),
             running: Cell::new(false),
-            timed: Cell::new(false),
+            timer_running: Cell::new(false),
             stopped: Cell::new(false),
-            gone: Cell::new(false),
-            waited_for: Cell::new(0),
-            asked: Cell::new(0),
+            inactive: Cell::new(false),
+            waiters: Cell::new(0),
+            guest_requests: Cell::new(0),
             written: Cell::new(0),
-            ends: Cell::new(0),
+            runs_ended: Cell::new(0),
             error: RefCell::default(),
             ended: Signal::default(),
         }
     }
 
     /// Counts a request of the guest.
-    pub(crate) fn is_asked(&self) {
-        self.asked.set(self.asked.get().wrapping_add(1));
+    pub(crate) fn count_request(&self) {
+        self.guest_requests.set(self.guest_requests.get().wrapping_add(1));
     }
 
     /// Returns the number of the guest's requests so far.
-    pub(crate) fn asked(&self) -> u64 {
-        self.asked.get()
+    pub(crate) fn guest_requests(&self) -> u64 {
+        self.guest_requests.get()
     }
 
     /// Stops the background cleaning for good, and waits until it has stopped.
@@ -128,30 +128,30 @@ impl Cleaning {
     }
 
     /// Stops all cleaning for good, whichever caller wants it, and waits until it has stopped.
-    pub(crate) async fn abandon(&self) {
-        self.gone.set(true);
+    pub(crate) async fn inactivate(&self) {
+        self.inactive.set(true);
         self.ended.when(|| !self.running.get()).await;
     }
 
     /// Completes when one more run has ended.
-    async fn end(&self) {
-        let ends = self.ends.get();
-        self.ended.when(|| self.ends.get() != ends).await;
+    async fn wait_run_end(&self) {
+        let ends = self.runs_ended.get();
+        self.ended.when(|| self.runs_ended.get() != ends).await;
     }
 
     /// Notes that a slot has changed, in case it is being cleaned.
-    pub(crate) fn is_changed(&self, slot: Slot) {
-        if let Some(changed) = self.slots.borrow_mut().get_mut(&slot) {
+    pub(crate) fn mark_changed(&self, slot: Slot) {
+        if let Some(changed) = self.in_flight.borrow_mut().get_mut(&slot) {
             *changed = true;
         }
     }
 }
 
 /// Line that is being cleaned.
-struct Cleaned {
+struct LineToClean {
     line: Line,
     slot: Slot,
-    dirty: Sectors,
+    dirty: SectorMask,
 }
 
 /// Returns how many of `lines`, which are sorted, are in the first `runs` runs of consecutive lines.
@@ -162,43 +162,43 @@ fn len_of_runs(lines: &[Line], runs: usize) -> usize {
 }
 
 /// State after a batch could not be cleaned: every other line is tried once more.
-struct Failed {
+struct CleanRetry {
     error: IoError,
     /// First line that was tried; `is_around` is set once the search has wrapped to the first line.
     from: Line,
-    is_around: bool,
-    in_vain: u32,
+    has_wrapped: bool,
+    failed_parts: u32,
 }
 
-impl Failed {
+impl CleanRetry {
     fn new(error: IoError, from: Line) -> Self {
         Self {
             error,
             from,
-            is_around: false,
-            in_vain: 0,
+            has_wrapped: false,
+            failed_parts: 0,
         }
     }
 
     /// Removes those of `lines` that were tried already. The lines are the next ones from `next` on, or the first
     /// ones of the disk if none follow `next`.
-    fn keep_untried(&mut self, lines: &mut Vec<Line>, next: Line) {
-        self.is_around |= lines.first().is_some_and(|first| *first < next);
-        if self.is_around {
+    fn retain_untried(&mut self, lines: &mut Vec<Line>, next: Line) {
+        self.has_wrapped |= lines.first().is_some_and(|first| *first < next);
+        if self.has_wrapped {
             lines.truncate(lines.partition_point(|line| *line < self.from));
         }
     }
 }
 
 /// Ends the cleaning of some slots when dropped.
-struct Busy<'a> {
+struct InFlightLines<'a> {
     cache: &'a Cache,
-    lines: Vec<Cleaned>,
+    lines: Vec<LineToClean>,
 }
 
-impl Drop for Busy<'_> {
+impl Drop for InFlightLines<'_> {
     fn drop(&mut self) {
-        let mut slots = self.cache.cleaning.slots.borrow_mut();
+        let mut slots = self.cache.cleaner.in_flight.borrow_mut();
         self.lines.iter().for_each(|cleaned| {
             slots.remove(&cleaned.slot);
         });
@@ -206,19 +206,19 @@ impl Drop for Busy<'_> {
 }
 
 /// Number of consecutive failed parts after which cleaning stops: a bad spot cannot be the cause then.
-const IN_VAIN_MAX: u32 = 16;
+const FAILED_PARTS_MAX: u32 = 16;
 
 /// Counts a caller that waits for all lines to be clean, until it is dropped.
-struct WaitedFor<'a>(&'a Cell<u32>);
+struct Waiter<'a>(&'a Cell<u32>);
 
-impl<'a> WaitedFor<'a> {
+impl<'a> Waiter<'a> {
     fn new(count: &'a Cell<u32>) -> Self {
         count.set(count.get() + 1);
         Self(count)
     }
 }
 
-impl Drop for WaitedFor<'_> {
+impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         self.0.set(self.0.get() - 1);
     }
@@ -226,29 +226,33 @@ impl Drop for WaitedFor<'_> {
 
 impl Cache {
     /// Starts the cleaning if there is a reason, or a timer that checks for one.
-    pub(crate) fn clean_in_time(&self) {
-        let cleaning = &self.cleaning;
-        let cannot = cleaning.stopped.get() || self.lower.geometry().read_only;
-        if cannot || self.index.borrow().dirty.len() == 0 {
+    pub(crate) fn schedule_cleaning(&self) {
+        let cleaning = &self.cleaner;
+        let is_disabled = cleaning.stopped.get() || self.lower.geometry().read_only;
+        if is_disabled || self.index.borrow().dirty.len() == 0 {
             return;
         }
-        if self.has_dirty(cleaning.options.percent) {
+        if self.exceeds_dirty_percent(cleaning.options.percent) {
             self.index.borrow_mut().dirty.age();
             self.start_cleaning();
         }
-        if !cleaning.timed.replace(true) {
+        if !cleaning.timer_running.replace(true) {
             let options = cleaning.options;
-            self.look_again(options.after.min(options.idle), Duration::ZERO, cleaning.asked.get());
+            self.schedule_recheck(
+                options.dirty_age.min(options.idle),
+                Duration::ZERO,
+                cleaning.guest_requests.get(),
+            );
         }
     }
 
     /// Returns whether more than `percent` of all lines are dirty.
-    fn has_dirty(&self, percent: u8) -> bool {
-        self.index.borrow().dirty.len() * 100 > self.shape.slots() * u64::from(percent)
+    fn exceeds_dirty_percent(&self, percent: u8) -> bool {
+        self.index.borrow().dirty.len() * 100 > self.layout.slots() * u64::from(percent)
     }
 
     /// Checks periodically, while lines are dirty, whether some have been dirty for long or the disk is idle.
-    fn look_again(&self, interval: Duration, waited: Duration, asked: u64) {
+    fn schedule_recheck(&self, interval: Duration, waited: Duration, requests: u64) {
         let Some(sleep) = self.on.upgrade().map(|on| on.sleep(interval)) else {
             return;
         };
@@ -256,36 +260,36 @@ impl Cache {
         self.spawn(async move {
             sleep.await;
             let Some(cache) = this.upgrade() else { return };
-            let cleaning = &cache.cleaning;
+            let cleaning = &cache.cleaner;
             if cleaning.stopped.get() || cache.index.borrow().dirty.len() == 0 {
-                cleaning.timed.set(false);
+                cleaning.timer_running.set(false);
                 return;
             }
             let mut waited = waited + interval;
-            if cleaning.asked.get() == asked {
+            if cleaning.guest_requests.get() == requests {
                 cache.index.borrow_mut().dirty.age();
                 cache.start_cleaning();
-            } else if waited >= cleaning.options.after {
+            } else if waited >= cleaning.options.dirty_age {
                 cache.start_cleaning();
                 cache.index.borrow_mut().dirty.age();
                 waited = Duration::ZERO;
             }
-            cache.look_again(interval, waited, cleaning.asked.get());
+            cache.schedule_recheck(interval, waited, cleaning.guest_requests.get());
         });
     }
 
     /// Cleans aged lines in the background.
     pub(crate) fn start_cleaning(&self) {
-        let cleaning = &self.cleaning;
-        if cleaning.gone.get() || !self.index.borrow().dirty.has_old() || cleaning.running.replace(true) {
+        let cleaning = &self.cleaner;
+        if cleaning.inactive.get() || !self.index.borrow().dirty.has_old() || cleaning.running.replace(true) {
             return;
         }
         let Some(cache) = self.this.upgrade() else { return };
         self.spawn(async move {
-            let cleaning = &cache.cleaning;
+            let cleaning = &cache.cleaner;
             let cleaned = cache.clean_old().await;
             cleaning.error.replace(cleaned.err());
-            cleaning.ends.set(cleaning.ends.get() + 1);
+            cleaning.runs_ended.set(cleaning.runs_ended.get() + 1);
             cleaning.running.set(false);
             cleaning.ended.raise();
         });
@@ -302,24 +306,24 @@ impl Cache {
     /// Cleans all lines. While new data keeps coming, stops after `rounds` rounds; a round cleans the lines that are
     /// dirty when it starts.
     pub(crate) async fn clean_rounds(&self, rounds: u32) -> IoResult {
-        let cleaning = &self.cleaning;
-        let _now = WaitedFor::new(&cleaning.waited_for);
+        let cleaning = &self.cleaner;
+        let _waiter = Waiter::new(&cleaning.waiters);
         self.load_all().await?;
         for _ in 0..rounds {
             if cleaning.running.get() {
                 // The running one may have failed before this call.
-                cleaning.end().await;
+                cleaning.wait_run_end().await;
             }
             self.index.borrow_mut().dirty.age();
             if !self.index.borrow().dirty.has_old() {
                 return Ok(());
             }
-            if cleaning.gone.get() {
-                return Err(self.refused(Operation::Write, ByteRange::default()));
+            if cleaning.inactive.get() {
+                return Err(self.device_error(Operation::Write, ByteRange::default()));
             }
             // All waiters get the result of the same run.
             self.start_cleaning();
-            cleaning.end().await;
+            cleaning.wait_run_end().await;
             if let Some(error) = &*cleaning.error.borrow() {
                 return Err(error.clone());
             }
@@ -328,61 +332,61 @@ impl Cache {
     }
 
     async fn clean_old(&self) -> IoResult {
-        let mut failed: Option<Failed> = None;
+        let mut failed: Option<CleanRetry> = None;
         loop {
-            let (asked, began) = (self.cleaning.asked.get(), self.now());
-            let hurries = self.hurries();
-            let bytes = if hurries { BATCH_LEN } else { BESIDE_LEN };
-            let per_batch = (bytes / self.shape.line_len()) as usize;
-            if self.cleaning.gone.get() {
-                return Err(self.refused(Operation::Write, ByteRange::default()));
+            let (requests, began) = (self.cleaner.guest_requests.get(), self.now());
+            let is_urgent = self.is_urgent();
+            let bytes = if is_urgent { BATCH_LEN } else { BUSY_BATCH_LEN };
+            let per_batch = (bytes / self.layout.line_len()) as usize;
+            if self.cleaner.inactive.get() {
+                return Err(self.device_error(Operation::Write, ByteRange::default()));
             }
-            let next = self.cleaning.next.get();
+            let next = self.cleaner.next.get();
             let mut lines = self.index.borrow().dirty.old_from(next, per_batch);
-            if !hurries {
-                lines.truncate(len_of_runs(&lines, BESIDE_RUNS));
+            if !is_urgent {
+                lines.truncate(len_of_runs(&lines, BUSY_BATCH_RUNS));
             }
             if let Some(failed) = &mut failed {
-                failed.keep_untried(&mut lines, next);
+                failed.retain_untried(&mut lines, next);
             }
             let Some(last) = lines.last() else {
                 return failed.map_or(Ok(()), |failed| Err(failed.error));
             };
-            self.cleaning.next.set(last + 1);
+            self.cleaner.next.set(last + 1);
             match self.clean_lines(&lines).await {
                 Ok(0) => {}
                 Ok(_) => {
-                    if self.cleaning.asked.get() != asked {
-                        self.rest(began).await;
+                    if self.cleaner.guest_requests.get() != requests {
+                        self.pause_for_guest(began).await;
                     }
                     // Files in memory complete in the call, so nothing above yields.
                     yield_now().await;
                     continue;
                 }
                 Err(error) => {
-                    if self.cleaning.error.borrow().is_none() && failed.is_none() {
+                    if self.cleaner.error.borrow().is_none() && failed.is_none() {
                         tracing::error!(
                             "{}: data that only its cache has could not be written to it; retrying: {error}",
                             self.lower.name()
                         );
                     }
-                    let (failed, is_waited_for) = (
-                        failed.get_or_insert(Failed::new(error.clone(), lines[0])),
-                        self.cleaning.waited_for.get() > 0,
+                    let (failed, has_waiters) = (
+                        failed.get_or_insert(CleanRetry::new(error.clone(), lines[0])),
+                        self.cleaner.waiters.get() > 0,
                     );
-                    if is_waited_for && self.clean_in_parts(&lines, &mut failed.in_vain).await {
+                    if has_waiters && self.clean_by_halves(&lines, &mut failed.failed_parts).await {
                         continue;
                     }
-                    self.pause().await;
+                    self.wait_retry_delay().await;
                     return Err(error);
                 }
             }
-            self.pause().await;
+            self.wait_retry_delay().await;
         }
     }
 
-    async fn pause(&self) {
-        if let Some(sleep) = self.on.upgrade().map(|on| on.sleep(PAUSE)) {
+    async fn wait_retry_delay(&self) {
+        if let Some(sleep) = self.on.upgrade().map(|on| on.sleep(RETRY_DELAY)) {
             sleep.await;
         }
     }
@@ -390,7 +394,7 @@ impl Cache {
     /// Cleans as many as possible of the lines of a batch that failed, so that a bad spot on a device does not keep
     /// the rest from the disk. Returns whether it is worth continuing; `in_vain` counts failed parts since the last
     /// success.
-    async fn clean_in_parts(&self, lines: &[Line], in_vain: &mut u32) -> bool {
+    async fn clean_by_halves(&self, lines: &[Line], failed_parts: &mut u32) -> bool {
         let mut parts = vec![lines];
         while let Some(part) = parts.pop() {
             let cleaned = match part.len() == lines.len() {
@@ -399,11 +403,11 @@ impl Cache {
                 false => self.clean_lines(part).await.is_ok(),
             };
             if cleaned {
-                *in_vain = 0;
+                *failed_parts = 0;
                 continue;
             }
-            *in_vain += 1;
-            if *in_vain >= IN_VAIN_MAX {
+            *failed_parts += 1;
+            if *failed_parts >= FAILED_PARTS_MAX {
                 return false;
             }
             if part.len() > 1 {
@@ -415,21 +419,21 @@ impl Cache {
     }
 
     /// Returns whether to clean without pauses.
-    fn hurries(&self) -> bool {
-        self.cleaning.waited_for.get() > 0 || self.has_dirty(self.cleaning.options.percent.saturating_mul(2))
+    fn is_urgent(&self) -> bool {
+        self.cleaner.waiters.get() > 0 || self.exceeds_dirty_percent(self.cleaner.options.percent.saturating_mul(2))
     }
 
     /// Pauses for a while that depends on the time since `began`, so that the guest has the disk.
-    async fn rest(&self, began: LoopTime) {
-        if self.hurries() {
+    async fn pause_for_guest(&self, began: LoopTime) {
+        if self.is_urgent() {
             return;
         }
-        let times = match self.has_dirty(self.cleaning.options.percent) {
-            true => REST / 2,
-            false => REST,
+        let times = match self.exceeds_dirty_percent(self.cleaner.options.percent) {
+            true => PAUSE_FACTOR / 2,
+            false => PAUSE_FACTOR,
         };
         let took = self.now().since(began);
-        let Some(sleep) = self.on.upgrade().map(|on| on.sleep((took * times).min(REST_MAX))) else {
+        let Some(sleep) = self.on.upgrade().map(|on| on.sleep((took * times).min(PAUSE_MAX))) else {
             return;
         };
         sleep.await;
@@ -440,17 +444,17 @@ impl Cache {
         let (Some(first), Some(last)) = (lines.first(), lines.last()) else {
             return Ok(0);
         };
-        if self.has_other_size() {
-            self.see_size().await?;
+        if self.has_size_changed() {
+            self.apply_size().await?;
         }
-        let whole = self.range_of(*first..last + 1);
-        let _held = self.cleaning.busy.enter(whole, Hold::Exclusive).await;
-        self.clean_held(lines).await
+        let range = self.range_of(*first..last + 1);
+        let _held = self.cleaner.busy.lock(range, Hold::Exclusive).await;
+        self.clean_locked(lines).await
     }
 
-    /// Cleans lines that the caller has locked in [`Cleaning::busy`].
-    pub(crate) async fn clean_held(&self, lines: &[Line]) -> Result<usize, IoError> {
-        let mut busy = Busy {
+    /// Cleans lines that the caller has locked in [`Cleaner::busy`].
+    pub(crate) async fn clean_locked(&self, lines: &[Line]) -> Result<usize, IoError> {
+        let mut in_flight = InFlightLines {
             cache: self,
             lines: Vec::new(),
         };
@@ -462,90 +466,91 @@ impl Cache {
             };
             // This run may miss data that is being written to the slot now.
             let is_changing = self.index.borrow().has_writers(slot);
-            self.cleaning.slots.borrow_mut().insert(slot, is_changing);
-            busy.lines.push(Cleaned {
+            self.cleaner.in_flight.borrow_mut().insert(slot, is_changing);
+            in_flight.lines.push(LineToClean {
                 line: *line,
                 slot,
                 dirty,
             });
         }
-        if busy.lines.is_empty() {
+        if in_flight.lines.is_empty() {
             return Ok(0);
         }
-        let is_leaving = lines.iter().any(|line| self.has_leaving(*line..line + 1));
-        if is_leaving && !self.has_failed() {
+        let has_pending = lines.iter().any(|line| self.has_pending_removal(*line..line + 1));
+        if has_pending && !self.has_failed() {
             // The following check handles a failure.
             let _ = self.commit().await;
         }
         if self.has_failed() {
-            let first = busy.lines[0].line;
-            self.detached(Operation::Write, self.range_of(first..first + 1)).await?;
+            let first = in_flight.lines[0].line;
+            self.wait_failure_recorded(Operation::Write, self.range_of(first..first + 1))
+                .await?;
         }
         let mut ios: SmallVec<[Io<'_>; 8]> = SmallVec::new();
         let mut from = 0;
-        while from < busy.lines.len() {
-            let start = busy.lines[from].line;
+        while from < in_flight.lines.len() {
+            let start = in_flight.lines[from].line;
             let near = |at: &usize| {
-                let line = busy.lines[*at].line;
-                line - start == (*at - from) as u64 && (line + 1 - start) << self.shape.line_bits <= RUN_LEN
+                let line = in_flight.lines[*at].line;
+                line - start == (*at - from) as u64 && (line + 1 - start) << self.layout.line_bits <= RUN_LEN
             };
-            let to = from + (from..busy.lines.len()).take_while(near).count().max(1);
-            ios.push(Io::task(self.clean_run(&busy.lines[from..to])));
+            let to = from + (from..in_flight.lines.len()).take_while(near).count().max(1);
+            ios.push(Io::task(self.clean_run(&in_flight.lines[from..to])));
             from = to;
         }
         let written = join(ios).await;
-        self.changes.flushing.changed();
-        if written.is_err() && self.has_other_size() {
+        self.changes.flushing.record_change();
+        if written.is_err() && self.has_size_changed() {
             // The line may have been past the disk's end.
             return Ok(0);
         }
         written?;
         self.flush_disk().await?;
         let mut cleaned = 0;
-        for Cleaned { slot, dirty, .. } in &busy.lines {
-            if self.cleaning.slots.borrow().get(slot) != Some(&false) {
+        for LineToClean { slot, dirty, .. } in &in_flight.lines {
+            if self.cleaner.in_flight.borrow().get(slot) != Some(&false) {
                 continue;
             }
             cleaned += 1;
-            let memory = self.index.borrow().entry(*slot);
-            self.ledger.borrow_mut().note(*slot, || memory);
+            let current = self.index.borrow().entry(*slot);
+            self.ledger.borrow_mut().record_change(*slot, || current);
             self.index
                 .borrow_mut()
-                .set_sectors(*slot, memory.valid, memory.dirty & !dirty);
+                .set_sectors(*slot, current.valid, current.dirty & !dirty);
         }
-        self.settle_in_time();
+        self.schedule_persist();
         Ok(cleaned)
     }
 
-    /// Writes all dirty data of the lines of a range, which the caller has locked in [`Cleaning::busy`], to the disk.
+    /// Writes all dirty data of the lines of a range, which the caller has locked in [`Cleaner::busy`], to the disk.
     pub(crate) async fn clean_range(&self, operation: Operation, range: ByteRange) -> IoResult {
         loop {
             let dirty = self
                 .index
                 .borrow()
                 .dirty
-                .within(self.shape.lines_of(range), CLEANED_MAX);
+                .within(self.layout.lines_of(range), CLEAN_LINES_MAX);
             if dirty.is_empty() {
                 return Ok(());
             }
-            if self.clean_held(&dirty).await? == 0 {
-                return Err(self.refused(operation, range));
+            if self.clean_locked(&dirty).await? == 0 {
+                return Err(self.device_error(operation, range));
             }
         }
     }
 
     /// Writes consecutive lines to the disk.
-    async fn clean_run(&self, lines: &[Cleaned]) -> IoResult {
-        let line_len = self.shape.line_len() as usize;
+    async fn clean_run(&self, lines: &[LineToClean]) -> IoResult {
+        let line_len = self.layout.line_len() as usize;
         let mut memory = AlignedBuf::zeroed(lines.len() * line_len);
         let size = self.lower.geometry().size.get();
         let mut written: SmallVec<[ByteRange; 4]> = SmallVec::new();
         for (cleaned, from) in lines.iter().zip((0..).step_by(line_len)) {
-            let whole = self.range_of(cleaned.line..cleaned.line + 1);
-            let part = self.shape.part_of(cleaned.line, whole);
+            let line_range = self.range_of(cleaned.line..cleaned.line + 1);
+            let part = self.layout.part_of(cleaned.line, line_range);
             let dirty = runs(part, cleaned.dirty).filter(|(inside, _)| *inside);
             for (_, piece) in dirty {
-                let from = from + self.shape.within(piece.start) as usize;
+                let from = from + self.layout.offset_in_line(piece.start) as usize;
                 let at = self.data_at(cleaned.slot, piece.start);
                 memory = self.fast.read(at, memory, from..from + piece.len.as_usize()).await?;
                 match written.last_mut() {
@@ -554,7 +559,7 @@ impl Cache {
                 }
             }
         }
-        let start = lines.first().map_or(0, |cleaned| cleaned.line << self.shape.line_bits);
+        let start = lines.first().map_or(0, |cleaned| cleaned.line << self.layout.line_bits);
         let disk = ByteRange::new(0, size);
         let ios: SmallVec<[Io<'_>; 4]> = written
             .iter()
@@ -563,7 +568,7 @@ impl Cache {
             .map(|piece| {
                 let from = (piece.start.get() - start) as usize;
                 let bytes = &memory[from..from + piece.len.as_usize()];
-                self.cleaning.written.set(self.cleaning.written.get() + piece.len.get());
+                self.cleaner.written.set(self.cleaner.written.get() + piece.len.get());
                 self.lower.write(piece.start, WriteBuf::new(bytes), WriteFlags::NONE)
             })
             .collect();
@@ -571,8 +576,8 @@ impl Cache {
     }
 
     pub(crate) fn range_of(&self, lines: Range<Line>) -> ByteRange {
-        let len = (lines.end - lines.start) << self.shape.line_bits;
-        ByteRange::new(lines.start << self.shape.line_bits, len)
+        let len = (lines.end - lines.start) << self.layout.line_bits;
+        ByteRange::new(lines.start << self.layout.line_bits, len)
     }
 }
 

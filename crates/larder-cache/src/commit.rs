@@ -18,24 +18,24 @@ use smallvec::SmallVec;
 use crate::Cache;
 use crate::entry::Entry;
 use crate::journal::{self, Position, Record};
+use crate::layout::{COMMIT_SECTORS, COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
 use crate::page::{self, Version};
-use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
 use larder_block::signal::Signal;
 
 /// The most bytes that one commit writes.
-const COMMIT_MAX: u64 = 64 << 10;
+const COMMIT_BYTES_MAX: u64 = 64 << 10;
 /// Pages that are written concurrently.
-const PAGES_AT_ONCE: usize = 16;
+const PAGES_IN_FLIGHT_MAX: usize = 16;
 
 /// Sectors of the journal that are reserved for stating the durable end: a checkpoint needs that to make room.
-const RESERVED: u64 = 4 * COMMIT_SECTORS;
+const RESERVED_SECTORS: u64 = 4 * COMMIT_SECTORS;
 
 /// Error of a cache device that does not work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Failed;
+pub(crate) struct CacheFailed;
 
 /// Unflushed record that was written.
-struct Loose {
+struct UnflushedRecord {
     /// Sequence of the record's sector.
     sequence: u64,
     number: u64,
@@ -43,61 +43,61 @@ struct Loose {
 }
 
 /// Queue of records for the journal, and the journal's state.
-pub(crate) struct Commits {
+pub(crate) struct CommitQueue {
     queue: RefCell<Vec<Record>>,
     /// Records queued since the cache was opened. `written` counts those that are written, and durable if they are
     /// firm.
     queued: Cell<u64>,
     written: Cell<u64>,
     /// Unflushed records that were written and are not known to be durable.
-    loose: RefCell<VecDeque<Loose>>,
+    unflushed: RefCell<VecDeque<UnflushedRecord>>,
     /// Sectors below this one are durable, and so is the data that they refer to.
-    firm_end: Cell<u64>,
+    durable_end: Cell<u64>,
     /// Highest durable end that a durable sector states. `to_tell` is the one that is to be stated.
-    told: Cell<u64>,
-    to_tell: Cell<u64>,
+    stated_end: Cell<u64>,
+    end_to_state: Cell<u64>,
     running: Cell<bool>,
-    waiting: Signal,
+    changed: Signal,
     session: u32,
     /// Sequence of the next sector that is begun; `tail` is that of the oldest sector that is needed.
     end: Cell<u64>,
     tail: Cell<u64>,
     /// Records of the last sector, if more can be added to it.
-    open: RefCell<Option<Vec<Record>>>,
+    last_sector: RefCell<Option<Vec<Record>>>,
     /// Content of the last block that was written, up to the end.
     block: RefCell<Vec<u8>>,
     /// Index of the change mark that changes set now; each set has two.
-    half: Cell<usize>,
-    checkpoint_runs: Cell<bool>,
+    change_mark: Cell<usize>,
+    checkpoint_running: Cell<bool>,
 }
 
-impl Commits {
+impl CommitQueue {
     /// Begins a journal at `end`; `block` holds the sectors of its block before the end.
     pub(crate) fn new(session: u32, tail: u64, end: u64, block: Vec<u8>) -> Self {
         Self {
             queue: RefCell::default(),
             queued: Cell::new(0),
             written: Cell::new(0),
-            loose: RefCell::default(),
+            unflushed: RefCell::default(),
             // The opening has made durable whatever it found.
-            firm_end: Cell::new(end),
-            told: Cell::new(tail),
-            to_tell: Cell::new(tail),
+            durable_end: Cell::new(end),
+            stated_end: Cell::new(tail),
+            end_to_state: Cell::new(tail),
             running: Cell::new(false),
-            waiting: Signal::default(),
+            changed: Signal::default(),
             session,
             end: Cell::new(end),
             tail: Cell::new(tail),
-            open: RefCell::default(),
+            last_sector: RefCell::default(),
             block: RefCell::new(block),
-            half: Cell::new(0),
-            checkpoint_runs: Cell::new(false),
+            change_mark: Cell::new(0),
+            checkpoint_running: Cell::new(false),
         }
     }
 
     /// Wakes tasks that wait for a commit, so that they check their conditions again.
     pub(crate) fn wake(&self) {
-        self.waiting.raise();
+        self.changed.raise();
     }
 
     /// Returns the number of records queued so far.
@@ -106,12 +106,12 @@ impl Commits {
     }
 
     /// Returns whether the first `records` records are written, and durable if they are firm.
-    pub(crate) fn have_written(&self, records: u64) -> bool {
+    pub(crate) fn has_written(&self, records: u64) -> bool {
         self.written.get() >= records
     }
 
-    fn has_to_tell(&self) -> bool {
-        self.to_tell.get() > self.told.get()
+    fn has_end_to_state(&self) -> bool {
+        self.end_to_state.get() > self.stated_end.get()
     }
 
     /// Returns the sequence of the next sector that is begun, if none is being written.
@@ -120,8 +120,8 @@ impl Commits {
     }
 
     /// Returns the first sector that may get more records, or is getting some.
-    pub(crate) fn growing(&self) -> u64 {
-        self.end.get() - u64::from(self.open.borrow().is_some())
+    pub(crate) fn growing_sector(&self) -> u64 {
+        self.end.get() - u64::from(self.last_sector.borrow().is_some())
     }
 }
 
@@ -129,27 +129,31 @@ impl Cache {
     /// Queues a durable record that a slot holds `entry`.
     pub(crate) fn queue(&self, slot: Slot, entry: Entry) {
         let number = self.commits.queued.get();
-        self.ledger.borrow_mut().commit_begins(slot, entry, number);
+        self.ledger.borrow_mut().begin_commit(slot, entry, number);
         self.push(slot, entry, false);
     }
 
     /// Queues an unflushed record that a slot holds `entry`: it outlives this process, but perhaps not a power loss.
-    pub(crate) fn queue_loose(&self, slot: Slot, entry: Entry) {
+    pub(crate) fn queue_unflushed(&self, slot: Slot, entry: Entry) {
         let memory = || self.index.borrow().entry(slot);
         self.ledger
             .borrow_mut()
-            .loosen(slot, entry, self.commits.queued.get(), memory);
+            .queue_unflushed(slot, entry, self.commits.queued.get(), memory);
         self.push(slot, entry, true);
     }
 
-    fn push(&self, slot: Slot, entry: Entry, loose: bool) {
-        self.commits.queue.borrow_mut().push(Record { slot, entry, loose });
+    fn push(&self, slot: Slot, entry: Entry, is_unflushed: bool) {
+        self.commits.queue.borrow_mut().push(Record {
+            slot,
+            entry,
+            unflushed: is_unflushed,
+        });
         self.commits.queued.set(self.commits.queued.get() + 1);
     }
 
     /// Starts to write the queue.
     pub(crate) fn start_commit(&self) {
-        let has_work = !self.commits.queue.borrow().is_empty() || self.commits.has_to_tell();
+        let has_work = !self.commits.queue.borrow().is_empty() || self.commits.has_end_to_state();
         if !has_work || self.commits.running.replace(true) {
             return;
         }
@@ -158,24 +162,24 @@ impl Cache {
     }
 
     /// Writes all queued records, so that they outlive this process, and makes the firm ones durable.
-    pub(crate) async fn commit(&self) -> Result<(), Failed> {
+    pub(crate) async fn commit(&self) -> Result<(), CacheFailed> {
         let records = self.commits.queued();
-        self.committed(|commits| commits.have_written(records)).await
+        self.wait_committed(|commits| commits.has_written(records)).await
     }
 
-    async fn committed(&self, is_over: impl Fn(&Commits) -> bool) -> Result<(), Failed> {
+    async fn wait_committed(&self, is_over: impl Fn(&CommitQueue) -> bool) -> Result<(), CacheFailed> {
         self.start_commit();
         self.commits
-            .waiting
+            .changed
             .when(|| is_over(&self.commits) || self.has_failed())
             .await;
-        is_over(&self.commits).then_some(()).ok_or(Failed)
+        is_over(&self.commits).then_some(()).ok_or(CacheFailed)
     }
 
     /// Makes all unflushed records durable, if there are any, and flushes the data that writes have put into the
     /// cache.
-    pub(crate) async fn harden(&self) -> Result<(), Failed> {
-        let has_none = self.commits.loose.borrow().is_empty() && self.kept.is_flushed();
+    pub(crate) async fn harden(&self) -> Result<(), CacheFailed> {
+        let has_none = self.commits.unflushed.borrow().is_empty() && self.device_flush_tracker.is_flushed();
         if has_none || !self.may_be_dirty.get() {
             return Ok(());
         }
@@ -183,63 +187,69 @@ impl Cache {
     }
 
     /// Writes the queued records, and makes all unflushed ones durable.
-    pub(crate) async fn harden_queued(&self) -> Result<(), Failed> {
+    pub(crate) async fn harden_queued(&self) -> Result<(), CacheFailed> {
         self.commit().await?;
         self.harden().await
     }
 
     /// Flushes the cache device, and makes all unflushed records durable.
-    pub(crate) async fn harden_all(&self) -> Result<(), Failed> {
+    pub(crate) async fn harden_all(&self) -> Result<(), CacheFailed> {
         if self.has_failed() {
-            return Err(Failed);
+            return Err(CacheFailed);
         }
         let commits = &self.commits;
         let end = commits.end.get();
-        let has_loose = || commits.loose.borrow().front().is_some_and(|loose| loose.sequence < end);
-        let flush = self.kept.begin();
+        let has_unflushed = || {
+            commits
+                .unflushed
+                .borrow()
+                .front()
+                .is_some_and(|loose| loose.sequence < end)
+        };
+        let flush = self.device_flush_tracker.begin_flush();
         if let Err(error) = self.fast.flush().await {
             drop(flush);
             self.fail(&error);
-            return Err(Failed);
+            return Err(CacheFailed);
         }
-        flush.done();
-        commits.firm_end.set(commits.firm_end.get().max(end));
-        if !has_loose() {
+        flush.finish();
+        commits.durable_end.set(commits.durable_end.get().max(end));
+        if !has_unflushed() {
             return Ok(());
         }
-        commits.to_tell.set(commits.to_tell.get().max(end));
+        commits.end_to_state.set(commits.end_to_state.get().max(end));
         // A task that waits for journal space gives way to this sector.
-        commits.waiting.raise();
-        self.committed(|commits| commits.told.get() >= end).await
+        commits.changed.raise();
+        self.wait_committed(|commits| commits.stated_end.get() >= end).await
     }
 
     /// States that everything that an opening has found is durable.
-    pub(crate) async fn tell_all(&self) {
+    pub(crate) async fn state_durable_end(&self) {
         let end = self.commits.end.get();
-        self.commits.to_tell.set(end);
+        self.commits.end_to_state.set(end);
         // A failure was already recorded.
-        let _ = self.committed(|commits| commits.told.get() >= end).await;
+        let _ = self.wait_committed(|commits| commits.stated_end.get() >= end).await;
     }
 
     async fn run_commits(&self) {
         let commits = &self.commits;
-        let per_sector = journal::records_per_sector(&self.shape);
-        let ring = self.shape.journal_sectors();
-        let most = per_sector * (COMMIT_MAX / SECTOR).min(ring / 4) as usize;
+        let per_sector = journal::records_per_sector(&self.layout);
+        let ring = self.layout.journal_sectors();
+        let records_max = per_sector * (COMMIT_BYTES_MAX / SECTOR).min(ring / 4) as usize;
         while !self.has_failed() {
-            let ready = commits.queue.borrow().len().min(most);
-            let count = match commits.has_to_tell() {
+            let ready = commits.queue.borrow().len().min(records_max);
+            let count = match commits.has_end_to_state() {
                 true => 0,
                 false if ready == 0 => break,
                 false => ready,
             };
-            let is_added = self.can_be_added(count);
-            let sectors = if is_added {
+            let extends_last_sector = self.fits_last_sector(count);
+            let sectors = if extends_last_sector {
                 0
             } else {
                 count.div_ceil(per_sector).max(1) as u64
             };
-            let reserved = if count == 0 { 0 } else { RESERVED.min(ring / 4) };
+            let reserved = if count == 0 { 0 } else { RESERVED_SECTORS.min(ring / 4) };
             let end = || (commits.end.get() + sectors).next_multiple_of(COMMIT_SECTORS);
             let used = || end() + reserved - commits.tail.get();
             if used() > ring / 2 {
@@ -249,48 +259,48 @@ impl Cache {
                 // A checkpoint that began long ago may free too little, and then another one is needed.
                 let is_over = || {
                     used() <= ring
-                        || (count > 0 && commits.has_to_tell())
-                        || !commits.checkpoint_runs.get()
+                        || (count > 0 && commits.has_end_to_state())
+                        || !commits.checkpoint_running.get()
                         || self.has_failed()
                 };
-                commits.waiting.when(is_over).await;
+                commits.changed.when(is_over).await;
                 continue;
             }
             let records: Vec<Record> = commits.queue.borrow_mut().drain(..count).collect();
-            if let Err(error) = self.write_commit(records, is_added, sectors).await {
+            if let Err(error) = self.write_commit(records, extends_last_sector, sectors).await {
                 self.fail(&error);
             }
         }
         commits.running.set(false);
-        commits.waiting.raise();
+        commits.changed.raise();
     }
 
     /// Returns whether the first `count` queued records can be added to the last sector.
-    fn can_be_added(&self, count: usize) -> bool {
-        let (open, queue) = (self.commits.open.borrow(), self.commits.queue.borrow());
+    fn fits_last_sector(&self, count: usize) -> bool {
+        let (open, queue) = (self.commits.last_sector.borrow(), self.commits.queue.borrow());
         let room = open
             .as_ref()
-            .map_or(0, |records| journal::records_per_sector(&self.shape) - records.len());
-        (1..=room).contains(&count) && queue[..count].iter().all(|record| !record.loose)
+            .map_or(0, |records| journal::records_per_sector(&self.layout) - records.len());
+        (1..=room).contains(&count) && queue[..count].iter().all(|record| !record.unflushed)
     }
 
     /// Writes a commit into `sectors` sectors, for which there is room, or adds it to the last sector. A commit
     /// without records only states the durable end.
-    async fn write_commit(&self, mut records: Vec<Record>, is_added: bool, sectors: u64) -> IoResult {
+    async fn write_commit(&self, mut records: Vec<Record>, extends_last_sector: bool, sectors: u64) -> IoResult {
         let commits = &self.commits;
-        let ring = self.shape.journal_sectors();
-        let sequence = commits.end.get() - u64::from(is_added);
+        let ring = self.layout.journal_sectors();
+        let sequence = commits.end.get() - u64::from(extends_last_sector);
         let end = commits.end.get() + sectors;
         let position = Position {
             session: commits.session,
             sequence,
             tail: commits.tail.get(),
-            firm_end: commits.firm_end.get().min(sequence),
+            durable_end: commits.durable_end.get().min(sequence),
         };
-        let is_firm = records.iter().any(|record| !record.loose);
-        let is_all_firm = records.iter().all(|record| !record.loose);
+        let has_durable = records.iter().any(|record| !record.unflushed);
+        let all_durable = records.iter().all(|record| !record.unflushed);
         // An unflushed sector before a durable record must not be missing, or the record would not be found.
-        let is_forced = is_all_firm && (records.is_empty() || position.firm_end == sequence);
+        let uses_fua = all_durable && (records.is_empty() || position.durable_end == sequence);
         {
             let mut index = self.index.borrow_mut();
             let mut policy = index.policy();
@@ -298,22 +308,22 @@ impl Cache {
                 .iter_mut()
                 .for_each(|record| record.entry.hotness = policy.save(record.slot));
         }
-        let mut said = match is_added {
-            true => commits.open.borrow().clone().unwrap_or_default(),
+        let mut sector_records = match extends_last_sector {
+            true => commits.last_sector.borrow().clone().unwrap_or_default(),
             false => Vec::new(),
         };
-        said.extend_from_slice(&records);
+        sector_records.extend_from_slice(&records);
         // Whole blocks are written; the part of the first one that is written already does not change.
         let from = sequence - sequence % COMMIT_SECTORS;
         let count = end.next_multiple_of(COMMIT_SECTORS) - from;
         let mut bytes = AlignedBuf::zeroed((count * SECTOR) as usize);
         let before = ((sequence - from) * SECTOR) as usize;
         bytes[..before].copy_from_slice(&commits.block.borrow()[..before]);
-        journal::encode(&self.shape, self.seed, position, &said, &mut bytes[before..]);
+        journal::encode(&self.layout, self.seed, position, &sector_records, &mut bytes[before..]);
         let first = from % ring;
         // Up to the ring's end, and from its start.
         let split = ((ring - first).min(count) * SECTOR) as usize;
-        let flags = if is_forced { WriteFlags::FUA } else { WriteFlags::NONE };
+        let flags = if uses_fua { WriteFlags::FUA } else { WriteFlags::NONE };
         let bytes = Rc::new(bytes);
         let mut ios: SmallVec<[Io<'_>; 2]> = SmallVec::new();
         for (at, part) in [(first, 0..split), (0, split..bytes.len())] {
@@ -323,67 +333,72 @@ impl Cache {
             }
         }
         join(ios).await?;
-        if is_firm && !is_forced {
-            let flush = self.kept.begin();
+        if has_durable && !uses_fua {
+            let flush = self.device_flush_tracker.begin_flush();
             self.fast.flush().await?;
-            flush.done();
+            flush.finish();
         }
-        if is_firm || is_forced {
-            commits.told.set(position.firm_end);
+        if has_durable || uses_fua {
+            commits.stated_end.set(position.durable_end);
             // A sector that only states the durable end may survive where one before it does not.
-            if !records.is_empty() || commits.firm_end.get() >= sequence {
-                commits.firm_end.set(end);
+            if !records.is_empty() || commits.durable_end.get() >= sequence {
+                commits.durable_end.set(end);
             }
         }
         commits.end.set(end);
-        let is_open = is_all_firm && commits.firm_end.get() == end;
-        let of_last = (said.len().max(1) - 1) / journal::records_per_sector(&self.shape);
-        *commits.open.borrow_mut() =
-            is_open.then(|| said.split_off(of_last * journal::records_per_sector(&self.shape)));
+        let is_open = all_durable && commits.durable_end.get() == end;
+        let last_sector_index = (sector_records.len().max(1) - 1) / journal::records_per_sector(&self.layout);
+        *commits.last_sector.borrow_mut() =
+            is_open.then(|| sector_records.split_off(last_sector_index * journal::records_per_sector(&self.layout)));
         *commits.block.borrow_mut() = bytes[bytes.len() - COMMIT_UNIT as usize..].to_vec();
-        let emptied = records.iter().filter(|record| record.entry.is_empty() && !record.loose);
+        let emptied = records
+            .iter()
+            .filter(|record| record.entry.is_empty() && !record.unflushed);
         let emptied = emptied.map(|record| record.slot);
-        self.are_written(&records, sequence);
-        self.have_left(emptied);
+        self.apply_written(&records, sequence);
+        self.finish_removals(emptied);
         self.counts.borrow_mut().metadata_written += count * SECTOR;
-        commits.waiting.raise();
+        commits.changed.raise();
         Ok(())
     }
 
     /// Applies written records to the ledger. The first ones are in sector `sequence`; all were flushed if one is
     /// firm.
-    fn are_written(&self, records: &[Record], sequence: u64) {
+    fn apply_written(&self, records: &[Record], sequence: u64) {
         let commits = &self.commits;
-        let per_sector = journal::records_per_sector(&self.shape);
+        let per_sector = journal::records_per_sector(&self.layout);
         let (mut index, mut ledger) = (self.index.borrow_mut(), self.ledger.borrow_mut());
-        let mut loose = commits.loose.borrow_mut();
+        let mut unflushed = commits.unflushed.borrow_mut();
         for (at, record) in records.iter().enumerate() {
             let slot = record.slot;
             let entry = Entry {
                 hotness: 0,
                 ..record.entry
             };
-            index.set_changed(slot.set(), commits.half.get(), true);
-            if record.loose {
-                loose.push_back(Loose {
+            index.set_changed(slot.set(), commits.change_mark.get(), true);
+            if record.unflushed {
+                unflushed.push_back(UnflushedRecord {
                     sequence: sequence + (at / per_sector) as u64,
                     number: commits.written.get() + at as u64,
                     record: Record { entry, ..*record },
                 });
             } else {
-                ledger.commit_ends(slot, entry, index.entry(slot));
+                ledger.end_commit(slot, entry, index.entry(slot));
             }
         }
-        while let Some(first) = loose.front().filter(|loose| loose.sequence < commits.told.get()) {
+        while let Some(first) = unflushed
+            .front()
+            .filter(|loose| loose.sequence < commits.stated_end.get())
+        {
             let Record { slot, entry, .. } = first.record;
-            ledger.harden(slot, entry, first.number, index.entry(slot));
-            loose.pop_front();
+            ledger.mark_durable(slot, entry, first.number, index.entry(slot));
+            unflushed.pop_front();
         }
         commits.written.set(commits.written.get() + records.len() as u64);
     }
 
     fn start_checkpoint(&self) {
-        if self.commits.checkpoint_runs.replace(true) {
+        if self.commits.checkpoint_running.replace(true) {
             return;
         }
         let Some(cache) = self.this.upgrade() else { return };
@@ -391,14 +406,17 @@ impl Cache {
             if let Err(error) = cache.checkpoint().await {
                 cache.fail(&error);
             }
-            cache.commits.checkpoint_runs.set(false);
-            cache.commits.waiting.raise();
+            cache.commits.checkpoint_running.set(false);
+            cache.commits.changed.raise();
         });
     }
 
     /// Writes the pages of all changed sets. No change may be under way.
     pub(crate) async fn checkpoint_all(&self) -> IoResult {
-        self.commits.waiting.when(|| !self.commits.checkpoint_runs.get()).await;
+        self.commits
+            .changed
+            .when(|| !self.commits.checkpoint_running.get())
+            .await;
         self.checkpoint().await?;
         self.checkpoint().await
     }
@@ -406,33 +424,33 @@ impl Cache {
     /// Writes the pages of all sets that have changed so far, and frees the journal's beginning.
     async fn checkpoint(&self) -> IoResult {
         let commits = &self.commits;
-        let old = commits.half.get();
-        commits.half.set(1 - old);
+        let old = commits.change_mark.get();
+        commits.change_mark.set(1 - old);
         // A commit in flight is at the cut or after it, and sets the other mark.
-        let cut = commits.growing();
+        let cut = commits.growing_sector();
         // Pages have only durable records, so an unflushed one must not be only in the part of the journal that is
         // freed.
         if self.harden().await.is_err() {
             return Ok(());
         }
-        let mut sets = 0..self.shape.sets;
+        let mut sets = 0..self.layout.sets;
         loop {
-            let batch: SmallVec<[u32; PAGES_AT_ONCE]> = sets
+            let batch: SmallVec<[u32; PAGES_IN_FLIGHT_MAX]> = sets
                 .by_ref()
                 .filter(|set| self.index.borrow().is_changed(*set, old))
-                .take(PAGES_AT_ONCE)
+                .take(PAGES_IN_FLIGHT_MAX)
                 .collect();
             if batch.is_empty() {
                 break;
             }
-            let pages: SmallVec<[Io<'_>; PAGES_AT_ONCE]> =
+            let pages: SmallVec<[Io<'_>; PAGES_IN_FLIGHT_MAX]> =
                 batch.iter().map(|set| Io::task(self.write_page(*set, old))).collect();
             join(pages).await?;
             // Files in memory complete in the call, so nothing above yields.
             yield_now().await;
         }
         self.fast.flush().await?;
-        commits.firm_end.set(commits.firm_end.get().max(cut));
+        commits.durable_end.set(commits.durable_end.get().max(cut));
         commits.tail.set(cut);
         Ok(())
     }
@@ -443,7 +461,7 @@ impl Cache {
             self.index.borrow_mut().set_changed(set, half, false);
             return Ok(());
         }
-        let mut bytes = AlignedBuf::zeroed(self.shape.page_len as usize);
+        let mut bytes = AlignedBuf::zeroed(self.layout.page_len as usize);
         let newest = {
             let (mut index, ledger) = (self.index.borrow_mut(), self.ledger.borrow());
             index.set_changed(set, half, false);
@@ -454,21 +472,21 @@ impl Cache {
                     hotness: index.policy().save(slot),
                     ..ledger
                         .get(slot)
-                        .map_or_else(|| index.entry(slot), |place| place.durable)
+                        .map_or_else(|| index.entry(slot), |state| state.durable)
                 })
                 .collect();
             // The page has neither unflushed records nor those that its last sector gets later.
-            let growing = self.commits.growing();
-            let loose = self.commits.loose.borrow().front().map(|loose| loose.sequence);
+            let growing = self.commits.growing_sector();
+            let unflushed = self.commits.unflushed.borrow().front().map(|loose| loose.sequence);
             let newest = index.newest_page(set).next();
             let version = Version {
-                sequence: loose.map_or(growing, |loose| loose.min(growing)),
+                sequence: unflushed.map_or(growing, |loose| loose.min(growing)),
                 turn: newest.turn,
             };
-            page::encode(&self.shape, self.seed, set, version, &entries, &mut bytes);
+            page::encode(&self.layout, self.seed, set, version, &entries, &mut bytes);
             newest
         };
-        let at = self.shape.page_at(set, newest.is_second);
+        let at = self.layout.page_at(set, newest.is_second);
         let len = bytes.len();
         self.fast.write(at, Rc::new(bytes), 0..len, WriteFlags::NONE).await?;
         self.index.borrow_mut().set_newest_page(set, newest);

@@ -1,7 +1,7 @@
 //! Compare before use: clean lines that the disk may no longer match are compared with it.
 //!
 //! After a kill another program may have changed the disk. Then every clean line is *unproven* when it is loaded
-//! ([`crate::index::Index`]), and no read gets it from the cache: only dirty sectors are read there. A background
+//! ([`crate::index::LineIndex`]), and no read gets it from the cache: only dirty sectors are read there. A background
 //! task reads the lines from both devices, in the order of the disk. Equal sectors are used from then on, and the
 //! others are removed. A read of the guest that gets an unproven line from the disk has the line compared at once.
 //!
@@ -19,17 +19,17 @@ use std::rc::Weak;
 use std::time::Duration;
 
 use larder_block::event_loop::yield_now;
-use larder_block::range_lock::Mode as Hold;
+use larder_block::range_lock::RangeLockMode as Hold;
 use larder_block::signal::Signal;
 use larder_block::{AlignedBuf, ByteLen, ByteRange, Io, IoResult, LoopTime, ReadBuf, join};
 use smallvec::SmallVec;
 
 use crate::Cache;
-use crate::commit::Failed;
+use crate::commit::CacheFailed;
 use crate::fill::Fill;
-use crate::parts::Part;
-use crate::place::Retract;
-use crate::shape::{Line, SECTOR, Sectors, Slot};
+use crate::layout::{Line, SECTOR, SectorMask, Slot};
+use crate::line_parts::LinePart;
+use crate::slot_allocation::Invalidation;
 
 /// Bytes of the disk that are compared at once. As many are read from the cache device.
 const PIECE_LEN: u64 = 256 << 10;
@@ -45,7 +45,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(30);
 
 /// State of the comparison.
 #[derive(Default)]
-pub(crate) struct Comparing {
+pub(crate) struct Comparison {
     /// Set while loaded clean lines are unproven, which the superblock says too.
     enabled: Cell<bool>,
     stopped: Cell<bool>,
@@ -57,7 +57,7 @@ pub(crate) struct Comparing {
     unequal: Cell<u64>,
 }
 
-impl Comparing {
+impl Comparison {
     pub(crate) fn new(enabled: bool) -> Self {
         Self {
             enabled: Cell::new(enabled),
@@ -76,24 +76,24 @@ impl Comparing {
         self.idle.when(|| !self.busy.get()).await;
     }
 
-    fn count(&self, clean: Sectors, stale: Sectors) {
-        let bytes = |sectors: Sectors| u64::from(sectors.count_ones()) * SECTOR;
+    fn count(&self, clean: SectorMask, stale: SectorMask) {
+        let bytes = |sectors: SectorMask| u64::from(sectors.count_ones()) * SECTOR;
         self.equal.set(self.equal.get() + bytes(clean & !stale));
         self.unequal.set(self.unequal.get() + bytes(stale));
     }
 }
 
 /// Marks a piece as being compared until it is dropped.
-struct Busy<'a>(&'a Comparing);
+struct BusyGuard<'a>(&'a Comparison);
 
-impl<'a> Busy<'a> {
-    fn new(comparing: &'a Comparing) -> Self {
+impl<'a> BusyGuard<'a> {
+    fn new(comparing: &'a Comparison) -> Self {
         comparing.busy.set(true);
         Self(comparing)
     }
 }
 
-impl Drop for Busy<'_> {
+impl Drop for BusyGuard<'_> {
     fn drop(&mut self) {
         self.0.busy.set(false);
         self.0.idle.raise();
@@ -101,17 +101,17 @@ impl Drop for Busy<'_> {
 }
 
 /// Line that is being compared.
-struct Compared {
+struct LineComparison {
     line: Line,
     slot: Slot,
     /// Sectors to compare.
-    clean: Sectors,
+    clean: SectorMask,
     /// Sectors that differ on the disk.
-    stale: Cell<Sectors>,
+    stale: Cell<SectorMask>,
 }
 
 /// Returns those of `sectors` that differ between two copies of a part of a line; `first` is the part's first sector.
-fn unequal(sectors: Sectors, first: u32, one: &[u8], other: &[u8]) -> Sectors {
+fn unequal(sectors: SectorMask, first: u32, one: &[u8], other: &[u8]) -> SectorMask {
     let pairs = one
         .chunks_exact(SECTOR as usize)
         .zip(other.chunks_exact(SECTOR as usize));
@@ -122,34 +122,34 @@ fn unequal(sectors: Sectors, first: u32, one: &[u8], other: &[u8]) -> Sectors {
 impl Cache {
     /// Compares all unproven lines, once every set is loaded, until none is left or the cache is closed.
     pub(crate) async fn compare_all(this: Weak<Self>) {
-        let (mut next, mut is_failed) = (0, false);
+        let (mut next, mut has_failed) = (0, false);
         loop {
             let pause = {
                 let Some(cache) = this.upgrade() else { return };
-                let comparing = &cache.comparing;
+                let comparing = &cache.comparison;
                 if comparing.stopped.get() || cache.has_failed() || !cache.index.borrow().are_all_loaded() {
                     return;
                 }
-                let _busy = Busy::new(comparing);
-                let (asked, began) = (cache.cleaning.asked(), cache.now());
+                let _busy = BusyGuard::new(comparing);
+                let (requests, began) = (cache.cleaner.guest_requests(), cache.now());
                 let lines = cache.next_unproven(next);
                 match lines.last() {
-                    None if cache.index.borrow().unproven.is_empty() => return cache.all_compared().await,
+                    None if cache.index.borrow().unproven.is_empty() => return cache.record_all_proven().await,
                     None => {
                         next = 0;
-                        std::mem::take(&mut is_failed).then_some(RETRY_AFTER)
+                        std::mem::take(&mut has_failed).then_some(RETRY_AFTER)
                     }
                     Some(last) => {
                         next = last + 1;
                         if let Err(error) = cache.compare_piece(&lines).await
-                            && !std::mem::replace(&mut is_failed, true)
+                            && !std::mem::replace(&mut has_failed, true)
                         {
                             tracing::warn!(
                                 "{}: lines of its cache cannot be compared with the disk, and are not used until they can be: {error}",
                                 cache.lower.name()
                             );
                         }
-                        (cache.cleaning.asked() != asked).then(|| cache.pause_after(began))
+                        (cache.cleaner.guest_requests() != requests).then(|| cache.pause_after(began))
                     }
                 }
             };
@@ -172,7 +172,7 @@ impl Cache {
     /// Returns the unproven lines of the next piece, from `next` on.
     fn next_unproven(&self, next: Line) -> Vec<Line> {
         let index = self.index.borrow();
-        let per_piece = (PIECE_LEN >> self.shape.line_bits).max(1);
+        let per_piece = (PIECE_LEN >> self.layout.line_bits).max(1);
         let Some(first) = index.unproven.within(next..Line::MAX).next() else {
             return Vec::new();
         };
@@ -187,27 +187,30 @@ impl Cache {
         let (Some(first), Some(last)) = (lines.first(), lines.last()) else {
             return Ok(());
         };
-        let whole = self.range_of(*first..last + 1);
-        let _held = self.changes.enter(whole, Hold::Exclusive).await;
+        let lines_range = self.range_of(*first..last + 1);
+        let _held = self.changes.lock(lines_range, Hold::Exclusive).await;
         // No fill begins now.
-        self.fills.ended(whole).await;
-        if self.has_other_size() {
-            self.see_size().await?;
+        self.fills.wait_ended(lines_range).await;
+        if self.has_size_changed() {
+            self.apply_size().await?;
         }
-        let range = whole.intersection(ByteRange::new(0, self.lower.geometry().size.get()));
+        let range = lines_range.intersection(ByteRange::new(0, self.lower.geometry().size.get()));
         if range.is_empty() {
             return Ok(());
         }
         // Before the disk is read: sectors that are dirty now may be clean by then, and then equal the disk.
-        let compared: Vec<Compared> = lines.iter().filter_map(|line| self.to_compare(*line, range)).collect();
+        let compared: Vec<LineComparison> = lines
+            .iter()
+            .filter_map(|line| self.line_comparison(*line, range))
+            .collect();
         let pins: Vec<_> = compared.iter().map(|compared| self.pin(compared.slot)).collect();
-        let mut on_disk = AlignedBuf::zeroed(whole.len.as_usize());
+        let mut on_disk = AlignedBuf::zeroed(lines_range.len.as_usize());
         let bytes = ReadBuf::new(&mut on_disk[..range.len.as_usize()]);
         self.lower.read(range.start, bytes).await?;
-        let line_len = self.shape.line_len();
-        let is_next = |one: &Compared, next: &Compared| {
+        let line_len = self.layout.line_len();
+        let is_next = |one: &LineComparison, next: &LineComparison| {
             one.line + 1 == next.line
-                && self.shape.data_of(one.slot) + ByteLen::new(line_len) == self.shape.data_of(next.slot)
+                && self.layout.data_of(one.slot) + ByteLen::new(line_len) == self.layout.data_of(next.slot)
         };
         let reads: SmallVec<[Io<'_>; 16]> = compared
             .chunk_by(is_next)
@@ -222,14 +225,14 @@ impl Cache {
             self.fail(&error);
             return Ok(());
         }
-        let is_any_stale = compared.iter().any(|compared| compared.stale.get() != 0);
-        if is_any_stale && self.has_loose(whole) && self.harden_queued().await.is_err() {
+        let any_stale = compared.iter().any(|compared| compared.stale.get() != 0);
+        if any_stale && self.has_unflushed_records(lines_range) && self.harden_queued().await.is_err() {
             return Ok(());
         }
         for compared in &compared {
-            self.is_compared(compared);
+            self.finish_comparison(compared);
         }
-        if is_any_stale {
+        if any_stale {
             // The next piece handles a failure. The commit bounds the records that wait to be written.
             let _ = self.commit().await;
         }
@@ -238,11 +241,11 @@ impl Cache {
 
     /// Returns the sectors to compare of an unproven line, as far as it is on the disk; `None` if it has left the
     /// cache.
-    fn to_compare(&self, line: Line, disk: ByteRange) -> Option<Compared> {
+    fn line_comparison(&self, line: Line, disk: ByteRange) -> Option<LineComparison> {
         let index = self.index.borrow();
         let slot = index.find(line).filter(|_| index.unproven.contains(line))?;
-        let on_disk = self.shape.part_of(line, disk).sectors;
-        Some(Compared {
+        let on_disk = self.layout.part_of(line, disk).sectors;
+        Some(LineComparison {
             line,
             slot,
             clean: index.valid(slot) & !index.dirty(slot) & on_disk,
@@ -251,10 +254,10 @@ impl Cache {
     }
 
     /// Compares lines that are consecutive on both devices with `on_disk`, the disk's data from the first one on.
-    async fn compare_run(&self, run: &[Compared], on_disk: &[u8]) -> IoResult {
-        let line_len = self.shape.line_len() as usize;
+    async fn compare_run(&self, run: &[LineComparison], on_disk: &[u8]) -> IoResult {
+        let line_len = self.layout.line_len() as usize;
         let len = run.len() * line_len;
-        let at = self.shape.data_of(run[0].slot);
+        let at = self.layout.data_of(run[0].slot);
         let in_cache = self.fast.read(at, AlignedBuf::zeroed(len), 0..len).await?;
         let copies = in_cache.chunks_exact(line_len).zip(on_disk.chunks_exact(line_len));
         for (compared, (one, other)) in run.iter().zip(copies) {
@@ -264,8 +267,8 @@ impl Cache {
     }
 
     /// Makes a line usable, without its stale sectors.
-    fn is_compared(&self, compared: &Compared) {
-        let Compared { line, slot, clean, .. } = *compared;
+    fn finish_comparison(&self, compared: &LineComparison) {
+        let LineComparison { line, slot, clean, .. } = *compared;
         let stale = {
             let mut index = self.index.borrow_mut();
             if index.find(line) != Some(slot) || !index.unproven.remove(line) {
@@ -273,21 +276,21 @@ impl Cache {
             }
             compared.stale.get() & index.valid(slot) & !index.dirty(slot)
         };
-        if stale != 0 && self.was_dirty && self.comparing.unequal.get() == 0 {
+        if stale != 0 && self.was_dirty && self.comparison.unequal.get() == 0 {
             tracing::warn!(
                 "{}: another program has changed it since the server with its cache was killed; the cache also has data \
                  that was not written to it before, which replaces the other program's changes where both wrote",
                 self.lower.name()
             );
         }
-        self.comparing.count(clean, stale);
-        self.take_sectors(slot, stale);
+        self.comparison.count(clean, stale);
+        self.remove_sectors(slot, stale);
     }
 
     /// Compares an unproven line with `bytes`, which a fill has read of `part` of it. Returns whether the fill may
     /// store them: the cache had other data of the line, which is removed, or has none any more.
-    pub(crate) async fn compare_filled(&self, fill: &Fill, bytes: &[u8], part: Part) -> bool {
-        let Some(compared) = self.to_compare(part.line, part.range) else {
+    pub(crate) async fn compare_filled(&self, fill: &Fill, bytes: &[u8], part: LinePart) -> bool {
+        let Some(compared) = self.line_comparison(part.line, part.range) else {
             return self.index.borrow().find(part.line).is_none();
         };
         let slot = compared.slot;
@@ -295,7 +298,7 @@ impl Cache {
             let index = self.index.borrow();
             index.valid(slot) & !index.dirty(slot)
         };
-        if clean != compared.clean || self.has_loose(part.range) {
+        if clean != compared.clean || self.has_unflushed_records(part.range) {
             // The background task compares the whole line.
             return false;
         }
@@ -318,26 +321,26 @@ impl Cache {
             // The whole line makes room for the bytes that were read.
             compared.stale.set(clean);
         }
-        self.is_compared(&compared);
+        self.finish_comparison(&compared);
         is_stale
     }
 
     /// Removes the unproven sectors of `range` before a change, from memory and durably. The caller has locked and
     /// loaded the range.
-    pub(crate) async fn retract_unproven(&self, range: ByteRange) -> Result<(), Failed> {
+    pub(crate) async fn invalidate_unproven(&self, range: ByteRange) -> Result<(), CacheFailed> {
         let is_any = {
             let unproven = &self.index.borrow().unproven;
-            !unproven.is_empty() && unproven.within(self.shape.lines_of(range)).next().is_some()
+            !unproven.is_empty() && unproven.within(self.layout.lines_of(range)).next().is_some()
         };
         match is_any {
-            true => self.retract(range, Retract::Clean).await,
+            true => self.invalidate(range, Invalidation::Clean).await,
             false => Ok(()),
         }
     }
 
     /// Records that no line is unproven any more.
-    async fn all_compared(&self) {
-        if self.loading.has_fences() {
+    async fn record_all_proven(&self) {
+        if self.loading.has_fenced_sets() {
             // After a repair of the device, fenced sets may have clean lines that were never compared.
             return;
         }
@@ -345,16 +348,16 @@ impl Cache {
         if self.commit().await.is_err() {
             return;
         }
-        if let Err(error) = self.note(|superblock| superblock.unproven = false).await {
+        if let Err(error) = self.update_superblock(|superblock| superblock.unproven = false).await {
             self.fail(&error);
             return;
         }
-        self.comparing.enabled.set(false);
+        self.comparison.enabled.set(false);
         tracing::info!(
             "{}: its cache was compared with the disk: {} are equal, {} were stale and are dropped",
             self.lower.name(),
-            ByteLen::new(self.comparing.equal.get()),
-            ByteLen::new(self.comparing.unequal.get())
+            ByteLen::new(self.comparison.equal.get()),
+            ByteLen::new(self.comparison.unequal.get())
         );
     }
 }
@@ -370,9 +373,9 @@ mod tests {
         let mut other = one.clone();
         other[SECTOR as usize] = 2;
         other[4 * SECTOR as usize - 1] = 2;
-        assert_eq!(unequal(Sectors::MAX, 0, &one, &other), 0b1010);
-        assert_eq!(unequal(Sectors::MAX, 4, &one, &other), 0b1010_0000);
+        assert_eq!(unequal(SectorMask::MAX, 0, &one, &other), 0b1010);
+        assert_eq!(unequal(SectorMask::MAX, 4, &one, &other), 0b1010_0000);
         assert_eq!(unequal(0b0111, 0, &one, &other), 0b0010);
-        assert_eq!(unequal(Sectors::MAX, 0, &one, &one), 0);
+        assert_eq!(unequal(SectorMask::MAX, 0, &one, &one), 0);
     }
 }

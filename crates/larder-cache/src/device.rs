@@ -15,27 +15,27 @@ impl Filter for Cache {
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
-        self.cleaning.is_asked();
+        self.cleaner.count_request();
         self.read_any(start.range(buffer.byte_len()), buffer)
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        self.cleaning.is_asked();
+        self.cleaner.count_request();
         self.write_any(start.range(buffer.byte_len()), buffer, flags)
     }
 
     fn flush(&self) -> Io<'_> {
-        self.cleaning.is_asked();
+        self.cleaner.count_request();
         Io::task(self.flush_both())
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        self.cleaning.is_asked();
+        self.cleaner.count_request();
         self.discard_any(range)
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
-        self.cleaning.is_asked();
+        self.cleaner.count_request();
         self.write_zeroes_any(range, flags)
     }
 

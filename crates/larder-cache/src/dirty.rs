@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::lines::LineSet;
-use crate::shape::Line;
+use crate::layout::Line;
+use crate::line_set::LineSet;
 
 #[derive(Default)]
 pub(crate) struct DirtyLines {

@@ -9,7 +9,7 @@
 //! ```
 //! All numbers are little-endian.
 
-use crate::shape::{SECTOR_BITS, Sectors, Shape};
+use crate::layout::{CacheLayout, SECTOR_BITS, SectorMask};
 
 const FLAG_OPEN: u8 = 1;
 const FIXED_LEN: usize = 6;
@@ -23,16 +23,16 @@ pub(crate) const LEN_MAX: usize = len_for(16);
 /// Metadata of a cached line; empty by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// Tag of the line ([`Shape::tag_of`]); zero if the slot is empty.
+    /// Tag of the line ([`CacheLayout::tag_of`]); zero if the slot is empty.
     pub(crate) tag: u32,
     /// State of the line that the policy restores after an opening.
     pub(crate) hotness: u8,
     /// Set while the disk may differ from the cache's clean sectors: recovery trusts only dirty sectors then.
     pub(crate) open: bool,
     /// Sectors that the cache has.
-    pub(crate) valid: Sectors,
+    pub(crate) valid: SectorMask,
     /// Sectors that only the cache has; a subset of `valid`.
-    pub(crate) dirty: Sectors,
+    pub(crate) dirty: SectorMask,
 }
 
 /// Returns the bytes of an entry in a cache with lines of `line_bits`.
@@ -46,13 +46,13 @@ impl Entry {
     }
 
     /// Returns the sectors that recovery trusts.
-    pub(crate) fn believed(&self) -> Sectors {
+    pub(crate) fn trusted(&self) -> SectorMask {
         if self.open { self.dirty } else { self.valid }
     }
 
     /// Encodes the entry into `bytes`, which are [`len_for`] long.
-    pub(crate) fn encode(&self, shape: &Shape, bytes: &mut [u8]) {
-        let mask = shape.mask_len();
+    pub(crate) fn encode(&self, layout: &CacheLayout, bytes: &mut [u8]) {
+        let mask = layout.mask_len();
         bytes[..4].copy_from_slice(&self.tag.to_le_bytes());
         bytes[4] = self.hotness;
         bytes[FLAGS_AT] = if self.open { FLAG_OPEN } else { 0 };
@@ -61,12 +61,12 @@ impl Entry {
     }
 
     /// Decodes an entry; `None` if it is invalid.
-    pub(crate) fn decode(shape: &Shape, bytes: &[u8]) -> Option<Self> {
-        let mask = shape.mask_len();
+    pub(crate) fn decode(layout: &CacheLayout, bytes: &[u8]) -> Option<Self> {
+        let mask = layout.mask_len();
         let sectors = |from: usize| {
             let mut wide = [0; 16];
             wide[..mask].copy_from_slice(&bytes[from..from + mask]);
-            Sectors::from_le_bytes(wide)
+            SectorMask::from_le_bytes(wide)
         };
         let entry = Self {
             tag: u32::from_le_bytes(bytes[..4].try_into().ok()?),
@@ -75,10 +75,10 @@ impl Entry {
             valid: sectors(FIXED_LEN),
             dirty: sectors(FIXED_LEN + mask),
         };
-        let is_sound = bytes[FLAGS_AT] & !FLAG_OPEN == 0
+        let is_valid = bytes[FLAGS_AT] & !FLAG_OPEN == 0
             && entry.dirty & !entry.valid == 0
             && (entry.is_empty() == (entry.valid == 0))
             && (!entry.is_empty() || !entry.open);
-        is_sound.then_some(entry)
+        is_valid.then_some(entry)
     }
 }

@@ -1,5 +1,5 @@
 //! In-memory index of the cached lines, with their valid and dirty sectors. The metadata of each line is in
-//! [`crate::sets`]: some ten bytes including those of the policy, which scores the lines.
+//! [`crate::set_table`]: some ten bytes including those of the policy, which scores the lines.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -9,11 +9,11 @@ use larder_policy::Policy;
 
 use crate::dirty::DirtyLines;
 use crate::entry::Entry;
-use crate::lines::LineSet;
-use crate::page::{Newest, TURNS};
-use crate::policy::{self, OverSets};
-use crate::sets::Sets;
-use crate::shape::{Line, Sectors, Shape, Slot};
+use crate::layout::{CacheLayout, Line, SectorMask, Slot};
+use crate::line_set::LineSet;
+use crate::page::{NewestPage, TURNS};
+use crate::policy::{self, SetPolicy};
+use crate::set_table::SetTable;
 
 /// Flags of a set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,19 +39,19 @@ struct Pins {
     writers: u32,
     /// Sectors that are being written. Readers do not get them from the slot until the disk has them, or the write
     /// has failed.
-    hidden: Sectors,
+    hidden: SectorMask,
 }
 
 /// Kind of use of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
+pub(crate) enum SlotUse {
     Read,
     Write,
 }
 
-pub(crate) struct Index {
-    shape: Shape,
-    sets: Sets,
+pub(crate) struct LineIndex {
+    layout: CacheLayout,
+    sets: SetTable,
     flags: Vec<SetFlags>,
     /// Number of sets that are not loaded.
     unloaded: u32,
@@ -65,14 +65,14 @@ pub(crate) struct Index {
     pub(crate) unproven: LineSet,
 }
 
-impl Index {
-    pub(crate) fn new(shape: Shape, budget: Option<u64>) -> Self {
-        let policy = policy::new(&shape, budget);
+impl LineIndex {
+    pub(crate) fn new(layout: CacheLayout, budget: Option<u64>) -> Self {
+        let policy = policy::new(&layout, budget);
         Self {
-            shape,
-            sets: Sets::new(shape, policy.set_bytes()),
-            flags: vec![SetFlags::default(); shape.sets as usize],
-            unloaded: shape.sets,
+            layout,
+            sets: SetTable::new(layout, policy.set_bytes()),
+            flags: vec![SetFlags::default(); layout.sets as usize],
+            unloaded: layout.sets,
             policy,
             pinned: HashMap::new(),
             lines: LineSet::default(),
@@ -82,8 +82,8 @@ impl Index {
     }
 
     /// Returns the policy with its state of all sets.
-    pub(crate) fn policy(&mut self) -> OverSets<'_> {
-        OverSets {
+    pub(crate) fn policy(&mut self) -> SetPolicy<'_> {
+        SetPolicy {
             policy: &mut self.policy,
             sets: &mut self.sets,
         }
@@ -91,16 +91,16 @@ impl Index {
 
     /// Prefetches the policy's state of the line in `slot` into the processor's cache, because the line is touched
     /// soon.
-    pub(crate) fn announce(&self, slot: Slot) {
+    pub(crate) fn prefetch_policy_state(&self, slot: Slot) {
         let state = self.sets.policy(slot.set());
-        let touched = self.policy.touched(slot.way() as u8);
-        touched.iter().for_each(|at| memory::prefetch(&state[*at]));
+        let touched = self.policy.touched_offsets(slot.way() as u8);
+        touched.iter().for_each(|at| memory::prefetch_cache_line(&state[*at]));
     }
 
     /// Prefetches the tags of `set` into the processor's cache, because a line of the set is looked up soon.
-    pub(crate) fn announce_set(&self, set: u32) {
-        self.sets.announce(set);
-        memory::prefetch(&self.flags[set as usize].0);
+    pub(crate) fn prefetch_set(&self, set: u32) {
+        self.sets.prefetch(set);
+        memory::prefetch_cache_line(&self.flags[set as usize].0);
     }
 
     pub(crate) fn is_loaded(&self, set: u32) -> bool {
@@ -113,7 +113,7 @@ impl Index {
 
     /// Returns whether the sets of some lines are loaded.
     pub(crate) fn are_loaded(&self, lines: Range<Line>) -> bool {
-        self.are_all_loaded() || self.shape.sets_of(lines).all(|set| self.is_loaded(set))
+        self.are_all_loaded() || self.layout.sets_of(lines).all(|set| self.is_loaded(set))
     }
 
     pub(crate) fn set_loaded(&mut self, set: u32) {
@@ -122,15 +122,15 @@ impl Index {
     }
 
     /// Returns the newer page of a set.
-    pub(crate) fn newest_page(&self, set: u32) -> Newest {
+    pub(crate) fn newest_page(&self, set: u32) -> NewestPage {
         let SetFlags(flags) = self.flags[set as usize];
-        Newest {
+        NewestPage {
             is_second: flags & SetFlags::SECOND != 0,
             turn: (flags & SetFlags::TURN) >> SetFlags::TURN_SHIFT,
         }
     }
 
-    pub(crate) fn set_newest_page(&mut self, set: u32, newest: Newest) {
+    pub(crate) fn set_newest_page(&mut self, set: u32, newest: NewestPage) {
         let flags = &mut self.flags[set as usize];
         flags.set(SetFlags::SECOND, newest.is_second);
         flags.set(SetFlags::TURN, false);
@@ -138,12 +138,12 @@ impl Index {
     }
 
     /// Returns whether a set has changed since its page was written; `half` selects one of its two change marks.
-    pub(crate) fn is_changed(&self, set: u32, half: usize) -> bool {
-        self.flags[set as usize].0 & SetFlags::CHANGED[half] != 0
+    pub(crate) fn is_changed(&self, set: u32, change_mark: usize) -> bool {
+        self.flags[set as usize].0 & SetFlags::CHANGED[change_mark] != 0
     }
 
-    pub(crate) fn set_changed(&mut self, set: u32, half: usize, changed: bool) {
-        self.flags[set as usize].set(SetFlags::CHANGED[half], changed);
+    pub(crate) fn set_changed(&mut self, set: u32, change_mark: usize, changed: bool) {
+        self.flags[set as usize].set(SetFlags::CHANGED[change_mark], changed);
     }
 
     /// Returns the slot of a line, whose set is loaded.
@@ -157,14 +157,14 @@ impl Index {
 
     /// Returns the line in a slot that is not empty.
     fn line(&self, slot: Slot) -> Line {
-        self.shape.line_of(slot.set(), self.tag(slot))
+        self.layout.line_of(slot.set(), self.tag(slot))
     }
 
-    pub(crate) fn valid(&self, slot: Slot) -> Sectors {
+    pub(crate) fn valid(&self, slot: Slot) -> SectorMask {
         self.sets.valid(slot)
     }
 
-    pub(crate) fn dirty(&self, slot: Slot) -> Sectors {
+    pub(crate) fn dirty(&self, slot: Slot) -> SectorMask {
         match self.dirty.len() {
             0 => 0,
             _ => self.sets.dirty(slot),
@@ -187,7 +187,7 @@ impl Index {
     }
 
     /// Sets the valid and dirty sectors of a slot that holds a line.
-    pub(crate) fn set_sectors(&mut self, slot: Slot, valid: Sectors, dirty: Sectors) {
+    pub(crate) fn set_sectors(&mut self, slot: Slot, valid: SectorMask, dirty: SectorMask) {
         debug_assert!(dirty & !valid == 0 && valid != 0 && self.tag(slot) != 0);
         let was_dirty = self.dirty(slot) != 0;
         self.sets.set_valid(slot, valid);
@@ -202,9 +202,9 @@ impl Index {
     }
 
     /// Puts a line into an empty slot.
-    pub(crate) fn insert(&mut self, slot: Slot, line: Line, valid: Sectors, dirty: Sectors) {
+    pub(crate) fn insert(&mut self, slot: Slot, line: Line, valid: SectorMask, dirty: SectorMask) {
         debug_assert!(self.tag(slot) == 0 && self.find(line).is_none());
-        self.sets.set_tag(slot, self.shape.tag_of(line));
+        self.sets.set_tag(slot, self.layout.tag_of(line));
         self.lines.insert(line);
         self.set_sectors(slot, valid, dirty);
     }
@@ -226,22 +226,22 @@ impl Index {
         self.policy().remove(slot);
     }
 
-    pub(crate) fn pin(&mut self, slot: Slot, what: Use) {
+    pub(crate) fn pin(&mut self, slot: Slot, slot_use: SlotUse) {
         let pins = self.pinned.entry(slot).or_default();
-        match what {
-            Use::Read => pins.readers += 1,
-            Use::Write => pins.writers += 1,
+        match slot_use {
+            SlotUse::Read => pins.readers += 1,
+            SlotUse::Write => pins.writers += 1,
         }
     }
 
-    pub(crate) fn unpin(&mut self, slot: Slot, what: Use) {
+    pub(crate) fn unpin(&mut self, slot: Slot, slot_use: SlotUse) {
         let std::collections::hash_map::Entry::Occupied(mut entry) = self.pinned.entry(slot) else {
             return;
         };
         let pins = entry.get_mut();
-        match what {
-            Use::Read => pins.readers -= 1,
-            Use::Write => pins.writers -= 1,
+        match slot_use {
+            SlotUse::Read => pins.readers -= 1,
+            SlotUse::Write => pins.writers -= 1,
         }
         if pins.readers == 0 && pins.writers == 0 {
             entry.remove();
@@ -249,7 +249,7 @@ impl Index {
     }
 
     /// Hides `sectors` of a slot, which is pinned for writing, from readers; zero makes all visible again.
-    pub(crate) fn hide(&mut self, slot: Slot, sectors: Sectors) {
+    pub(crate) fn hide(&mut self, slot: Slot, sectors: SectorMask) {
         if let Some(pins) = self.pinned.get_mut(&slot) {
             pins.hidden = sectors;
         }
@@ -264,7 +264,7 @@ impl Index {
     }
 
     /// Returns the sectors of a slot that readers may use.
-    pub(crate) fn visible(&self, slot: Slot) -> Sectors {
+    pub(crate) fn visible(&self, slot: Slot) -> SectorMask {
         let valid = match self.unproven.is_empty() || !self.unproven.contains(self.line(slot)) {
             true => self.valid(slot),
             false => self.dirty(slot),
@@ -281,6 +281,6 @@ impl Index {
 
     /// Returns all slots of a set.
     pub(crate) fn slots_of(&self, set: u32) -> impl Iterator<Item = Slot> + use<> {
-        (0..self.shape.ways).map(move |way| Slot::new(set, way))
+        (0..self.layout.ways).map(move |way| Slot::new(set, way))
     }
 }

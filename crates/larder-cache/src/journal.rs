@@ -27,7 +27,7 @@
 //! ```
 
 use crate::entry::{self, Entry};
-use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, SECTOR, Shape, Slot};
+use crate::layout::{COMMIT_SECTORS, COMMIT_UNIT, CacheLayout, SECTOR, Slot};
 
 pub(crate) const SECTOR_LEN: usize = SECTOR as usize;
 const HEADER_LEN: usize = 40;
@@ -41,22 +41,22 @@ pub(crate) struct Record {
     pub(crate) entry: Entry,
     /// Set if recovery trusts the record only below a firm end, or if the host has not lost power since it was
     /// written.
-    pub(crate) loose: bool,
+    pub(crate) unflushed: bool,
 }
 
 /// Flag of a loose record's entry.
-const FLAG_LOOSE: u8 = 2;
+const FLAG_UNFLUSHED: u8 = 2;
 
 /// Offset of the flags in a record.
 const FLAGS_AT: usize = 4 + entry::FLAGS_AT;
 
 /// Returns how many records fit in a sector.
-pub(crate) fn records_per_sector(shape: &Shape) -> usize {
-    (SECTOR_LEN - HEADER_LEN) / record_len(shape)
+pub(crate) fn records_per_sector(layout: &CacheLayout) -> usize {
+    (SECTOR_LEN - HEADER_LEN) / record_len(layout)
 }
 
-fn record_len(shape: &Shape) -> usize {
-    4 + entry::len_for(shape.line_bits)
+fn record_len(layout: &CacheLayout) -> usize {
+    4 + entry::len_for(layout.line_bits)
 }
 
 /// Position of a commit, and the header fields of its sectors.
@@ -68,56 +68,56 @@ pub(crate) struct Position {
     /// Sequence of the oldest sector that is still needed.
     pub(crate) tail: u64,
     /// Sectors below this one are durable, and so is the data that they refer to.
-    pub(crate) firm_end: u64,
+    pub(crate) durable_end: u64,
 }
 
 /// Encodes a commit into `bytes`, whole sectors. Sectors after the first that the records do not need become blanks.
-pub(crate) fn encode(shape: &Shape, seed: u32, position: Position, records: &[Record], bytes: &mut [u8]) {
+pub(crate) fn encode(layout: &CacheLayout, seed: u32, position: Position, records: &[Record], bytes: &mut [u8]) {
     bytes.fill(0);
-    let mut left = records.chunks(records_per_sector(shape));
+    let mut remaining = records.chunks(records_per_sector(layout));
     for (index, sector) in bytes.chunks_exact_mut(SECTOR_LEN).enumerate() {
-        let of_it = left.next();
-        let count = match of_it {
+        let chunk = remaining.next();
+        let count = match chunk {
             None if index > 0 => BLANK,
             found => found.unwrap_or_default().len() as u16,
         };
         sector[4..8].copy_from_slice(&position.session.to_le_bytes());
         sector[8..16].copy_from_slice(&(position.sequence + index as u64).to_le_bytes());
-        sector[16..24].copy_from_slice(&position.firm_end.to_le_bytes());
+        sector[16..24].copy_from_slice(&position.durable_end.to_le_bytes());
         sector[24..32].copy_from_slice(&position.tail.to_le_bytes());
         sector[32..34].copy_from_slice(&count.to_le_bytes());
-        let places = sector[HEADER_LEN..].chunks_exact_mut(record_len(shape));
-        for (place, record) in places.zip(of_it.unwrap_or_default()) {
-            place[..4].copy_from_slice(&record.slot.0.to_le_bytes());
-            record.entry.encode(shape, &mut place[4..]);
-            place[FLAGS_AT] |= if record.loose { FLAG_LOOSE } else { 0 };
+        let cells = sector[HEADER_LEN..].chunks_exact_mut(record_len(layout));
+        for (cell, record) in cells.zip(chunk.unwrap_or_default()) {
+            cell[..4].copy_from_slice(&record.slot.0.to_le_bytes());
+            record.entry.encode(layout, &mut cell[4..]);
+            cell[FLAGS_AT] |= if record.unflushed { FLAG_UNFLUSHED } else { 0 };
         }
         let sum = crc32c::crc32c_append(seed, &sector[4..]);
         sector[..4].copy_from_slice(&sum.to_le_bytes());
     }
-    debug_assert!(left.next().is_none(), "the records fit");
+    debug_assert!(remaining.next().is_none(), "the records fit");
 }
 
 /// Decodes a record; `None` if it is invalid.
-fn decode(shape: &Shape, place: &[u8]) -> Option<Record> {
-    let slot = Slot(u32::from_le_bytes(place[..4].try_into().ok()?));
+fn decode(layout: &CacheLayout, bytes: &[u8]) -> Option<Record> {
+    let slot = Slot(u32::from_le_bytes(bytes[..4].try_into().ok()?));
     let mut entry = [0; entry::LEN_MAX];
-    let entry = &mut entry[..place.len() - 4];
-    entry.copy_from_slice(&place[4..]);
-    entry[entry::FLAGS_AT] &= !FLAG_LOOSE;
+    let entry = &mut entry[..bytes.len() - 4];
+    entry.copy_from_slice(&bytes[4..]);
+    entry[entry::FLAGS_AT] &= !FLAG_UNFLUSHED;
     let record = Record {
         slot,
-        entry: Entry::decode(shape, entry)?,
-        loose: place[FLAGS_AT] & FLAG_LOOSE != 0,
+        entry: Entry::decode(layout, entry)?,
+        unflushed: bytes[FLAGS_AT] & FLAG_UNFLUSHED != 0,
     };
-    (slot.set() < shape.sets).then_some(record)
+    (slot.set() < layout.sets).then_some(record)
 }
 
 /// Records of a journal that was read, by set. They stay encoded in the journal's bytes, because there may be
 /// millions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Records {
-    shape: Shape,
+    layout: CacheLayout,
     /// Content of the whole ring.
     bytes: Vec<u8>,
     /// Sequence of the oldest sector that is needed.
@@ -132,9 +132,9 @@ const SECTOR_KEY_BITS: u32 = 34;
 
 impl Records {
     /// Returns no records.
-    pub(crate) fn none(shape: &Shape) -> Self {
+    pub(crate) fn empty(layout: &CacheLayout) -> Self {
         Self {
-            shape: *shape,
+            layout: *layout,
             bytes: Vec::new(),
             tail: 1,
             keys: Vec::new(),
@@ -142,7 +142,7 @@ impl Records {
     }
 
     /// Returns the bytes of memory that the records take.
-    pub(crate) fn memory(&self) -> usize {
+    pub(crate) fn memory_bytes(&self) -> usize {
         self.bytes.len() + size_of_val(&self.keys[..])
     }
 
@@ -150,8 +150,8 @@ impl Records {
     fn at(&self, key: u64) -> (u64, &[u8]) {
         let sequence = self.tail + ((key >> RECORD_BITS) & ((1 << SECTOR_KEY_BITS) - 1));
         let index = (key & ((1 << RECORD_BITS) - 1)) as usize;
-        let sector = (sequence % self.shape.journal_sectors()) as usize * SECTOR_LEN;
-        let len = record_len(&self.shape);
+        let sector = (sequence % self.layout.journal_sectors()) as usize * SECTOR_LEN;
+        let len = record_len(&self.layout);
         let from = sector + HEADER_LEN + index * len;
         (sequence, &self.bytes[from..from + len])
     }
@@ -159,10 +159,10 @@ impl Records {
     /// Returns the records of a set, oldest first, each with the sequence of its sector.
     pub(crate) fn of_set(&self, set: u32) -> impl Iterator<Item = (u64, Record)> {
         let from = self.keys.partition_point(|key| set_of_key(*key) < set);
-        let of_it = self.keys[from..].iter().take_while(move |key| set_of_key(**key) == set);
-        of_it.filter_map(|key| {
-            let (sequence, place) = self.at(*key);
-            Some((sequence, decode(&self.shape, place)?))
+        let keys = self.keys[from..].iter().take_while(move |key| set_of_key(**key) == set);
+        keys.filter_map(|key| {
+            let (sequence, encoded) = self.at(*key);
+            Some((sequence, decode(&self.layout, encoded)?))
         })
     }
 
@@ -186,45 +186,45 @@ fn set_of_key(key: u64) -> u32 {
 struct Header {
     session: u32,
     sequence: u64,
-    firm_end: u64,
+    durable_end: u64,
     tail: u64,
     records: u16,
 }
 
-enum Sector {
-    Never,
-    Broken,
-    Whole(Header),
+enum SectorState {
+    Unwritten,
+    Damaged,
+    Intact(Header),
 }
 
-fn decode_header(shape: &Shape, seed: u32, bytes: &[u8]) -> Sector {
+fn decode_header(layout: &CacheLayout, seed: u32, bytes: &[u8]) -> SectorState {
     if bytes.iter().all(|byte| *byte == 0) {
-        return Sector::Never;
+        return SectorState::Unwritten;
     }
     let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
     let header = Header {
         session: word(4),
         sequence: long(8),
-        firm_end: long(16),
+        durable_end: long(16),
         tail: long(24),
         records: word(32) as u16,
     };
-    let is_sound = word(0) == crc32c::crc32c_append(seed, &bytes[4..])
-        && (header.records == BLANK || usize::from(header.records) <= records_per_sector(shape))
-        && header.tail <= header.firm_end
-        && header.firm_end <= header.sequence
-        && header.sequence - header.tail < shape.journal_sectors();
-    if is_sound {
-        Sector::Whole(header)
+    let is_valid = word(0) == crc32c::crc32c_append(seed, &bytes[4..])
+        && (header.records == BLANK || usize::from(header.records) <= records_per_sector(layout))
+        && header.tail <= header.durable_end
+        && header.durable_end <= header.sequence
+        && header.sequence - header.tail < layout.journal_sectors();
+    if is_valid {
+        SectorState::Intact(header)
     } else {
-        Sector::Broken
+        SectorState::Damaged
     }
 }
 
 /// Content of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Contents {
+pub(crate) struct JournalRecords {
     /// Last session that wrote to the journal; 0 if none did.
     pub(crate) session: u32,
     /// Sequence of the oldest sector that is needed.
@@ -234,150 +234,157 @@ pub(crate) struct Contents {
     /// Records that are trusted.
     pub(crate) records: Records,
     /// Sectors with records that are not trusted: sequence and new content without them, to be written back.
-    pub(crate) disbelieved: Vec<(u64, Vec<u8>)>,
+    pub(crate) untrusted: Vec<(u64, Vec<u8>)>,
     /// Blocks with damaged sectors that are not needed: position in the ring, and new content, to be written back.
     /// Past the end, a damaged sector would later be taken for a missing one.
-    pub(crate) mended: Vec<(u64, Vec<u8>)>,
+    pub(crate) repaired: Vec<(u64, Vec<u8>)>,
     /// Sectors before the end in the block that contains it, with their new content.
     pub(crate) block: Vec<u8>,
 }
 
 /// Error of a journal of which a part that must have been written is unreadable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Damaged;
+pub(crate) struct JournalDamaged;
 
 /// State in which a journal was left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum WasLeft {
+pub(crate) enum StopKind {
     /// Left by a clean stop, which has recorded the end.
     Clean { end: u64 },
     /// Left by a process that was killed, while the host kept running.
     Killed,
     /// Left in an unknown way, perhaps by a power loss.
-    Somehow,
+    Unknown,
 }
 
 /// Reads a whole journal.
-pub(crate) fn read(shape: &Shape, seed: u32, bytes: Vec<u8>, was_left: WasLeft) -> Result<Contents, Damaged> {
-    let sectors: Vec<Sector> = bytes
+pub(crate) fn read(
+    layout: &CacheLayout,
+    seed: u32,
+    bytes: Vec<u8>,
+    stop_kind: StopKind,
+) -> Result<JournalRecords, JournalDamaged> {
+    let sectors: Vec<SectorState> = bytes
         .chunks_exact(SECTOR_LEN)
-        .map(|bytes| decode_header(shape, seed, bytes))
+        .map(|bytes| decode_header(layout, seed, bytes))
         .collect();
     let count = sectors.len() as u64;
-    let whole = |sector: &Sector| match sector {
-        Sector::Whole(header) => Some(*header),
-        Sector::Never | Sector::Broken => None,
+    let intact = |sector: &SectorState| match sector {
+        SectorState::Intact(header) => Some(*header),
+        SectorState::Unwritten | SectorState::Damaged => None,
     };
     let newest = sectors
         .iter()
-        .filter_map(whole)
+        .filter_map(intact)
         .max_by_key(|header| (header.session, header.sequence));
     let tail = newest.map_or(1, |header| header.tail);
     let mut records = Records {
-        shape: *shape,
+        layout: *layout,
         bytes,
         tail,
         keys: Vec::new(),
     };
     let (mut session, mut end) = (0, tail);
-    let mut loose: Vec<u64> = Vec::new();
+    let mut unflushed: Vec<u64> = Vec::new();
     while end - tail < count {
         match &sectors[(end % count) as usize] {
-            Sector::Whole(header) if header.sequence == end && header.session >= session && header.records != BLANK => {
+            SectorState::Intact(header)
+                if header.sequence == end && header.session >= session && header.records != BLANK =>
+            {
                 session = header.session;
                 for index in 0..usize::from(header.records) {
-                    let (_, place) = records.at(key(0, end - tail, index));
-                    let record = decode(shape, place).ok_or(Damaged)?;
+                    let (_, encoded) = records.at(key(0, end - tail, index));
+                    let record = decode(layout, encoded).ok_or(JournalDamaged)?;
                     records.keys.push(key(record.slot.set(), end - tail, index));
-                    if record.loose && loose.last() != Some(&end) {
-                        loose.push(end);
+                    if record.unflushed && unflushed.last() != Some(&end) {
+                        unflushed.push(end);
                     }
                 }
                 end += 1;
             }
             // The clean stop had written nothing from here on.
-            Sector::Broken if was_left == (WasLeft::Clean { end }) => break,
-            Sector::Broken => return Err(Damaged),
-            Sector::Never | Sector::Whole(_) => break,
+            SectorState::Damaged if stop_kind == (StopKind::Clean { end }) => break,
+            SectorState::Damaged => return Err(JournalDamaged),
+            SectorState::Unwritten | SectorState::Intact(_) => break,
         }
     }
     // Sectors past the end were cut off by the crash, or were not durable yet.
-    let told = sectors.iter().filter_map(whole).map(|header| header.firm_end);
-    let firm_end = told.max().unwrap_or(end);
-    if firm_end > end {
-        return Err(Damaged);
+    let stated = sectors.iter().filter_map(intact).map(|header| header.durable_end);
+    let durable_end = stated.max().unwrap_or(end);
+    if durable_end > end {
+        return Err(JournalDamaged);
     }
-    let mut disbelieved = Vec::new();
-    match was_left {
-        WasLeft::Clean { end: noted } if noted != end => return Err(Damaged),
-        WasLeft::Clean { .. } | WasLeft::Killed => {}
-        WasLeft::Somehow => {
-            for sequence in loose.into_iter().filter(|sequence| *sequence >= firm_end) {
-                let Sector::Whole(header) = &sectors[(sequence % count) as usize] else {
+    let mut untrusted = Vec::new();
+    match stop_kind {
+        StopKind::Clean { end: recorded_end } if recorded_end != end => return Err(JournalDamaged),
+        StopKind::Clean { .. } | StopKind::Killed => {}
+        StopKind::Unknown => {
+            for sequence in unflushed.into_iter().filter(|sequence| *sequence >= durable_end) {
+                let SectorState::Intact(header) = &sectors[(sequence % count) as usize] else {
                     continue;
                 };
                 let position = Position {
                     session: header.session,
                     sequence,
                     tail: header.tail,
-                    firm_end: header.firm_end,
+                    durable_end: header.durable_end,
                 };
                 let all = (0..usize::from(header.records)).map(|index| records.at(key(0, sequence - tail, index)).1);
-                let kept: Vec<Record> = all
-                    .filter_map(|place| decode(shape, place))
-                    .filter(|record| !record.loose)
+                let durable: Vec<Record> = all
+                    .filter_map(|encoded| decode(layout, encoded))
+                    .filter(|record| !record.unflushed)
                     .collect();
                 let mut sector = vec![0; SECTOR_LEN];
-                encode(shape, seed, position, &kept, &mut sector);
-                disbelieved.push((sequence, sector));
+                encode(layout, seed, position, &durable, &mut sector);
+                untrusted.push((sequence, sector));
             }
             let mut keys = std::mem::take(&mut records.keys);
-            let is_believed = |key: &u64| {
-                let (sequence, place) = records.at(*key);
-                place[FLAGS_AT] & FLAG_LOOSE == 0 || sequence < firm_end
+            let is_trusted = |key: &u64| {
+                let (sequence, encoded) = records.at(*key);
+                encoded[FLAGS_AT] & FLAG_UNFLUSHED == 0 || sequence < durable_end
             };
-            keys.retain(is_believed);
+            keys.retain(is_trusted);
             records.keys = keys;
         }
     }
     records.keys.sort_unstable();
-    let mended = mend(&sectors, &mut records.bytes);
+    let repaired = zero_damaged(&sectors, &mut records.bytes);
     let in_block = end % COMMIT_SECTORS;
     let from = ((end - in_block) % count) as usize * SECTOR_LEN;
     let mut block = records.bytes[from..from + in_block as usize * SECTOR_LEN].to_vec();
-    for (sequence, sector) in &disbelieved {
+    for (sequence, sector) in &untrusted {
         if let Some(index) = sequence.checked_sub(end - in_block) {
             let from = index as usize * SECTOR_LEN;
             block[from..from + SECTOR_LEN].copy_from_slice(sector);
         }
     }
-    Ok(Contents {
+    Ok(JournalRecords {
         session: newest.map_or(0, |header| header.session),
         tail,
         end,
         records,
-        disbelieved,
-        mended,
+        untrusted,
+        repaired,
         block,
     })
 }
 
 /// Zeroes damaged sectors, as if they were never written; none of them is needed. Returns the blocks that had some,
 /// with their new content.
-fn mend(sectors: &[Sector], bytes: &mut [u8]) -> Vec<(u64, Vec<u8>)> {
+fn zero_damaged(sectors: &[SectorState], bytes: &mut [u8]) -> Vec<(u64, Vec<u8>)> {
     let per_block = COMMIT_SECTORS as usize;
     let blocks = bytes.chunks_mut(COMMIT_UNIT as usize).zip(sectors.chunks(per_block));
-    let mended = blocks.enumerate().filter_map(|(number, (bytes, sectors))| {
+    let repaired = blocks.enumerate().filter_map(|(number, (bytes, sectors))| {
         let mut is_damaged = false;
         for (bytes, sector) in bytes.chunks_exact_mut(SECTOR_LEN).zip(sectors) {
-            if matches!(sector, Sector::Broken) {
+            if matches!(sector, SectorState::Damaged) {
                 bytes.fill(0);
                 is_damaged = true;
             }
         }
         is_damaged.then(|| ((number * per_block) as u64, bytes.to_vec()))
     });
-    mended.collect()
+    repaired.collect()
 }
 
 #[cfg(test)]
@@ -388,9 +395,9 @@ mod tests {
 
     const SEED: u32 = 77;
 
-    fn shape() -> Shape {
-        let shape = Shape::for_size(ByteLen::mib(4), 12, 512).expect("large enough");
-        Shape {
+    fn shape() -> CacheLayout {
+        let shape = CacheLayout::for_size(ByteLen::mib(4), 12, 512).expect("large enough");
+        CacheLayout {
             journal_len: 64 * SECTOR,
             ..shape
         }
@@ -404,18 +411,18 @@ mod tests {
                 valid: 0xff,
                 ..Entry::default()
             },
-            loose: number.is_multiple_of(3),
+            unflushed: number.is_multiple_of(3),
         }
     }
 
     /// Returns all records, oldest first.
-    fn in_order(found: &Contents) -> Vec<(u64, Record)> {
+    fn in_order(found: &JournalRecords) -> Vec<(u64, Record)> {
         let records = &found.records;
         let mut keys = records.keys.clone();
         keys.sort_unstable_by_key(|key| key & ((1 << (SECTOR_KEY_BITS + RECORD_BITS)) - 1));
         let decoded = keys.iter().map(|key| records.at(*key));
         decoded
-            .map(|(sequence, place)| (sequence, decode(&records.shape, place).expect("was decoded")))
+            .map(|(sequence, encoded)| (sequence, decode(&records.layout, encoded).expect("was decoded")))
             .collect()
     }
 
@@ -444,7 +451,7 @@ mod tests {
                 session: 1,
                 sequence,
                 tail,
-                firm_end: sequence,
+                durable_end: sequence,
             };
             let mut commit = vec![0; (blanks - sequence) as usize * SECTOR_LEN];
             encode(&shape, SEED, position, &records, &mut commit);
@@ -476,7 +483,7 @@ mod tests {
         #[test]
         fn journal_returns_committed_records(commits in prop::collection::vec(0_usize..150, 0..40)) {
             let Written { bytes, records, end, .. } = written(&commits);
-            let found = read(&shape(), SEED, bytes, WasLeft::Clean { end }).expect("is whole");
+            let found = read(&shape(), SEED, bytes, StopKind::Clean { end }).expect("is whole");
             prop_assert_eq!(in_order(&found), records);
             prop_assert_eq!(found.end, end);
         }
@@ -498,7 +505,7 @@ mod tests {
                     first_missing.get_or_insert(sequence);
                 }
             }
-            let found = read(&shape(), SEED, torn, WasLeft::Killed).expect("is torn, not damaged");
+            let found = read(&shape(), SEED, torn, StopKind::Killed).expect("is torn, not damaged");
             let end = first_missing.unwrap_or(end).min(end);
             prop_assert_eq!(found.end, end);
             let found = in_order(&found);
@@ -515,20 +522,20 @@ mod tests {
             let flushed = flushed.min(commits - 1);
             let mut bytes = vec![0; shape.journal_len as usize];
             for sequence in 1..=commits {
-                let position = Position { session: 1, sequence, tail: 1, firm_end: sequence.min(flushed + 1) };
+                let position = Position { session: 1, sequence, tail: 1, durable_end: sequence.min(flushed + 1) };
                 let at = (sequence % 64) as usize * SECTOR_LEN;
                 if sequence <= flushed || kept >> sequence & 1 == 1 {
                     encode(&shape, SEED, position, &[record(sequence as u32)], &mut bytes[at..at + SECTOR_LEN]);
                 }
             }
             let end = (flushed + 1..=commits).find(|sequence| kept >> sequence & 1 == 0).unwrap_or(commits + 1);
-            let killed = read(&shape, SEED, bytes.clone(), WasLeft::Killed).expect("is torn, not damaged");
+            let killed = read(&shape, SEED, bytes.clone(), StopKind::Killed).expect("is torn, not damaged");
             prop_assert_eq!((killed.end, in_order(&killed).len() as u64), (end, end - 1));
             let firm_end = (flushed + 1..=commits).any(|sequence| kept >> sequence & 1 == 1);
             let firm_end = if firm_end { flushed + 1 } else { flushed };
-            let lost_power = read(&shape, SEED, bytes, WasLeft::Somehow).expect("is torn, not damaged");
+            let after_power_loss = read(&shape, SEED, bytes, StopKind::Unknown).expect("is torn, not damaged");
             let wanted = (1..end).filter(|sequence| !sequence.is_multiple_of(3) || *sequence < firm_end);
-            let found = in_order(&lost_power);
+            let found = in_order(&after_power_loss);
             prop_assert!(found.iter().map(|(sequence, _)| *sequence).eq(wanted));
         }
 
@@ -541,7 +548,7 @@ mod tests {
         ) {
             let Written { mut bytes, records, end, .. } = written(&commits);
             bytes[at] ^= 1 << bit;
-            if let Ok(found) = read(&shape(), SEED, bytes, WasLeft::Killed) {
+            if let Ok(found) = read(&shape(), SEED, bytes, StopKind::Killed) {
                 prop_assert_eq!(found.end, end);
                 prop_assert_eq!(in_order(&found), records);
             }

@@ -3,68 +3,68 @@
 use larder_block::{AlignedBuf, ByteLen, ByteRange, Io, IoError, IoResult, LoopTime, Operation, ReadBuf, join};
 use smallvec::SmallVec;
 
-use crate::fill::{FILL_LEN, Found};
-use crate::index::Use;
-use crate::parts::{Part, runs};
-use crate::shape::{Line, Slot};
-use crate::{Cache, Mode};
-use larder_policy::policy::{Access, Context};
+use crate::fill::{FILL_LEN_MAX, FillLookup};
+use crate::index::SlotUse;
+use crate::layout::{Line, Slot};
+use crate::line_parts::{LinePart, runs};
+use crate::{Cache, CacheMode};
+use larder_policy::policy::{AccessContext, AccessKind};
 
 /// Reads of up to this length consist of a few fragments at most.
-const SMALL: ByteLen = ByteLen::kib(4);
+const SMALL_READ_MAX: ByteLen = ByteLen::kib(4);
 
 /// Fragments of one read that are read concurrently; a fragment is contiguous on one device.
-const FRAGMENTS_OF_READ: usize = 128;
+const FRAGMENTS_PER_READ_MAX: usize = 128;
 
 /// Fragments of all reads that are read concurrently. This bounds memory: each takes some hundred bytes.
 pub(crate) const FRAGMENTS_MAX: usize = 8192;
 
 /// Read of one line that the cache serves entirely.
 #[derive(Clone, Copy)]
-struct WholeHit {
-    part: Part,
+struct FullHit {
+    part: LinePart,
     slot: Slot,
     since: LoopTime,
 }
 
 /// Keeps a slot from being given to another line while it is read.
-pub(crate) struct Pin<'a> {
+pub(crate) struct ReadPin<'a> {
     cache: &'a Cache,
     slot: Slot,
 }
 
-impl Drop for Pin<'_> {
+impl Drop for ReadPin<'_> {
     fn drop(&mut self) {
-        self.cache.index.borrow_mut().unpin(self.slot, Use::Read);
-        self.cache.readers.raise();
+        self.cache.index.borrow_mut().unpin(self.slot, SlotUse::Read);
+        self.cache.reader_done.raise();
     }
 }
 
 impl Cache {
     pub(crate) fn read_any<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
-        if !self.is_fit(range) || (!self.is_used() && !self.may_be_dirty.get()) {
+        if !self.is_cacheable(range) || (!self.is_readable() && !self.may_be_dirty.get()) {
             return self.lower.read(range.start, buffer);
         }
-        let first = self.shape.line_at(range.start);
-        self.index.borrow().announce_set(self.shape.set_of(first));
-        if self.is_used() {
-            self.uses(range);
+        let first = self.layout.line_at(range.start);
+        self.index.borrow().prefetch_set(self.layout.set_of(first));
+        if self.is_readable() {
+            self.record_use(range);
         }
-        match self.whole_hit(range) {
-            Some(hit) => self.read_whole(hit, range, buffer),
-            None if range.len <= SMALL => Io::task(self.read_steps(range, buffer)),
+        match self.full_hit(range) {
+            Some(hit) => self.read_full_hit(hit, range, buffer),
+            None if range.len <= SMALL_READ_MAX => Io::task(self.read_steps(range, buffer)),
             None => Io::task(self.read_in_windows(range, buffer)),
         }
     }
 
-    /// Reads a range that may consist of many fragments: up to [`FRAGMENTS_OF_READ`] at a time, and [`FRAGMENTS_MAX`]
-    /// for all reads together.
+    /// Reads a range that may consist of many fragments: up to [`FRAGMENTS_PER_READ_MAX`] at a time, and
+    /// [`FRAGMENTS_MAX`] for all reads together.
     async fn read_in_windows(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let mut rest = range;
         while !rest.is_empty() {
             let (window, fragments) = self.window_of(rest);
             // With a failed cache there is no wait for the reads of others, which may never end.
-            let _share = self.fragments.take(fragments, || self.has_failed()).await;
+            let _share = self.fragments.acquire(fragments, || self.has_failed()).await;
             let from = (window.start - range.start).as_usize();
             self.read_steps(window, buffer.slice(from, window.len.as_usize()))
                 .await?;
@@ -77,10 +77,10 @@ impl Cache {
     fn window_of(&self, range: ByteRange) -> (ByteRange, usize) {
         let index = self.index.borrow();
         let (mut fragments, mut end) = (0, range.start);
-        for part in self.shape.parts_of(range) {
+        for part in self.layout.parts_of(range) {
             let valid = index.find(part.line).map_or(0, |slot| index.valid(slot));
             let more = fragments + runs(part, valid).count();
-            if more > FRAGMENTS_OF_READ && fragments > 0 {
+            if more > FRAGMENTS_PER_READ_MAX && fragments > 0 {
                 break;
             }
             (fragments, end) = (more, part.range.end());
@@ -89,48 +89,48 @@ impl Cache {
     }
 
     /// Returns whether the cache may be read.
-    fn is_used(&self) -> bool {
-        !self.has_failed() && self.mode.get() != Mode::PassThrough
+    fn is_readable(&self) -> bool {
+        !self.has_failed() && self.mode.get() != CacheMode::PassThrough
     }
 
     /// Returns whether reads should bypass the cache where the disk has the data.
-    fn rests(&self, now: LoopTime) -> bool {
-        self.fast.is_late() || self.pace.rests(now)
+    fn is_bypassed(&self, now: LoopTime) -> bool {
+        self.fast.is_late() || self.bypass.is_active(now)
     }
 
     /// Returns whether the cache may be read, and its device is fast enough.
-    pub(crate) fn may_be_read(&self) -> bool {
-        self.is_used() && !self.rests(self.turn_time())
+    pub(crate) fn serves_reads(&self) -> bool {
+        self.is_readable() && !self.is_bypassed(self.turn_time())
     }
 
     /// Returns the location of a range of one line, if all of it is cached and can be read without waiting.
-    fn whole_hit(&self, range: ByteRange) -> Option<WholeHit> {
-        let lines = self.shape.lines_of(range);
+    fn full_hit(&self, range: ByteRange) -> Option<FullHit> {
+        let lines = self.layout.lines_of(range);
         let line = lines.start;
-        if lines.end - line != 1 || !self.is_used() || self.has_other_size() || self.is_undoing(range) {
+        if lines.end - line != 1 || !self.is_readable() || self.has_size_changed() || self.has_dropped_dirty(range) {
             return None;
         }
-        let set = self.shape.set_of(line);
+        let set = self.layout.set_of(line);
         self.check_fence(lines, Operation::Read, range).ok()?;
-        let part = self.shape.part_of(line, range);
+        let part = self.layout.part_of(line, range);
         let slot = {
             let index = self.index.borrow();
             let slot = index.find(line).filter(|_| index.is_loaded(set))?;
-            index.announce(slot);
+            index.prefetch_policy_state(slot);
             (index.visible(slot) & part.sectors == part.sectors).then_some(slot)?
         };
         let since = self.turn_time();
-        let is_later = self.rests(since) || (self.may_be_dirty.get() && self.is_loose_unwritten(slot));
-        (!is_later).then_some(WholeHit { part, slot, since })
+        let must_wait = self.is_bypassed(since) || (self.may_be_dirty.get() && self.has_queued_unflushed(slot));
+        (!must_wait).then_some(FullHit { part, slot, since })
     }
 
-    fn read_whole<'a>(&'a self, hit: WholeHit, range: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
-        let WholeHit { part, slot, since } = hit;
-        let begin = self.pace.times_this_one().then(|| self.now());
+    fn read_full_hit<'a>(&'a self, hit: FullHit, range: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
+        let FullHit { part, slot, since } = hit;
+        let begin = self.bypass.should_time_next().then(|| self.now());
         let mut read = self.fast.read_for_guest(self.data_at(slot, range.start), buffer);
-        let result = read.result_now();
+        let result = read.take_ready_result();
         // Touched after the read: by now the prefetched state of the policy is in the processor's cache.
-        let context = self.context(since, Access::Read, range.len.get());
+        let context = self.context(since, AccessKind::Read, range.len.get());
         self.index.borrow_mut().policy().touch(slot, part.line, context);
         {
             let counts = &mut *self.counts.borrow_mut();
@@ -140,7 +140,7 @@ impl Cache {
         let pin = match result {
             Some(Ok(())) => {
                 if let Some(begin) = begin {
-                    self.pace.hit_in_call(begin, self.now());
+                    self.bypass.record_ready_hit(begin, self.now());
                 }
                 return Io::ready(Ok(()));
             }
@@ -149,7 +149,7 @@ impl Cache {
         };
         Io::task(async move {
             self.read_hit(read, pin, part, range, buffer).await?;
-            self.pace.hit(since, self.now());
+            self.bypass.record_hit(since, self.now());
             Ok(())
         })
     }
@@ -157,27 +157,27 @@ impl Cache {
     async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let since = self.turn_time();
         self.load_range(range, Operation::Read).await?;
-        self.undone(Operation::Read, range).await?;
+        self.wait_dropped_dirty(Operation::Read, range).await?;
         let part_of = |piece: ByteRange| {
             let from = (piece.start - range.start).as_usize();
             buffer.slice(from, piece.len.as_usize())
         };
         let mut ios: SmallVec<[Io<'_>; 4]> = SmallVec::new();
         let mut missing = ByteRange::default();
-        let context = self.context(since, Access::Read, range.len.get());
+        let context = self.context(since, AccessKind::Read, range.len.get());
         let (mut found, mut hit_bytes) = (false, 0);
         // A cache that is unused or bypassed is read only for dirty data.
-        let (is_used, rests) = (self.is_used(), self.rests(since));
+        let (is_readable, bypasses) = (self.is_readable(), self.is_bypassed(since));
         let mut is_bypassed = false;
-        for part in self.shape.parts_of(range) {
+        for part in self.layout.parts_of(range) {
             let slot = self.index.borrow().find(part.line);
             let valid = slot.map_or(0, |slot| {
                 let index = self.index.borrow();
-                if is_used && !rests {
+                if is_readable && !bypasses {
                     return index.visible(slot);
                 }
                 let dirty = index.dirty(slot);
-                is_bypassed |= is_used && index.visible(slot) & part.sectors & !dirty != 0;
+                is_bypassed |= is_readable && index.visible(slot) & part.sectors & !dirty != 0;
                 dirty
             });
             for (inside, piece) in runs(part, valid) {
@@ -196,7 +196,7 @@ impl Cache {
                     }
                     _ if !missing.is_empty()
                         && missing.end() == piece.start
-                        && (missing.len + piece.len).get() <= FILL_LEN =>
+                        && (missing.len + piece.len).get() <= FILL_LEN_MAX =>
                     {
                         missing.len += piece.len;
                     }
@@ -229,8 +229,8 @@ impl Cache {
         }
         join(ios).await?;
         match is_hit {
-            true => self.pace.hit(since, self.now()),
-            false => self.pace.miss(since, self.now()),
+            true => self.bypass.record_hit(since, self.now()),
+            false => self.bypass.record_miss(since, self.now()),
         }
         Ok(())
     }
@@ -250,17 +250,17 @@ impl Cache {
         })
     }
 
-    pub(crate) fn pin(&self, slot: Slot) -> Pin<'_> {
-        self.index.borrow_mut().pin(slot, Use::Read);
-        Pin { cache: self, slot }
+    pub(crate) fn pin(&self, slot: Slot) -> ReadPin<'_> {
+        self.index.borrow_mut().pin(slot, SlotUse::Read);
+        ReadPin { cache: self, slot }
     }
 
     /// Completes a read of `piece` from the cache device.
     async fn read_hit(
         &self,
         read: Io<'_>,
-        pin: Pin<'_>,
-        part: Part,
+        pin: ReadPin<'_>,
+        part: LinePart,
         piece: ByteRange,
         buffer: ReadBuf<'_>,
     ) -> IoResult {
@@ -269,8 +269,8 @@ impl Cache {
             return self.read_failed(error, slot, part, piece, buffer).await;
         }
         // Data that a reader has seen must survive a kill.
-        if self.is_loose_unwritten(slot) && self.commit().await.is_err() {
-            return Err(self.refused(Operation::Read, piece));
+        if self.has_queued_unflushed(slot) && self.commit().await.is_err() {
+            return Err(self.device_error(Operation::Read, piece));
         }
         Ok(())
     }
@@ -280,11 +280,11 @@ impl Cache {
         &self,
         error: IoError,
         slot: Slot,
-        part: Part,
+        part: LinePart,
         piece: ByteRange,
         buffer: ReadBuf<'_>,
     ) -> IoResult {
-        if error.failure().is_of_memory() {
+        if error.failure().is_memory_fault() {
             return Err(error);
         }
         self.fail(&error);
@@ -292,40 +292,40 @@ impl Cache {
             return Err(error);
         }
         // Dirty data may have been removed since.
-        self.undone(Operation::Read, piece).await?;
+        self.wait_dropped_dirty(Operation::Read, piece).await?;
         self.lower.read(piece.start, buffer).await
     }
 
     /// Reads data that is not cached.
-    async fn read_missing(&self, piece: ByteRange, buffer: ReadBuf<'_>, context: Context) -> IoResult {
+    async fn read_missing(&self, piece: ByteRange, buffer: ReadBuf<'_>, context: AccessContext) -> IoResult {
         loop {
             match self.fills.find(piece) {
-                Found::Here(fill) => {
+                FillLookup::Ready(fill) => {
                     if fill.copy(piece, buffer) {
                         self.counts.borrow_mut().joined += 1;
                         return Ok(());
                     }
                     return self.lower.read(piece.start, buffer).await;
                 }
-                Found::Coming(fill) => {
-                    self.fills.arrival(&fill).await;
+                FillLookup::InFlight(fill) => {
+                    self.fills.wait_data(&fill).await;
                     if self.may_be_dirty.get() {
                         // The cache may have newer data than the disk by now.
                         return Io::task(self.read_steps(piece, buffer)).await;
                     }
                 }
-                Found::Some => return self.lower.read(piece.start, buffer).await,
-                Found::Nothing => break,
+                FillLookup::Partial => return self.lower.read(piece.start, buffer).await,
+                FillLookup::Missing => break,
             }
         }
         // The rest of a partly cached line is always filled.
-        let is_wanted = |line| self.index.borrow().find(line).is_some() || self.admits(line, context);
+        let should_fill = |line| self.index.borrow().find(line).is_some() || self.should_admit(line, context);
         let lines = self
-            .shape
+            .layout
             .lines_of(piece)
-            .filter(|line| is_wanted(*line))
+            .filter(|line| should_fill(*line))
             .collect::<SmallVec<[Line; 16]>>();
-        if lines.is_empty() || !self.is_used() || self.rests(self.turn_time()) {
+        if lines.is_empty() || !self.is_readable() || self.is_bypassed(self.turn_time()) {
             return self.lower.read(piece.start, buffer).await;
         }
         self.read_and_fill(piece, buffer, &lines, context).await

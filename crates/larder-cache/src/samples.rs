@@ -9,14 +9,14 @@ use larder_block::{AlignedBuf, BlockDevice, ByteOffset, ByteRange, Io, ReadBuf, 
 use smallvec::SmallVec;
 
 use crate::Cache;
-use crate::shape::SECTOR;
+use crate::layout::SECTOR;
 
 /// Number of sectors that are sampled.
 pub(crate) const SAMPLES: usize = 8;
 
 /// Sample of one sector of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Sample {
+pub(crate) struct ContentSample {
     /// Offset of the sector in bytes.
     pub(crate) at: u64,
     /// CRC32C of the sector's content.
@@ -25,31 +25,31 @@ pub(crate) struct Sample {
 
 /// Offsets of the sectors that were written last; the newest comes last.
 #[derive(Default)]
-pub(crate) struct Written(RefCell<SmallVec<[u64; SAMPLES]>>);
+pub(crate) struct RecentWrites(RefCell<SmallVec<[u64; SAMPLES]>>);
 
-impl Written {
+impl RecentWrites {
     /// Returns the offsets that an earlier session has saved.
-    pub(crate) fn before(samples: &[Sample]) -> Self {
+    pub(crate) fn from_samples(samples: &[ContentSample]) -> Self {
         Self(RefCell::new(samples.iter().map(|sample| sample.at).collect()))
     }
 
     /// Records a write of `range` by its first sector.
-    pub(crate) fn add(&self, range: ByteRange) {
+    pub(crate) fn record(&self, range: ByteRange) {
         let at = range.start.align_down(SECTOR).get();
-        let mut places = self.0.borrow_mut();
-        match places.iter().position(|place| *place == at) {
-            Some(known) => places[known..].rotate_left(1),
+        let mut offsets = self.0.borrow_mut();
+        match offsets.iter().position(|offset| *offset == at) {
+            Some(index) => offsets[index..].rotate_left(1),
             None => {
-                if places.len() >= SAMPLES {
-                    places.remove(0);
+                if offsets.len() >= SAMPLES {
+                    offsets.remove(0);
                 }
-                places.push(at);
+                offsets.push(at);
             }
         }
     }
 
     /// Forgets a range whose content may change on its own, or has no meaning.
-    pub(crate) fn forget(&self, range: ByteRange) {
+    pub(crate) fn remove_range(&self, range: ByteRange) {
         self.0
             .borrow_mut()
             .retain(|at| !ByteRange::new(*at, SECTOR).overlaps(range));
@@ -58,18 +58,20 @@ impl Written {
 
 impl Cache {
     /// Returns samples of the sectors that were written last, without those that cannot be read.
-    pub(crate) async fn samples(&self) -> Vec<Sample> {
-        let places = self.written.0.borrow().to_vec();
-        let found = sums(&self.lower, &places).await;
-        let samples = places.into_iter().zip(found);
-        samples.filter_map(|(at, sum)| Some(Sample { at, sum: sum? })).collect()
+    pub(crate) async fn take_samples(&self) -> Vec<ContentSample> {
+        let offsets = self.recent_writes.0.borrow().to_vec();
+        let found = checksums(&self.lower, &offsets).await;
+        let samples = offsets.into_iter().zip(found);
+        samples
+            .filter_map(|(at, sum)| Some(ContentSample { at, sum: sum? }))
+            .collect()
     }
 }
 
 /// Returns whether a disk still matches all samples; unreadable sectors match.
-pub(crate) async fn are_there(disk: &Rc<dyn BlockDevice>, samples: &[Sample]) -> bool {
-    let places: Vec<u64> = samples.iter().map(|sample| sample.at).collect();
-    let found = sums(disk, &places).await;
+pub(crate) async fn disk_matches(disk: &Rc<dyn BlockDevice>, samples: &[ContentSample]) -> bool {
+    let offsets: Vec<u64> = samples.iter().map(|sample| sample.at).collect();
+    let found = checksums(disk, &offsets).await;
     samples
         .iter()
         .zip(found)
@@ -77,11 +79,11 @@ pub(crate) async fn are_there(disk: &Rc<dyn BlockDevice>, samples: &[Sample]) ->
 }
 
 /// Returns the CRC32C of some sectors, which are read concurrently; `None` for those that cannot be read.
-async fn sums(disk: &Rc<dyn BlockDevice>, places: &[u64]) -> Vec<Option<u32>> {
+async fn checksums(disk: &Rc<dyn BlockDevice>, offsets: &[u64]) -> Vec<Option<u32>> {
     let size = disk.geometry().size.get();
-    let mut bytes = AlignedBuf::zeroed(places.len() * SECTOR as usize);
-    let mut is_read = vec![false; places.len()];
-    let reads: SmallVec<[Io<'_>; SAMPLES]> = places
+    let mut bytes = AlignedBuf::zeroed(offsets.len() * SECTOR as usize);
+    let mut is_read = vec![false; offsets.len()];
+    let reads: SmallVec<[Io<'_>; SAMPLES]> = offsets
         .iter()
         .zip(bytes.chunks_exact_mut(SECTOR as usize))
         .zip(&mut is_read)
@@ -96,10 +98,10 @@ async fn sums(disk: &Rc<dyn BlockDevice>, places: &[u64]) -> Vec<Option<u32>> {
         .collect();
     // Failures are in `is_read`.
     let _ = join(reads).await;
-    let sums = bytes.chunks_exact(SECTOR as usize).map(crc32c::crc32c);
+    let checksums = bytes.chunks_exact(SECTOR as usize).map(crc32c::crc32c);
     is_read
         .into_iter()
-        .zip(sums)
+        .zip(checksums)
         .map(|(is_read, sum)| is_read.then_some(sum))
         .collect()
 }
@@ -110,12 +112,12 @@ mod tests {
 
     #[test]
     fn written_keeps_latest_sectors_in_order() {
-        let written = Written::default();
+        let written = RecentWrites::default();
         for at in (0..10).chain([5, 9]) {
-            written.add(ByteRange::new(at * 4096 + 700, 9000));
+            written.record(ByteRange::new(at * 4096 + 700, 9000));
         }
-        written.forget(ByteRange::new(6 * 4096, 1024));
-        let places: Vec<u64> = [2, 3, 4, 7, 8, 5, 9].map(|at| at * 4096 + 512).to_vec();
-        assert_eq!(written.0.borrow().to_vec(), places);
+        written.remove_range(ByteRange::new(6 * 4096, 1024));
+        let offsets: Vec<u64> = [2, 3, 4, 7, 8, 5, 9].map(|at| at * 4096 + 512).to_vec();
+        assert_eq!(written.0.borrow().to_vec(), offsets);
     }
 }

@@ -29,10 +29,10 @@
 
 use larder_block::ByteLen;
 
-use crate::Mode;
-use crate::journal::WasLeft;
-use crate::samples::{SAMPLES, Sample};
-use crate::shape::{SUPERBLOCK_LEN, Shape};
+use crate::CacheMode;
+use crate::journal::StopKind;
+use crate::layout::{CacheLayout, SUPERBLOCK_LEN};
+use crate::samples::{ContentSample, SAMPLES};
 
 const MAGIC: &[u8; 8] = b"LRDRCACH";
 const VERSION: u32 = 3;
@@ -55,7 +55,7 @@ pub struct DiskId {
     /// Bytes that identify the disk as uniquely as possible; only the caller interprets them.
     pub identity: Vec<u8>,
     /// Bytes that change when the disk is written to; empty if unavailable.
-    pub stamp: Vec<u8>,
+    pub fingerprint: Vec<u8>,
 }
 
 /// Content of a superblock.
@@ -65,9 +65,9 @@ pub struct Superblock {
     /// Unique identity of the cache.
     pub uuid: [u8; 16],
     /// Block layout of the cache.
-    pub shape: Shape,
+    pub layout: CacheLayout,
     /// Handling of writes.
-    pub mode: Mode,
+    pub mode: CacheMode,
     /// Set after a clean stop: nothing is missing.
     pub clean: bool,
     /// Set if the cache may have dirty data.
@@ -78,14 +78,14 @@ pub struct Superblock {
     pub session: u32,
     /// Sequence after the last journal sector at a clean stop.
     pub(crate) journal_end: u64,
-    /// Identity of the host's boot when the cache was opened last: see [`crate::OpenOptions::boot`].
+    /// Identity of the host's boot when the cache was opened last: see [`crate::CacheOpenOptions::boot`].
     pub(crate) boot: [u8; 16],
     /// Size of the disk.
     pub disk_size: ByteLen,
     /// Identity of the cache's disk.
     pub disk: DiskId,
     /// Samples of the disk's content at a clean stop.
-    pub(crate) samples: Vec<Sample>,
+    pub(crate) samples: Vec<ContentSample>,
 }
 
 /// Error of an invalid superblock.
@@ -107,16 +107,16 @@ pub enum SuperblockError {
     #[error(
         "it is cut off: it needs {needed} bytes, and has {size}; restore its full length, or drop it (larder disk cache drop) and begin anew"
     )]
-    CutOff { needed: u64, size: u64 },
+    Truncated { needed: u64, size: u64 },
 }
 
 impl Superblock {
     /// Returns how the journal was left, if the host's present boot is `boot`; zero if that is unknown.
-    pub(crate) fn was_left(&self, boot: [u8; 16]) -> WasLeft {
+    pub(crate) fn stop_kind(&self, boot: [u8; 16]) -> StopKind {
         match self.clean {
-            true => WasLeft::Clean { end: self.journal_end },
-            false if boot != [0; 16] && boot == self.boot => WasLeft::Killed,
-            false => WasLeft::Somehow,
+            true => StopKind::Clean { end: self.journal_end },
+            false if boot != [0; 16] && boot == self.boot => StopKind::Killed,
+            false => StopKind::Unknown,
         }
     }
 
@@ -134,12 +134,12 @@ impl Superblock {
         put(16, &features.to_le_bytes());
         put(24, &self.sequence.to_le_bytes());
         put(32, &self.uuid);
-        put(48, &self.shape.line_bits.to_le_bytes());
-        put(52, &self.shape.sets.to_le_bytes());
-        put(56, &self.shape.ways.to_le_bytes());
+        put(48, &self.layout.line_bits.to_le_bytes());
+        put(52, &self.layout.sets.to_le_bytes());
+        put(56, &self.layout.ways.to_le_bytes());
         put(60, &self.mode.number().to_le_bytes());
-        put(64, &self.shape.journal_len.to_le_bytes());
-        put(72, &self.shape.page_len.to_le_bytes());
+        put(64, &self.layout.journal_len.to_le_bytes());
+        put(72, &self.layout.page_len.to_le_bytes());
         let flags = if self.clean { FLAG_CLEAN } else { 0 } | if self.may_be_dirty { FLAG_DIRTY } else { 0 };
         put(80, &flags.to_le_bytes());
         put(84, &self.session.to_le_bytes());
@@ -147,14 +147,14 @@ impl Superblock {
         put(96, &self.disk_size.get().to_le_bytes());
         put(BOOT_AT, &self.boot);
         // A name that is too long is truncated; the other two are short.
-        let stamp = &self.disk.stamp[..self.disk.stamp.len().min(NAMES_MAX / 4)];
+        let fingerprint = &self.disk.fingerprint[..self.disk.fingerprint.len().min(NAMES_MAX / 4)];
         let identity = &self.disk.identity[..self.disk.identity.len().min(NAMES_MAX / 4)];
         let name = self.disk.name.as_bytes();
         let name = &name[..name.len().min(NAMES_MAX / 2)];
-        let pair = |sample: &Sample| [&sample.at.to_le_bytes()[..], &sample.sum.to_le_bytes()].concat();
+        let pair = |sample: &ContentSample| [&sample.at.to_le_bytes()[..], &sample.sum.to_le_bytes()].concat();
         let samples: Vec<u8> = self.samples.iter().take(SAMPLES).flat_map(pair).collect();
         let mut at = NAMES_AT;
-        for (index, part) in [name, identity, stamp, &samples].into_iter().enumerate() {
+        for (index, part) in [name, identity, fingerprint, &samples].into_iter().enumerate() {
             put(104 + 2 * index, &(part.len() as u16).to_le_bytes());
             put(at, part);
             at += part.len();
@@ -191,26 +191,26 @@ impl Superblock {
         let [name, identity, stamp, samples] = parts;
         let samples = samples.chunks_exact(SAMPLE_LEN).map(|pair| {
             let (at, sum) = pair.split_at(8);
-            Some(Sample {
+            Some(ContentSample {
                 at: u64::from_le_bytes(at.try_into().ok()?),
                 sum: u32::from_le_bytes(sum.try_into().ok()?),
             })
         });
-        let samples: Option<Vec<Sample>> = samples.collect();
+        let samples: Option<Vec<ContentSample>> = samples.collect();
         let (mut uuid, mut boot) = ([0; 16], [0; 16]);
         uuid.copy_from_slice(&bytes[32..48]);
         boot.copy_from_slice(&bytes[BOOT_AT..NAMES_AT]);
         Ok(Self {
             sequence: long(24),
             uuid,
-            shape: Shape {
+            layout: CacheLayout {
                 line_bits: word(48),
                 sets: word(52),
                 ways: word(56),
                 journal_len: long(64),
                 page_len: long(72),
             },
-            mode: Mode::from_number(word(60)).ok_or(SuperblockError::Damaged)?,
+            mode: CacheMode::from_number(word(60)).ok_or(SuperblockError::Damaged)?,
             clean: word(80) & FLAG_CLEAN != 0,
             may_be_dirty: word(80) & FLAG_DIRTY != 0,
             unproven: long(16) & FEATURE_UNPROVEN != 0,
@@ -221,7 +221,7 @@ impl Superblock {
             disk: DiskId {
                 name: String::from_utf8_lossy(&name).into_owned(),
                 identity,
-                stamp,
+                fingerprint: stamp,
             },
             samples: samples.ok_or(SuperblockError::Damaged)?,
         })
@@ -237,13 +237,13 @@ impl Superblock {
             (Err(SuperblockError::NoMagic), Err(_)) => return Err(SuperblockError::Damaged),
             (Err(error), Err(_)) => return Err(error),
         };
-        let needed = chosen.shape.line_bits.clamp(12, 16) == chosen.shape.line_bits;
-        if !needed || !chosen.shape.is_sound(ByteLen::new(u64::MAX >> 1)) {
+        let line_bits_valid = chosen.layout.line_bits.clamp(12, 16) == chosen.layout.line_bits;
+        if !line_bits_valid || !chosen.layout.is_valid(ByteLen::new(u64::MAX >> 1)) {
             return Err(SuperblockError::Damaged);
         }
-        if chosen.shape.len() > size {
-            let needed = chosen.shape.len().get();
-            return Err(SuperblockError::CutOff {
+        if chosen.layout.len() > size {
+            let needed = chosen.layout.len().get();
+            return Err(SuperblockError::Truncated {
                 needed,
                 size: size.get(),
             });
@@ -265,8 +265,8 @@ mod tests {
         Superblock {
             sequence: 7,
             uuid: *b"0123456789abcdef",
-            shape: Shape::for_size(ByteLen::mib(64), 12, 512).expect("large enough"),
-            mode: Mode::WriteAround,
+            layout: CacheLayout::for_size(ByteLen::mib(64), 12, 512).expect("large enough"),
+            mode: CacheMode::WriteAround,
             clean: true,
             may_be_dirty: true,
             unproven: true,
@@ -277,9 +277,9 @@ mod tests {
             disk: DiskId {
                 name: "/srv/disk.raw".to_owned(),
                 identity: vec![1, 2, 3],
-                stamp: vec![9; 40],
+                fingerprint: vec![9; 40],
             },
-            samples: (0..8).map(|at| Sample { at, sum: 7 }).collect(),
+            samples: (0..8).map(|at| ContentSample { at, sum: 7 }).collect(),
         }
     }
 
@@ -303,6 +303,6 @@ mod tests {
             assert!(Superblock::choose(&damaged, &damaged, size).is_err(), "byte {at}");
         }
         let cut = Superblock::choose(&first, &second, ByteLen::mib(50));
-        assert!(matches!(cut, Err(SuperblockError::CutOff { .. })), "{cut:?}");
+        assert!(matches!(cut, Err(SuperblockError::Truncated { .. })), "{cut:?}");
     }
 }

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::filter::meter::Meter;
+use larder_block::filter::meter::ByteMeter;
 use larder_block::{ByteLen, ByteRange};
 use larder_policy::curve::{CurvePoint, MissRatioCurve};
 
@@ -18,7 +18,7 @@ const CURVE_POWERS: std::ops::RangeInclusive<i32> = -4..=3;
 
 /// Traffic to the disk, and the statistics of requested lines.
 pub(crate) struct Usage {
-    pub(crate) disk: Rc<Meter>,
+    pub(crate) disk: Rc<ByteMeter>,
     /// Bytes that may be written in a day.
     endurance: Cell<Option<ByteLen>>,
     /// Written bytes that the policy knows or has counted in advance, if there is a limit.
@@ -27,7 +27,7 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    pub(crate) fn new(disk: Rc<Meter>, endurance: Option<ByteLen>) -> Self {
+    pub(crate) fn new(disk: Rc<ByteMeter>, endurance: Option<ByteLen>) -> Self {
         Self {
             disk,
             endurance: Cell::new(endurance),
@@ -37,16 +37,16 @@ impl Usage {
     }
 
     /// Records that the policy has counted bytes that are going to be written.
-    pub(crate) fn admitted(&self, bytes: u64) {
+    pub(crate) fn count_admitted(&self, bytes: u64) {
         self.budgeted.set(self.budgeted.get() + bytes);
     }
 }
 
 impl Cache {
     /// Records that a guest requests the lines of a range, and would benefit if they were cached.
-    pub(crate) fn uses(&self, range: ByteRange) {
+    pub(crate) fn record_use(&self, range: ByteRange) {
         let mut curve = self.usage.curve.borrow_mut();
-        self.shape.lines_of(range).for_each(|line| curve.used(line));
+        self.layout.lines_of(range).for_each(|line| curve.record_use(line));
     }
 
     /// Returns the share of line accesses, 0 to 1, that an LRU cache would have missed so far, for some cache sizes
@@ -57,14 +57,14 @@ impl Cache {
         if points.is_empty() {
             return Vec::new();
         }
-        let of = |power: i32| {
-            let lines = (self.shape.slots() as f64 * 2f64.powi(power)) as u64;
+        let point = |power: i32| {
+            let lines = (self.layout.slots() as f64 * 2f64.powi(power)) as u64;
             (
-                ByteLen::new(lines * self.shape.line_len()),
+                ByteLen::new(lines * self.layout.line_len()),
                 CurvePoint::miss_ratio(&points, lines),
             )
         };
-        CURVE_POWERS.map(of).collect()
+        CURVE_POWERS.map(point).collect()
     }
 
     /// Returns the bytes that may be written to the cache device in a day; `None` if unlimited.
@@ -75,7 +75,7 @@ impl Cache {
     /// Limits the bytes that are written to the cache device in a day from now on.
     pub fn set_endurance(&self, endurance: Option<ByteLen>) {
         let now = Duration::from_nanos(self.turn_time().as_nanos());
-        self.tell_written(now);
+        self.report_written(now);
         self.usage.endurance.set(endurance);
         self.usage.budgeted.set(self.fast.bytes().1);
         let budget = endurance.map(ByteLen::get);
@@ -83,25 +83,25 @@ impl Cache {
     }
 
     /// Reports to the policy the written bytes that it does not know of.
-    pub(crate) fn tell_written(&self, now: Duration) {
+    pub(crate) fn report_written(&self, now: Duration) {
         if self.endurance().is_none() {
             return;
         }
         let budgeted = &self.usage.budgeted;
         let (_, written) = self.fast.bytes();
-        if let Some(more) = written.checked_sub(budgeted.get()).filter(|more| *more > 0) {
+        if let Some(new_bytes) = written.checked_sub(budgeted.get()).filter(|more| *more > 0) {
             budgeted.set(written);
-            self.index.borrow_mut().policy().written(more, now);
+            self.index.borrow_mut().policy().record_write(new_bytes, now);
         }
     }
 
     /// Returns whether `bytes` exceed the present write budget of the cache device.
-    pub(crate) fn is_spent(&self, bytes: ByteLen) -> bool {
+    pub(crate) fn exceeds_write_budget(&self, bytes: ByteLen) -> bool {
         if self.endurance().is_none() {
             return false;
         }
         let now = Duration::from_nanos(self.turn_time().as_nanos());
-        self.tell_written(now);
-        self.index.borrow_mut().policy().is_spent(bytes.get(), now)
+        self.report_written(now);
+        self.index.borrow_mut().policy().exceeds_budget(bytes.get(), now)
     }
 }

@@ -11,66 +11,66 @@ use larder_block::{
     ByteLen, ByteRange, Extent, ExtentKind, Geometry, Io, IoResult, Operation, WriteBuf, WriteFlags, check_request,
     join,
 };
-use larder_policy::policy::{Access, Context};
+use larder_policy::policy::{AccessContext, AccessKind};
 use smallvec::SmallVec;
 
 use crate::Cache;
-use crate::commit::Failed;
+use crate::commit::CacheFailed;
 use crate::entry::Entry;
-use crate::parts::Part;
-use crate::place::Place;
-use crate::shape::{Sectors, Slot};
+use crate::layout::{SectorMask, Slot};
+use crate::line_parts::LinePart;
+use crate::slot_allocation::WriteSlot;
 
 /// Fewest dirty lines that a request for extents looks up.
-const DIRTY_AT_ONCE: usize = 1024;
+const DIRTY_LOOKUP_MIN: usize = 1024;
 
 /// Parts of a write with their slots.
-type Places<'a> = SmallVec<[(Part, Place<'a>); 2]>;
+type WriteSlots<'a> = SmallVec<[(LinePart, WriteSlot<'a>); 2]>;
 
 /// Sectors that are being written in slots where recovery would not find them: no reader may see data that a crash
 /// would undo. If the write does not complete, the content of the sectors is unknown, and they are removed.
-struct Hidden<'a> {
+struct HiddenSectors<'a> {
     cache: &'a Cache,
-    slots: SmallVec<[(Slot, Sectors); 2]>,
+    slots: SmallVec<[(Slot, SectorMask); 2]>,
 }
 
-impl Hidden<'_> {
-    async fn hide(&mut self, places: &[(Part, Place<'_>)]) -> Result<(), Failed> {
+impl HiddenSectors<'_> {
+    async fn hide(&mut self, targets: &[(LinePart, WriteSlot<'_>)]) -> Result<(), CacheFailed> {
         let cache = self.cache;
-        let mut unfound: SmallVec<[Slot; 2]> = SmallVec::new();
-        for (part, place) in places {
-            let sectors = part.sectors & !cache.left_by_kill(place.slot()).dirty;
+        let mut unrecorded: SmallVec<[Slot; 2]> = SmallVec::new();
+        for (part, target) in targets {
+            let sectors = part.sectors & !cache.state_after_kill(target.slot()).dirty;
             if sectors == 0 {
                 continue;
             }
-            unfound.push(place.slot());
+            unrecorded.push(target.slot());
             let mut index = cache.index.borrow_mut();
-            let sectors = sectors & index.valid(place.slot());
+            let sectors = sectors & index.valid(target.slot());
             if sectors != 0 {
-                index.hide(place.slot(), sectors);
-                self.slots.push((place.slot(), sectors));
+                index.hide(target.slot(), sectors);
+                self.slots.push((target.slot(), sectors));
             }
         }
         // Readers of a line that was removed from the slot count too.
-        let is_read = |slot: &Slot| cache.index.borrow().has_readers(*slot);
-        let is_over = || cache.has_failed() || !unfound.iter().any(is_read);
-        cache.readers.when(is_over).await;
-        (!cache.has_failed()).then_some(()).ok_or(Failed)
+        let has_readers = |slot: &Slot| cache.index.borrow().has_readers(*slot);
+        let is_over = || cache.has_failed() || !unrecorded.iter().any(has_readers);
+        cache.reader_done.when(is_over).await;
+        (!cache.has_failed()).then_some(()).ok_or(CacheFailed)
     }
 
     /// Makes the written data visible; a reader then waits until it survives a kill.
-    fn are_new(&mut self) {
+    fn reveal(&mut self) {
         for (slot, _) in self.slots.drain(..) {
             self.cache.index.borrow_mut().hide(slot, 0);
         }
     }
 }
 
-impl Drop for Hidden<'_> {
+impl Drop for HiddenSectors<'_> {
     fn drop(&mut self) {
         for (slot, sectors) in &self.slots {
             self.cache.index.borrow_mut().hide(*slot, 0);
-            self.cache.take_sectors(*slot, *sectors);
+            self.cache.remove_sectors(*slot, *sectors);
         }
     }
 }
@@ -81,7 +81,7 @@ impl Cache {
     pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         // A copy is checked and written, since a guest could change its memory in between. It is short: only the
         // beginning of the disk is checked, and one write at a time touches that.
-        let copied = self.lower.minds_content(range).then(|| buffer.to_vec());
+        let copied = self.lower.may_reject_content(range).then(|| buffer.to_vec());
         let buffer = copied.as_deref().map_or(buffer, WriteBuf::new);
         if copied.is_some() {
             self.lower.check_content(range.start, buffer)?;
@@ -90,7 +90,7 @@ impl Cache {
             match self.write_to_cache(range, buffer, flags).await {
                 Ok(Some(written)) => return written,
                 Ok(None) => {}
-                Err(Failed) => return self.write_apart(range, buffer, flags).await,
+                Err(CacheFailed) => return self.write_through_failed_cache(range, buffer, flags).await,
             }
         }
     }
@@ -101,54 +101,56 @@ impl Cache {
         range: ByteRange,
         buffer: WriteBuf<'_>,
         flags: WriteFlags,
-    ) -> Result<Option<IoResult>, Failed> {
-        let context = self.context(self.turn_time(), Access::Write, range.len.get());
+    ) -> Result<Option<IoResult>, CacheFailed> {
+        let context = self.context(self.turn_time(), AccessKind::Write, range.len.get());
         self.allow_dirty().await?;
-        let room = self.room_for_copy(buffer).await?;
-        let mut places = self.places_there(range, context);
-        self.premark(&places).await?;
-        let mut hidden = Hidden {
+        let room = self.reserve_copy(buffer).await?;
+        let mut targets = self.cached_slots(range, context);
+        self.mark_dirty_before_write(&targets).await?;
+        let mut hidden = HiddenSectors {
             cache: self,
             slots: SmallVec::new(),
         };
-        hidden.hide(&places).await?;
-        let mut around: SmallVec<[Part; 2]> = SmallVec::new();
-        let there = places.len();
+        hidden.hide(&targets).await?;
+        let mut bypassing: SmallVec<[LinePart; 2]> = SmallVec::new();
+        let cached_count = targets.len();
         let mut at = 0;
-        for part in self.shape.parts_of(range) {
+        for part in self.layout.parts_of(range) {
             // The cached lines are in order.
-            if places[..there]
+            if targets[..cached_count]
                 .get(at)
                 .is_some_and(|(other, _)| other.line == part.line)
             {
                 at += 1;
                 continue;
             }
-            let place = match self.admits(part.line, context) {
-                true => self.place_for(part),
+            let target = match self.should_admit(part.line, context) {
+                true => self.slot_for_store(part),
                 false => None,
             };
-            match place {
-                Some(place) => places.push((part, place)),
-                None => around.push(part),
+            match target {
+                Some(target) => targets.push((part, target)),
+                None => bypassing.push(part),
             }
         }
-        let is_leaving = around.iter().any(|part| self.has_leaving(part.line..part.line + 1));
-        if is_leaving {
+        let has_pending = bypassing
+            .iter()
+            .any(|part| self.has_pending_removal(part.line..part.line + 1));
+        if has_pending {
             self.commit().await?;
         }
-        let piece = |part: &Part| {
+        let piece = |part: &LinePart| {
             let from = (part.range.start - range.start).as_usize();
             buffer.slice(from, part.range.len.as_usize())
         };
-        let memory = (!places.is_empty()).then(|| room.copy(buffer));
-        let changed = (!places.is_empty()).then(|| self.kept.change());
-        let to_cache: SmallVec<[Io<'_>; 2]> = places
+        let memory = (!targets.is_empty()).then(|| room.copy(buffer));
+        let changed = (!targets.is_empty()).then(|| self.device_flush_tracker.begin_change());
+        let to_cache: SmallVec<[Io<'_>; 2]> = targets
             .iter()
             .zip(memory.iter().cycle())
-            .map(|((part, place), memory)| self.write_slot(place, part, range, memory))
+            .map(|((part, target), memory)| self.write_part(target, part, range, memory))
             .collect();
-        let to_disk: SmallVec<[Io<'_>; 2]> = around
+        let to_disk: SmallVec<[Io<'_>; 2]> = bypassing
             .iter()
             .map(|part| self.lower.write(part.range.start, piece(part), flags))
             .collect();
@@ -165,7 +167,7 @@ impl Cache {
         }
         if self.has_failed() {
             // From now on no line may become dirty.
-            return Err(Failed);
+            return Err(CacheFailed);
         }
         let size = self.size.get();
         if range.end().get() > size {
@@ -177,68 +179,68 @@ impl Cache {
             let refused = check_request(self.lower.name(), &geometry, Operation::Write, range);
             return Ok(Some(refused));
         }
-        let is_gone = |(part, place): &(Part, Place<'_>)| {
+        let was_removed = |(part, target): &(LinePart, WriteSlot<'_>)| {
             let found = self.index.borrow().find(part.line);
-            place.is_old() && found != Some(place.slot())
+            target.was_cached() && found != Some(target.slot())
         };
-        if places.iter().any(is_gone) {
+        if targets.iter().any(was_removed) {
             // The disk was shorter for a moment.
             return Ok(None);
         }
-        hidden.are_new();
-        if self.are_kept(&places, context) {
+        hidden.reveal();
+        if self.queue_dirty_records(&targets, context) {
             self.commit().await?;
         }
-        drop((hidden, places));
-        self.clean_in_time();
+        drop((hidden, targets));
+        self.schedule_cleaning();
         if flags.fua && self.harden().await.is_err() {
-            return Ok(Some(Err(self.refused(Operation::Write, range))));
+            return Ok(Some(Err(self.device_error(Operation::Write, range))));
         }
         Ok(Some(on_disk))
     }
 
     /// Returns the parts of a write whose lines are cached, with their slots.
-    fn places_there(&self, range: ByteRange, context: Context) -> Places<'_> {
-        let mut places = Places::new();
-        for part in self.shape.parts_of(range) {
+    fn cached_slots(&self, range: ByteRange, context: AccessContext) -> WriteSlots<'_> {
+        let mut targets = WriteSlots::new();
+        for part in self.layout.parts_of(range) {
             let found = self.index.borrow().find(part.line);
             if let Some(slot) = found {
                 self.index.borrow_mut().policy().touch(slot, part.line, context);
-                self.cleaning.is_changed(slot);
-                places.push((part, self.place_of(slot)));
+                self.cleaner.mark_changed(slot);
+                targets.push((part, self.pin_for_write(slot)));
             }
         }
-        places
+        targets
     }
 
     /// Returns the sectors of `part` that recovery would trust as clean.
-    fn believed_clean(&self, slot: Slot, part: Part) -> Sectors {
+    fn trusted_clean(&self, slot: Slot, part: LinePart) -> SectorMask {
         match self.ledger.borrow().get(slot) {
-            Some(place) if !place.last.open => place.last.valid & !place.last.dirty & part.sectors,
+            Some(state) if !state.last.open => state.last.valid & !state.last.dirty & part.sectors,
             _ => 0,
         }
     }
 
     /// Ensures, durably, that recovery finds the sectors of a write dirty before they are written.
-    async fn premark(&self, places: &[(Part, Place<'_>)]) -> Result<(), Failed> {
-        let is_clean = |(part, place): &&(Part, Place<'_>)| self.believed_clean(place.slot(), *part) != 0;
-        let is_loose = |(_, place): &(Part, Place<'_>)| {
+    async fn mark_dirty_before_write(&self, targets: &[(LinePart, WriteSlot<'_>)]) -> Result<(), CacheFailed> {
+        let is_clean = |(part, target): &&(LinePart, WriteSlot<'_>)| self.trusted_clean(target.slot(), *part) != 0;
+        let has_unflushed = |(_, target): &(LinePart, WriteSlot<'_>)| {
             let ledger = self.ledger.borrow();
-            ledger.get(place.slot()).is_some_and(|place| place.loose.is_some())
+            ledger.get(target.slot()).is_some_and(|state| state.unflushed.is_some())
         };
-        if places.iter().filter(is_clean).any(is_loose) {
+        if targets.iter().filter(is_clean).any(has_unflushed) {
             // A firm record replaces the unflushed one, which must be durable before.
             self.harden_queued().await?;
         }
         // Records that a cancelled write has queued may not be written yet.
-        let is_asked_for = |(_, place): &(Part, Place<'_>)| {
+        let has_commit = |(_, target): &(LinePart, WriteSlot<'_>)| {
             let ledger = self.ledger.borrow();
-            ledger.get(place.slot()).is_some_and(|place| place.commits > 0)
+            ledger.get(target.slot()).is_some_and(|state| state.commits > 0)
         };
-        let mut commits = places.iter().any(is_asked_for);
-        for (part, place) in places.iter().filter(is_clean) {
-            let slot = place.slot();
-            let Some(last) = self.ledger.borrow().get(slot).map(|place| place.last) else {
+        let mut commits = targets.iter().any(has_commit);
+        for (part, target) in targets.iter().filter(is_clean) {
+            let slot = target.slot();
+            let Some(last) = self.ledger.borrow().get(slot).map(|state| state.last) else {
                 continue;
             };
             let dirty = last.dirty | (last.valid & part.sectors);
@@ -249,65 +251,65 @@ impl Cache {
             self.commit().await?;
         }
         if self.has_failed() {
-            return Err(Failed);
+            return Err(CacheFailed);
         }
         // From here on the slots may have any mix of old and new data, and recovery would find them dirty.
-        for (part, place) in places {
-            let left = self.left_by_kill(place.slot());
+        for (part, target) in targets {
+            let recoverable = self.state_after_kill(target.slot());
             let mut index = self.index.borrow_mut();
-            let (valid, dirty) = (index.valid(place.slot()), index.dirty(place.slot()));
+            let (valid, dirty) = (index.valid(target.slot()), index.dirty(target.slot()));
             // The disk may have become shorter in between.
             if valid != 0 {
-                index.set_sectors(place.slot(), valid, dirty | (valid & part.sectors & left.dirty));
+                index.set_sectors(target.slot(), valid, dirty | (valid & part.sectors & recoverable.dirty));
             }
         }
         Ok(())
     }
 
     /// Makes written data dirty in memory and queues its records; returns whether the commit must be waited for.
-    fn are_kept(&self, places: &[(Part, Place<'_>)], context: Context) -> bool {
+    fn queue_dirty_records(&self, targets: &[(LinePart, WriteSlot<'_>)], context: AccessContext) -> bool {
         let mut commits = false;
-        for (part, place) in places {
-            let slot = place.slot();
-            let left = self.left_by_kill(slot);
-            if left.dirty & part.sectors != part.sectors {
-                let tag = self.shape.tag_of(part.line);
-                let (valid, dirty) = (left.valid | part.sectors, left.dirty | part.sectors);
-                self.queue_loose(
+        for (part, target) in targets {
+            let slot = target.slot();
+            let recoverable = self.state_after_kill(slot);
+            if recoverable.dirty & part.sectors != part.sectors {
+                let tag = self.layout.tag_of(part.line);
+                let (valid, dirty) = (recoverable.valid | part.sectors, recoverable.dirty | part.sectors);
+                self.queue_unflushed(
                     slot,
                     Entry {
                         tag,
                         valid,
                         dirty,
-                        ..left
+                        ..recoverable
                     },
                 );
             }
-            commits |= self.is_loose_unwritten(slot);
-            self.is_stored(place, *part, part.sectors, context);
+            commits |= self.has_queued_unflushed(slot);
+            self.finish_store(target, *part, part.sectors, context);
         }
         commits
     }
 
     /// Returns the state of a slot after a kill, once all queued records are written.
-    fn left_by_kill(&self, slot: Slot) -> Entry {
+    fn state_after_kill(&self, slot: Slot) -> Entry {
         let ledger = self.ledger.borrow();
-        let place = ledger.get(slot);
-        place.map_or_else(|| self.index.borrow().entry(slot), |place| place.after_kill())
+        let state = ledger.get(slot);
+        state.map_or_else(|| self.index.borrow().entry(slot), |place| place.after_kill())
     }
 
     /// Returns whether an unflushed record of a slot is still queued.
-    pub(crate) fn is_loose_unwritten(&self, slot: Slot) -> bool {
+    pub(crate) fn has_queued_unflushed(&self, slot: Slot) -> bool {
         let ledger = self.ledger.borrow();
-        let loose = ledger.get(slot).and_then(|place| place.loose);
-        loose.is_some_and(|(_, number)| !self.commits.have_written(number + 1))
+        let unflushed = ledger.get(slot).and_then(|state| state.unflushed);
+        unflushed.is_some_and(|(_, number)| !self.commits.has_written(number + 1))
     }
 
     /// Flushes both devices.
     pub(crate) async fn flush_both(&self) -> IoResult {
         if self.has_failed() && self.may_be_dirty.get() {
             // The data cannot be made durable on the failed cache device.
-            self.let_go().await?;
+            self.clean_and_invalidate().await?;
             return self.flush_disk().await;
         }
         let disk = Io::task(self.flush_disk());
@@ -315,7 +317,7 @@ impl Cache {
             if self.has_failed() || self.harden().await.is_ok() {
                 return Ok(());
             }
-            self.let_go().await?;
+            self.clean_and_invalidate().await?;
             self.flush_disk().await
         });
         let both: SmallVec<[Io<'_>; 2]> = SmallVec::from_buf([disk, cache]);
@@ -323,14 +325,14 @@ impl Cache {
     }
 
     /// Returns whether memory has, or recovery would find, data that the disk does not have.
-    pub(crate) fn is_anything_dirty(&self) -> bool {
-        self.index.borrow().dirty.len() > 0 || self.ledger.borrow().is_anything_dirty()
+    pub(crate) fn has_any_dirty(&self) -> bool {
+        self.index.borrow().dirty.len() > 0 || self.ledger.borrow().has_any_dirty()
     }
 
     /// Returns whether it is certain that memory has no dirty data and recovery would find none: all sets are loaded
     /// and undamaged.
     pub(crate) fn is_known_clean(&self) -> bool {
-        self.index.borrow().are_all_loaded() && !self.loading.has_fences() && !self.is_anything_dirty()
+        self.index.borrow().are_all_loaded() && !self.loading.has_fenced_sets() && !self.has_any_dirty()
     }
 
     /// Returns the extents of the disk, with dirty lines as data.
@@ -342,15 +344,15 @@ impl Cache {
             self.load_all().await?;
         }
         // Looked up before the disk is asked: the disk's answer may predate the cleaning of a line.
-        let count = limit.max(DIRTY_AT_ONCE);
-        let dirty = self.index.borrow().dirty.within(self.shape.lines_of(range), count);
-        let known = match dirty.last() {
+        let count = limit.max(DIRTY_LOOKUP_MIN);
+        let dirty = self.index.borrow().dirty.within(self.layout.lines_of(range), count);
+        let covered = match dirty.last() {
             // After the last line that was looked up nothing is known.
             Some(last) if dirty.len() >= count => ByteRange::between(range.start, self.range_of(0..last + 1).end()),
             _ => range,
         };
-        let below = self.lower.extents(range.intersection(known), limit).await?;
-        self.undone(Operation::Extents, range).await?;
+        let below = self.lower.extents(range.intersection(covered), limit).await?;
+        self.wait_dropped_dirty(Operation::Extents, range).await?;
         let mut extents: Vec<Extent> = Vec::new();
         let mut push = |range: ByteRange, kind: ExtentKind| match extents.last_mut() {
             _ if range.is_empty() => {}
@@ -358,11 +360,11 @@ impl Cache {
             _ => extents.push(Extent { range, kind }),
         };
         for Extent { range, kind } in below {
-            let lines = self.shape.lines_of(range);
-            let place_of = |line| dirty.partition_point(|other| *other < line);
+            let lines = self.layout.lines_of(range);
+            let position_of = |line| dirty.partition_point(|other| *other < line);
             let dirty = match kind {
                 ExtentKind::Data => &[],
-                _ => &dirty[place_of(lines.start)..place_of(lines.end)],
+                _ => &dirty[position_of(lines.start)..position_of(lines.end)],
             };
             let mut at = range.start;
             for line in dirty {
@@ -378,17 +380,20 @@ impl Cache {
     }
 
     /// Records, durably, that there may be dirty lines.
-    async fn allow_dirty(&self) -> Result<(), Failed> {
+    async fn allow_dirty(&self) -> Result<(), CacheFailed> {
         if self.may_be_dirty.get() {
             return Ok(());
         }
-        if let Err(error) = self.note(|superblock| superblock.may_be_dirty = true).await {
+        if let Err(error) = self
+            .update_superblock(|superblock| superblock.may_be_dirty = true)
+            .await
+        {
             self.fail(&error);
-            return Err(Failed);
+            return Err(CacheFailed);
         }
         if self.has_failed() {
             // Writes may bypass the cache already, and a fill may have data older than those.
-            return Err(Failed);
+            return Err(CacheFailed);
         }
         self.may_be_dirty.set(true);
         Ok(())

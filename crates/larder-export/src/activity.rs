@@ -9,7 +9,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::histogram::{Histogram, is_due};
+use larder_block::histogram::{Histogram, is_sample_due};
 use larder_block::{Io, IoError, IoResult, Loop};
 
 /// Sampling rate of requests that complete within the call: one of so many is timed.
@@ -129,14 +129,14 @@ impl Activity {
     /// Returns the time, if the next request is to be timed in case that it completes within the call.
     #[inline]
     pub(crate) fn time_in_call(&self) -> Option<u64> {
-        is_due(&self.untimed, IN_CALL).then(|| self.on.now().as_nanos())
+        is_sample_due(&self.untimed, IN_CALL).then(|| self.on.now().as_nanos())
     }
 
     /// Waits for a request of `bytes` bytes, and counts it. `begun` is the result of [`Self::time_in_call`] before the
     /// request was started.
     #[inline]
     pub(crate) async fn count(&self, kind: Kind, bytes: u64, begun: Option<u64>, io: &mut Io<'_>) -> IoResult {
-        if let Some(result) = io.result_now() {
+        if let Some(result) = io.take_ready_result() {
             if let Some(begun) = begun {
                 self.timed_in_call(kind, begun);
             }
@@ -156,7 +156,7 @@ impl Activity {
         self.waiting.set(others + 1);
         let weight = match others {
             0 => 1,
-            _ if is_due(&self.untimed_beside, BESIDE) => BESIDE,
+            _ if is_sample_due(&self.untimed_beside, BESIDE) => BESIDE,
             _ => 0,
         };
         let begun = match weight {

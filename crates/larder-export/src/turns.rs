@@ -18,7 +18,8 @@ use std::task::{Poll, Waker};
 use larder_block::event_loop::yield_now;
 use larder_block::signal::Signal;
 use larder_block::{
-    BlockDevice, ByteOffset, Io, IoResult, Loop, Operation, ReadBuf, Watch, WriteBuf, WriteFlags, check_request, join,
+    BlockDevice, ByteOffset, Io, IoResult, Loop, Operation, ReadBuf, RequestWatch, WriteBuf, WriteFlags, check_request,
+    join,
 };
 use smallvec::SmallVec;
 
@@ -80,8 +81,8 @@ impl Drop for Piece<'_> {
 }
 
 /// Ends a request that [`Turns::at_once`] started without a [`Piece`].
-impl Watch for State {
-    fn ended(&self, len: u32) {
+impl RequestWatch for State {
+    fn request_ended(&self, len: u32) {
         self.end(len as usize);
     }
 }

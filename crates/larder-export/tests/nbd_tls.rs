@@ -24,7 +24,7 @@ fn on_loop(test: impl AsyncFn(&Loop)) {
 
 /// Starts a server that requires TLS with client certificates; returns it and its TCP port.
 fn serve(on: &Loop, pki: &Path) -> (NbdServer, u16) {
-    let tls = ServerTls::load_folder(pki, true).unwrap_or_else(|error| panic!("{error}"));
+    let tls = ServerTls::load_directory(pki, true).unwrap_or_else(|error| panic!("{error}"));
     let options = NbdServerOptions {
         export: "disk".to_owned(),
         tls: Some(tls),

@@ -119,7 +119,7 @@ impl HostConfig {
             }
             ListenAddress::Tcp(_) | ListenAddress::Unix(_) => {}
         }
-        let load = |folder: &PathBuf| ServerTls::load_folder(folder, false);
+        let load = |folder: &PathBuf| ServerTls::load_directory(folder, false);
         let tls = self.tls_certificates.as_ref().map(load).transpose()?;
         let (token, token_file) = match (&self.token_file, &self.listen) {
             (Some(path), _) => (Some(Token::read(path)?), Some(path.clone())),

@@ -322,7 +322,7 @@ impl Service {
                     pause = Some(TICK_IO);
                 }
                 if needed_bytes == 0 {
-                    // The process may have to report holes yet, which the pager hears in its turns.
+                    // The process may have to report holes yet, which the pager receives in its turns.
                     pause = Some(TICK_IO);
                 }
                 // From here on the pager has no other turn, so nothing can be evicted or stored any more.

@@ -7,20 +7,20 @@
 pub(crate) const TICKS_PER_CACHE: u64 = 12;
 
 /// Age in ticks from which a line counts as never used again: 18 times the uses that the cache has lines.
-pub(crate) const HORIZON: u32 = 216;
+pub(crate) const HORIZON_TICKS: u32 = 216;
 
 /// Ticks up to which each age is 1, 2, 4 and 8 ticks wide.
-const BOUNDS: [u32; 4] = [32, 64, 128, HORIZON];
+const WIDTH_BOUNDS_TICKS: [u32; 4] = [32, 64, 128, HORIZON_TICKS];
 
-/// Number of ages; the last one is for all ticks from [`HORIZON`] on.
+/// Number of ages; the last one is for all ticks from [`HORIZON_TICKS`] on.
 pub(crate) const AGES: usize = 76;
 
 /// Age by number of ticks; the index is the lower byte.
 pub(crate) const AGE_OF: [u8; 256] = {
     let mut ages = [AGES as u8 - 1; 256];
     let (mut tick, mut age, mut piece) = (0, 0, 0);
-    while piece < BOUNDS.len() {
-        while tick < BOUNDS[piece] {
+    while piece < WIDTH_BOUNDS_TICKS.len() {
+        while tick < WIDTH_BOUNDS_TICKS[piece] {
             let mut within = 0;
             while within < 1 << piece {
                 ages[tick as usize] = age;
@@ -36,10 +36,10 @@ pub(crate) const AGE_OF: [u8; 256] = {
 };
 
 /// Width of each age in ticks.
-pub(crate) const WIDTH: [f32; AGES] = {
+pub(crate) const AGE_WIDTH_TICKS: [f32; AGES] = {
     let mut widths = [0.0; AGES];
     let mut tick = 0;
-    while tick < HORIZON as usize {
+    while tick < HORIZON_TICKS as usize {
         widths[AGE_OF[tick] as usize] += 1.0;
         tick += 1;
     }
@@ -48,11 +48,11 @@ pub(crate) const WIDTH: [f32; AGES] = {
 };
 
 /// Fewest ticks of each age.
-pub(crate) const TICKS: [f32; AGES] = {
+pub(crate) const AGE_MIN_TICKS: [f32; AGES] = {
     let mut ticks = [0.0; AGES];
     let mut age = 1;
     while age < AGES {
-        ticks[age] = ticks[age - 1] + WIDTH[age - 1];
+        ticks[age] = ticks[age - 1] + AGE_WIDTH_TICKS[age - 1];
         age += 1;
     }
     ticks
@@ -60,5 +60,5 @@ pub(crate) const TICKS: [f32; AGES] = {
 
 /// Returns the age of a number of ticks.
 pub(crate) fn age(ticks: u32) -> usize {
-    usize::from(AGE_OF[ticks.min(HORIZON) as usize])
+    usize::from(AGE_OF[ticks.min(HORIZON_TICKS) as usize])
 }

@@ -4,14 +4,14 @@
 //! of earlier uses, as far as that is known. Both predict the next use: written lines are often written again, pieces
 //! of long reads are seldom read again, and lines that were used often are used again.
 
-use crate::policy::{Access, Context};
+use crate::policy::{AccessContext, AccessKind};
 
-/// The highest number of uses before the last one that a class distinguishes; see [`count`].
+/// The highest number of uses before the last one that a class distinguishes; see [`count_use`].
 pub(crate) const USES_MAX: u8 = 7;
 
-/// Requests of fewer bytes are short; requests of fewer than [`MEDIUM`] bytes are medium.
-const SHORT: u64 = 16 << 10;
-const MEDIUM: u64 = 64 << 10;
+/// Requests of fewer bytes are short; requests of fewer than [`MEDIUM_BYTES`] bytes are medium.
+const SHORT_BYTES: u64 = 16 << 10;
+const MEDIUM_BYTES: u64 = 64 << 10;
 
 /// Exclusive bound of class numbers. Number 0 means no class.
 pub(crate) const COUNT: usize = 64;
@@ -26,13 +26,13 @@ pub(crate) struct Class(u8);
 
 impl Class {
     /// Returns the class of a line that is accessed in `context` after `uses` earlier uses.
-    pub(crate) fn new(context: &Context, uses: u8) -> Self {
+    pub(crate) fn new(context: &AccessContext, uses: u8) -> Self {
         let length = match context.request_bytes {
-            bytes if bytes < SHORT => 0,
-            bytes if bytes < MEDIUM => 1,
+            bytes if bytes < SHORT_BYTES => 0,
+            bytes if bytes < MEDIUM_BYTES => 1,
             _ => 2,
         };
-        let write = u8::from(context.access == Access::Write);
+        let write = u8::from(context.access == AccessKind::Write);
         Self(1 + (length * 2 + write) * (USES_MAX + 1) + uses.min(USES_MAX))
     }
 
@@ -55,7 +55,7 @@ impl Class {
 /// Counts one more use. From the third use on, the counter increases with falling probability, so that it can
 /// represent some hundred uses (Morris, "Counting Large Numbers of Events in Small Registers", Communications of the
 /// ACM 21, 1978).
-pub(crate) fn count(uses: u8, random: u64) -> u8 {
+pub(crate) fn count_use(uses: u8, random: u64) -> u8 {
     let rare = uses.saturating_sub(1);
     if random & ((1 << rare) - 1) == 0 {
         (uses + 1).min(USES_MAX)

@@ -15,8 +15,8 @@ use crate::hash::mix;
 pub const SAMPLE_DEFAULT: usize = 8 << 10;
 
 /// Resolution of distances: an eighth of a power of two.
-const PARTS: usize = 8;
-const DISTANCES: usize = 48 * PARTS;
+const BUCKETS_PER_POWER: usize = 8;
+const DISTANCE_BUCKETS: usize = 48 * BUCKETS_PER_POWER;
 
 /// Miss-ratio curve under construction. It takes some 64 bytes for each sampled line, and 3 KiB.
 pub struct MissRatioCurve {
@@ -30,7 +30,7 @@ pub struct MissRatioCurve {
     times: Vec<u32>,
     now: u32,
     /// Number of uses by distance, scaled to the present threshold.
-    seen: Vec<f64>,
+    distances: Vec<f64>,
     first_uses: f64,
     uses: u64,
 }
@@ -55,22 +55,22 @@ impl MissRatioCurve {
             hashes: BinaryHeap::with_capacity(sample + 1),
             times: vec![0; 4 * sample],
             now: 0,
-            seen: vec![0.0; DISTANCES],
+            distances: vec![0.0; DISTANCE_BUCKETS],
             first_uses: 0.0,
             uses: 0,
         }
     }
 
     /// Records a use of a line.
-    pub fn used(&mut self, line: u64) {
+    pub fn record_use(&mut self, line: u64) {
         self.uses += 1;
         let hash = mix(line);
         if hash < self.threshold {
-            self.note(hash);
+            self.record_sampled(hash);
         }
     }
 
-    fn note(&mut self, hash: u64) {
+    fn record_sampled(&mut self, hash: u64) {
         if self.now as usize == self.times.len() {
             self.renumber();
         }
@@ -79,7 +79,7 @@ impl MissRatioCurve {
                 let since = self.last.len() as u64 - u64::from(self.used_until(before));
                 self.add(before, -1);
                 let share = self.share();
-                self.seen[index((since as f64 / share) as u64)] += 1.0;
+                self.distances[distance_bucket((since as f64 / share) as u64)] += 1.0;
             }
             None => {
                 self.first_uses += 1.0;
@@ -89,7 +89,7 @@ impl MissRatioCurve {
         self.add(self.now, 1);
         self.now += 1;
         while self.last.len() > self.sample {
-            self.lower();
+            self.lower_threshold();
         }
     }
 
@@ -99,13 +99,13 @@ impl MissRatioCurve {
     }
 
     /// Lowers the threshold, so that the lines with the highest hash leave the sample.
-    fn lower(&mut self) {
+    fn lower_threshold(&mut self) {
         let Some(highest) = self.hashes.pop() else { return };
         if let Some(time) = self.last.remove(&highest) {
             self.add(time, -1);
         }
         let scale = highest as f64 / self.threshold as f64;
-        self.seen.iter_mut().for_each(|count| *count *= scale);
+        self.distances.iter_mut().for_each(|count| *count *= scale);
         self.first_uses *= scale;
         self.threshold = highest;
     }
@@ -144,7 +144,7 @@ impl MissRatioCurve {
     /// Returns the curve so far: a point for each size at which it falls, the largest last. Empty if no line was
     /// used.
     pub fn points(&self) -> Vec<CurvePoint> {
-        let sampled = self.first_uses + self.seen.iter().sum::<f64>();
+        let sampled = self.first_uses + self.distances.iter().sum::<f64>();
         let expected = self.uses as f64 * self.share();
         if expected == 0.0 {
             return Vec::new();
@@ -154,11 +154,11 @@ impl MissRatioCurve {
             lines: 0,
             miss_ratio: 1.0,
         }];
-        for (at, count) in self.seen.iter().enumerate() {
+        for (at, count) in self.distances.iter().enumerate() {
             hits += count;
             if *count > 0.0 {
                 points.push(CurvePoint {
-                    lines: size(at),
+                    lines: bucket_cache_lines(at),
                     miss_ratio: (1.0 - hits / expected).clamp(0.0, 1.0),
                 });
             }
@@ -183,42 +183,42 @@ impl CurvePoint {
 }
 
 /// Returns the index at which a distance is counted.
-fn index(distance: u64) -> usize {
-    let parts = PARTS as u64;
+fn distance_bucket(distance: u64) -> usize {
+    let parts = BUCKETS_PER_POWER as u64;
     if distance < parts {
         return distance as usize;
     }
     let power = distance.ilog2() - parts.ilog2();
     let within = (distance >> power) - parts;
-    (((u64::from(power) + 1) * parts + within) as usize).min(DISTANCES - 1)
+    (((u64::from(power) + 1) * parts + within) as usize).min(DISTANCE_BUCKETS - 1)
 }
 
 /// Returns the size of the smallest cache that keeps all distances counted at an index: the highest distance plus
 /// one.
-fn size(index: usize) -> u64 {
-    let (power, within) = (index / PARTS, (index % PARTS) as u64);
+fn bucket_cache_lines(index: usize) -> u64 {
+    let (power, within) = (index / BUCKETS_PER_POWER, (index % BUCKETS_PER_POWER) as u64);
     match power {
         0 => within + 1,
-        power => (PARTS as u64 + within + 1) << (power - 1),
+        power => (BUCKETS_PER_POWER as u64 + within + 1) << (power - 1),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reference::{Ask, Cache, Lru, Outcome};
+    use crate::reference::{AccessOutcome, LineAccess, Lru, ReferenceCache};
 
     /// Returns the miss ratio of a real LRU cache.
     fn lru_misses(lines: &[u64], capacity: usize) -> f64 {
         let mut cache = Lru::new(capacity, 1 << 16);
         let missed = lines.iter().filter(|line| {
-            let ask = Ask {
+            let access = LineAccess {
                 key: **line as u32,
                 request_lines: 1,
                 write: false,
                 at_ms: 0,
             };
-            cache.access(ask) != Outcome::Hit
+            cache.access(access) != AccessOutcome::Hit
         });
         missed.count() as f64 / lines.len() as f64
     }
@@ -238,8 +238,8 @@ mod tests {
         let mut all = MissRatioCurve::new(1 << 17);
         let mut sampled = MissRatioCurve::new(2_048);
         for line in &lines {
-            all.used(*line);
-            sampled.used(*line);
+            all.record_use(*line);
+            sampled.record_use(*line);
         }
         assert!(sampled.last.len() <= 2_048 && sampled.threshold < u64::MAX);
         for capacity in [8, 64, 512, 1_000, 4_096, 20_000, 65_536] {
@@ -263,15 +263,15 @@ mod tests {
     fn sizes_bound_counted_distances() {
         let mut before = 0;
         for distance in 0..100_000u64 {
-            let at = index(distance);
+            let at = distance_bucket(distance);
             assert!(
-                distance < size(at) && (at == 0 || distance >= size(at - 1)),
+                distance < bucket_cache_lines(at) && (at == 0 || distance >= bucket_cache_lines(at - 1)),
                 "{distance}"
             );
             assert!(at >= before);
             before = at;
         }
-        assert!(index(u64::MAX) < DISTANCES);
+        assert!(distance_bucket(u64::MAX) < DISTANCE_BUCKETS);
     }
 
     /// Without uses there are no points, and every cache misses.

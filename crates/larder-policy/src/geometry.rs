@@ -13,13 +13,13 @@ const WAYS_MIN: usize = 128;
 
 /// Number and size of the sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Geometry {
+pub struct SetGeometry {
     sets: u64,
     ways: usize,
     group_lines: u64,
 }
 
-impl Geometry {
+impl SetGeometry {
     /// Divides at most `lines` lines (at least one) into sets, with groups of `group_lines` lines. Among the prime
     /// numbers of sets that give 128 to 256 ways, the result has the one that leaves the fewest lines unused.
     pub fn new(lines: u64, group_lines: u64) -> Self {
@@ -86,7 +86,7 @@ mod tests {
     #[test]
     fn geometry_leaves_few_lines_unused() {
         for lines in (1..100_000u64).chain([1 << 24, 1 << 28, (1 << 32) - 1]) {
-            let geometry = Geometry::new(lines, 16);
+            let geometry = SetGeometry::new(lines, 16);
             assert!(
                 geometry.lines() <= lines && (1..=WAYS_MAX).contains(&geometry.ways()),
                 "{lines}"
@@ -112,7 +112,7 @@ mod tests {
     /// The lines of a group share a set, and consecutive groups do not.
     #[test]
     fn lines_of_group_share_set() {
-        let geometry = Geometry::new(10_000, 16);
+        let geometry = SetGeometry::new(10_000, 16);
         assert_eq!(geometry.set_of(160), geometry.set_of(175));
         assert_ne!(geometry.set_of(160), geometry.set_of(176));
     }

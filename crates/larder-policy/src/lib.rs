@@ -14,10 +14,10 @@ mod budget;
 mod class;
 mod hash;
 mod reuse;
+mod score;
 mod set;
 mod shadow;
-mod worth;
 
 pub use curve::MissRatioCurve;
-pub use geometry::Geometry;
-pub use policy::{Access, Admission, Context, Policy, PolicyOptions};
+pub use geometry::SetGeometry;
+pub use policy::{AccessContext, AccessKind, AdmissionPolicy, Policy, PolicyOptions};

@@ -14,20 +14,20 @@
 
 use std::time::Duration;
 
-use crate::admission::is_worth_it;
-use crate::age::{HORIZON, TICKS_PER_CACHE};
-use crate::budget::Budget;
-use crate::class::{Class, count};
+use crate::admission::should_admit;
+use crate::age::{HORIZON_TICKS, TICKS_PER_CACHE};
+use crate::budget::WriteBudget;
+use crate::class::{Class, count_use};
 use crate::geometry::WAYS_MAX;
 use crate::hash::mix;
-use crate::reuse::Reuse;
+use crate::reuse::ReuseSampler;
+use crate::score::ScoreTable;
 use crate::set::{self, Set};
-use crate::shadow::Shadows;
-use crate::worth::Worths;
+use crate::shadow::ShadowCaches;
 
 /// Kind of a guest's access to a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum AccessKind {
     /// All or part of the line is read.
     Read,
     /// All or part of the line is written.
@@ -36,9 +36,9 @@ pub enum Access {
 
 /// Circumstances of an access.
 #[derive(Clone, Copy, Debug)]
-pub struct Context {
+pub struct AccessContext {
     /// Kind of the access.
-    pub access: Access,
+    pub access: AccessKind,
     /// Bytes of the whole request.
     pub request_bytes: u64,
     /// Time since an arbitrary moment, the same for all calls.
@@ -57,25 +57,25 @@ pub struct PolicyOptions {
     /// Bytes of a line.
     pub line_bytes: u32,
     /// Selection of the lines that are admitted.
-    pub admission: Admission,
+    pub admission: AdmissionPolicy,
     /// Bytes that may be written to the SSD in a day; `None` if unlimited.
     pub budget: Option<u64>,
 }
 
 /// Selection of the lines that are admitted to a full set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Admission {
+pub enum AdmissionPolicy {
     /// Lines whose hits are likely to be worth the write.
     #[default]
-    Worth,
+    ByScore,
     /// All lines.
     All,
 }
 
 /// Uses between two computations of the scores, as a multiple of the cache's lines. Each time, earlier observations
-/// are multiplied by [`FADE`].
-const LEARN_CACHES: f64 = 0.25;
-const FADE: f32 = 0.98;
+/// are multiplied by [`DECAY`].
+const LEARN_INTERVAL_CACHES: f64 = 0.25;
+const DECAY: f32 = 0.98;
 
 /// Fewest uses between two computations of the scores, which bounds the cost per use.
 const LEARN_USES_MIN: u64 = 4096;
@@ -84,7 +84,7 @@ const LEARN_USES_MIN: u64 = 4096;
 const TICK_START: u32 = 256;
 
 /// Index of the learnt scores in the policy's `worths`.
-const LEARNT: usize = 0;
+const LEARNT_TABLE: usize = 0;
 
 /// Eviction and admission policy. See the [module](self).
 pub struct Policy {
@@ -98,11 +98,11 @@ pub struct Policy {
     tick_at: u64,
     learn_at: u64,
     learn_every: u64,
-    reuse: Reuse,
+    reuse: ReuseSampler,
     /// Alternative scores: the learnt ones, and those that need no learning.
-    worths: Vec<Worths>,
-    shadows: Shadows,
-    budget: Option<Budget>,
+    score_tables: Vec<ScoreTable>,
+    shadows: ShadowCaches,
+    budget: Option<WriteBudget>,
 }
 
 impl Policy {
@@ -113,7 +113,7 @@ impl Policy {
     pub fn new(options: PolicyOptions) -> Self {
         assert!((1..=WAYS_MAX).contains(&options.ways), "a set has 1 to 256 ways");
         let tick_uses = (options.lines / TICKS_PER_CACHE).max(1);
-        let learn_every = ((options.lines as f64 * LEARN_CACHES) as u64).max(LEARN_USES_MIN);
+        let learn_every = ((options.lines as f64 * LEARN_INTERVAL_CACHES) as u64).max(LEARN_USES_MIN);
         Self {
             options,
             uses: 0,
@@ -122,10 +122,14 @@ impl Policy {
             tick_at: tick_uses,
             learn_at: learn_every,
             learn_every,
-            reuse: Reuse::new(tick_uses * u64::from(HORIZON)),
-            shadows: Shadows::new(options.lines, 3),
-            worths: vec![Worths::uses_by_age(), Worths::uses_by_age(), Worths::recency()],
-            budget: options.budget.map(Budget::new),
+            reuse: ReuseSampler::new(tick_uses * u64::from(HORIZON_TICKS)),
+            shadows: ShadowCaches::new(options.lines, 3),
+            score_tables: vec![
+                ScoreTable::uses_by_age(),
+                ScoreTable::uses_by_age(),
+                ScoreTable::recency(),
+            ],
+            budget: options.budget.map(WriteBudget::new),
         }
     }
 
@@ -139,8 +143,8 @@ impl Policy {
     }
 
     /// Returns the scores that perform best now.
-    fn worths(&self) -> &Worths {
-        &self.worths[self.shadows.best()]
+    fn best_scores(&self) -> &ScoreTable {
+        &self.score_tables[self.shadows.best()]
     }
 
     fn random(&self) -> u64 {
@@ -148,11 +152,12 @@ impl Policy {
     }
 
     /// Records a use of a line.
-    fn used(&mut self, hash: u64, class: Class, context: &Context) {
-        self.reuse.used(hash, class, self.tick);
-        if self.shadows.has(hash) {
+    fn record_use(&mut self, hash: u64, class: Class, context: &AccessContext) {
+        self.reuse.record_use(hash, class, self.tick);
+        if self.shadows.is_sampled(hash) {
             let random = self.random();
-            self.shadows.used(hash, context, self.tick, random, &self.worths);
+            self.shadows
+                .record_use(hash, context, self.tick, random, &self.score_tables);
         }
         self.uses += 1;
         if self.uses >= self.tick_at {
@@ -161,37 +166,37 @@ impl Policy {
         }
         if self.uses >= self.learn_at {
             self.learn_at += self.learn_every;
-            self.worths[LEARNT].learn(&self.reuse.times(self.tick));
-            self.reuse.fade(FADE);
+            self.score_tables[LEARNT_TABLE].learn(&self.reuse.times(self.tick));
+            self.reuse.decay(DECAY);
         }
     }
 
     /// Returns the offsets in a set's state that [`Self::touch`] of `way` accesses, so that they can be prefetched.
-    pub fn touched(&self, way: u8) -> [usize; 3] {
-        set::touched(self.options.ways, way)
+    pub fn touched_offsets(&self, way: u8) -> [usize; 3] {
+        set::touched_offsets(self.options.ways, way)
     }
 
     /// Records a hit of `line`, which is in `way`.
-    pub fn touch(&mut self, set: &mut [u8], way: u8, line: u64, context: Context) {
+    pub fn touch(&mut self, set: &mut [u8], way: u8, line: u64, context: AccessContext) {
         let mut set = self.set(set);
-        let uses = set.class(way).map_or(0, |class| count(class.uses(), self.random()));
+        let uses = set.class(way).map_or(0, |class| count_use(class.uses(), self.random()));
         let class = Class::new(&context, uses);
         set.put(way, class, 0);
-        self.used(mix(line), class, &context);
+        self.record_use(mix(line), class, &context);
     }
 
     /// Returns whether `line`, which is not in its set, is admitted; if so, its bytes count as written. Called once
     /// for each miss.
-    pub fn admit(&mut self, set: &mut [u8], line: u64, context: Context) -> bool {
+    pub fn admit(&mut self, set: &mut [u8], line: u64, context: AccessContext) -> bool {
         let hash = mix(line);
         let scarcity = self.scarcity(self.options.line_bytes.into(), context.now);
         let mut set = self.set(set);
         let ghost = set.find_ghost(hash);
-        let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), self.random()));
+        let uses = ghost.map_or(0, |ghost| count_use(set.ghost_uses(ghost), self.random()));
         let class = Class::new(&context, uses);
         let admit = scarcity < 1.0
-            && is_worth_it(
-                self.worths(),
+            && should_admit(
+                self.best_scores(),
                 &mut set,
                 class,
                 self.options.spare_ways,
@@ -200,13 +205,13 @@ impl Policy {
             );
         if !admit {
             if let Some(ghost) = ghost {
-                set.forget(ghost);
+                set.remove_ghost(ghost);
             }
-            set.remember(hash, uses);
+            set.add_ghost(hash, uses);
         }
-        self.used(hash, class, &context);
+        self.record_use(hash, class, &context);
         if admit {
-            self.written(self.options.line_bytes.into(), context.now);
+            self.record_write(self.options.line_bytes.into(), context.now);
         }
         admit
     }
@@ -219,7 +224,7 @@ impl Policy {
     /// lowest score. Its line stays in the set until [`Self::evict`].
     pub fn victim(&mut self, set: &mut [u8], may_evict: impl FnMut(u8) -> bool) -> Option<u8> {
         let mut set = self.set(set);
-        set.least_of(self.worths().ranks(), may_evict)
+        set.lowest_allowed(self.best_scores().ranks(), may_evict)
     }
 
     /// Records that `line` was evicted from `way`.
@@ -227,17 +232,17 @@ impl Policy {
         let mut set = self.set(set);
         let uses = set.class(way).map_or(0, Class::uses);
         set.clear(way);
-        set.remember(mix(line), uses);
+        set.add_ghost(mix(line), uses);
     }
 
     /// Records that `line` was put into `way`, which was free; `context` is that of the access that missed.
-    pub fn insert(&mut self, set: &mut [u8], way: u8, line: u64, context: Context) {
+    pub fn insert(&mut self, set: &mut [u8], way: u8, line: u64, context: AccessContext) {
         let mut set = self.set(set);
         let ghost = set.find_ghost(mix(line));
-        let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), self.random()));
+        let uses = ghost.map_or(0, |ghost| count_use(set.ghost_uses(ghost), self.random()));
         set.put(way, Class::new(&context, uses), 0);
         if let Some(ghost) = ghost {
-            set.forget(ghost);
+            set.remove_ghost(ghost);
         }
     }
 
@@ -248,7 +253,7 @@ impl Policy {
 
     /// Charges bytes to the budget that were written to the SSD in addition to admitted lines: write hits, and the
     /// cache's metadata.
-    pub fn written(&mut self, bytes: u64, now: Duration) {
+    pub fn record_write(&mut self, bytes: u64, now: Duration) {
         if let Some(budget) = &mut self.budget {
             budget.spend(bytes, now);
         }
@@ -258,12 +263,12 @@ impl Policy {
     pub fn set_budget(&mut self, bytes_per_day: Option<u64>, now: Duration) {
         match (&mut self.budget, bytes_per_day) {
             (Some(budget), Some(bytes)) => budget.change(bytes, now),
-            (budget, bytes) => *budget = bytes.map(Budget::new),
+            (budget, bytes) => *budget = bytes.map(WriteBudget::new),
         }
     }
 
     /// Returns whether writing `bytes` now would exceed the budget.
-    pub fn is_spent(&mut self, bytes: u64, now: Duration) -> bool {
+    pub fn exceeds_budget(&mut self, bytes: u64, now: Duration) -> bool {
         self.scarcity(bytes, now) >= 1.0
     }
 
@@ -290,12 +295,12 @@ impl Policy {
     }
 }
 
-/// Number of values that [`heat_of`] returns.
-pub const HEATS: usize = 32;
+/// Number of values that [`heat`] returns.
+pub const HEAT_LEVELS: usize = 32;
 
-/// Returns the heat of a line, below [`HEATS`], from its byte of [`Policy::save`]: a more recent use is hotter, and
-/// among equally recent ones a higher number of uses.
-pub fn heat_of(saved: u8) -> u8 {
+/// Returns the heat of a line, below [`HEAT_LEVELS`], from its byte of [`Policy::save`]: a more recent use is hotter,
+/// and among equally recent ones a higher number of uses.
+pub fn heat(saved: u8) -> u8 {
     let class = Class::from_number(saved & ((1 << SAVED_AGE_SHIFT) - 1));
     let age = saved >> SAVED_AGE_SHIFT;
     (SAVED_AGES.len() as u8 - 1 - age) << 3 | class.uses()
@@ -321,14 +326,14 @@ mod tests {
             spare_ways: 0,
             lines,
             line_bytes: 4096,
-            admission: Admission::default(),
+            admission: AdmissionPolicy::default(),
             budget: None,
         }
     }
 
-    fn context(write: bool, now: u64) -> Context {
-        Context {
-            access: if write { Access::Write } else { Access::Read },
+    fn context(write: bool, now: u64) -> AccessContext {
+        AccessContext {
+            access: if write { AccessKind::Write } else { AccessKind::Read },
             request_bytes: 4096 << (now % 7),
             now: Duration::from_secs(now),
         }
@@ -343,7 +348,7 @@ mod tests {
     impl Lines {
         fn way_of(&self, line: u64) -> Option<u8> {
             let mut ways = self.ways.iter();
-            ways.find(|(_, there)| **there == line).map(|(way, _)| *way)
+            ways.find(|(_, cached)| **cached == line).map(|(way, _)| *way)
         }
     }
 
@@ -371,15 +376,15 @@ mod tests {
                             continue;
                         }
                         let free = (0..ways as u8).find(|way| !lines.ways.contains_key(way));
-                        let may_leave = |way: u8| busy >> way & 1 == 0;
+                        let evictable = |way: u8| busy >> way & 1 == 0;
                         let way = free.or_else(|| {
-                            let way = policy.victim(&mut set, may_leave)?;
+                            let way = policy.victim(&mut set, evictable)?;
                             policy.evict(&mut set, way, lines.ways[&way]);
                             lines.ways.remove(&way).map(|_| way)
                         });
-                        prop_assert_eq!(way.is_none(), !(0..ways as u8).any(may_leave) && free.is_none());
+                        prop_assert_eq!(way.is_none(), !(0..ways as u8).any(evictable) && free.is_none());
                         if let Some(way) = way {
-                            prop_assert!(free.is_some() || may_leave(way));
+                            prop_assert!(free.is_some() || evictable(way));
                             policy.insert(&mut set, way, line, context);
                             lines.ways.insert(way, line);
                         }
@@ -416,15 +421,15 @@ mod tests {
             policy.touch(&mut set, 2, 2, context(false, 7 * at));
         }
         let saved: Vec<(u8, u8)> = (0..4).map(|way| (way, policy.save(&mut set, way))).collect();
-        let mut again = Policy::new(options(4, 4));
-        let mut set = vec![0; again.set_bytes()];
-        again.load(&mut set, saved);
+        let mut restarted = Policy::new(options(4, 4));
+        let mut set = vec![0; restarted.set_bytes()];
+        restarted.load(&mut set, saved);
         for _ in 0..3 {
-            let victim = again.victim(&mut set, |_| true).expect("a line");
+            let victim = restarted.victim(&mut set, |_| true).expect("a line");
             assert_ne!(victim, 2);
-            again.evict(&mut set, victim, victim.into());
+            restarted.evict(&mut set, victim, victim.into());
         }
-        assert_eq!(again.victim(&mut set, |_| true), Some(2));
+        assert_eq!(restarted.victim(&mut set, |_| true), Some(2));
     }
 
     /// Ways that the caller keeps empty do not count when a set is checked for being full.

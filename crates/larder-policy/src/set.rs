@@ -14,10 +14,10 @@
 //! as of the tick whose lower byte is `ranked`: one scan of all ways finds several, so that not every eviction needs
 //! a scan.
 
-use crate::age::{AGE_OF, AGES, HORIZON, age};
+use crate::age::{AGE_OF, AGES, HORIZON_TICKS, age};
 use crate::class::{self, Class, USES_MAX};
 use crate::geometry::WAYS_MAX;
-use crate::worth::RANK_NONE;
+use crate::score::RANK_NONE;
 
 const HEADER: usize = 24;
 
@@ -31,10 +31,10 @@ const VICTIMS: usize = 10;
 const VICTIMS_MAX: usize = HEADER - VICTIMS;
 
 /// Parts of a set in each of which a scan finds one victim.
-const PARTS: usize = 32;
+const STRIPES: usize = 32;
 
 /// The highest age of a stamp after a sweep, in ticks. [`SWEEP_TICKS`] is the interval of sweeps.
-const STAMP_AGE_MAX: u32 = HORIZON;
+const STAMP_AGE_MAX: u32 = HORIZON_TICKS;
 const SWEEP_TICKS: u32 = 32;
 
 /// Returns the bytes of a set's state.
@@ -43,7 +43,7 @@ pub(crate) const fn bytes(ways: usize) -> usize {
 }
 
 /// Returns the offsets in a set's state that a hit of `way` changes.
-pub(crate) fn touched(ways: usize, way: u8) -> [usize; 3] {
+pub(crate) fn touched_offsets(ways: usize, way: u8) -> [usize; 3] {
     let class = HEADER + usize::from(way);
     [0, class, class + ways]
 }
@@ -123,7 +123,7 @@ impl<'a> Set<'a> {
         if new {
             self.set_field(LINES, self.lines() + 1);
         } else {
-            self.spare(way);
+            self.drop_victim(way);
         }
     }
 
@@ -132,12 +132,12 @@ impl<'a> Set<'a> {
         let class = std::mem::take(&mut self.classes[usize::from(way)]);
         if class != 0 {
             self.set_field(LINES, self.lines() - 1);
-            self.spare(way);
+            self.drop_victim(way);
         }
     }
 
     /// Removes `way` from the next victims.
-    fn spare(&mut self, way: u8) {
+    fn drop_victim(&mut self, way: u8) {
         let count = usize::from(self.header[COUNT]);
         let victims = &mut self.header[VICTIMS..VICTIMS + count];
         if let Some(index) = victims.iter().position(|victim| *victim == way) {
@@ -164,55 +164,55 @@ impl<'a> Set<'a> {
     }
 
     /// Returns the way with the lowest score, if there is a line; `worths` has the scores by class and age.
-    pub(crate) fn least(&mut self, worths: &[u32]) -> Option<u8> {
+    pub(crate) fn lowest(&mut self, ranks: &[u32]) -> Option<u8> {
         if self.header[COUNT] == 0 || self.header[RANKED] != self.tick as u8 {
-            self.rank(worths);
+            self.rank(ranks);
         }
         let count = usize::from(self.header[COUNT]);
         (count > 0).then(|| self.header[VICTIMS + count - 1])
     }
 
     /// Returns the `allowed` way with the lowest score, if there is one.
-    pub(crate) fn least_of(&mut self, worths: &[u32], mut allowed: impl FnMut(u8) -> bool) -> Option<u8> {
-        let first = self.least(worths)?;
+    pub(crate) fn lowest_allowed(&mut self, ranks: &[u32], mut allowed: impl FnMut(u8) -> bool) -> Option<u8> {
+        let first = self.lowest(ranks)?;
         if allowed(first) {
             return Some(first);
         }
         let mut least = None;
-        let mut least_worth = u32::MAX;
+        let mut lowest_score = u32::MAX;
         for way in 0..self.classes.len() {
-            let worth = self.worth(worths, way);
-            if worth < least_worth && allowed(way as u8) {
-                (least, least_worth) = (Some(way as u8), worth);
+            let score = self.score(ranks, way);
+            if score < lowest_score && allowed(way as u8) {
+                (least, lowest_score) = (Some(way as u8), score);
             }
         }
         least
     }
 
-    fn worth(&self, worths: &[u32], way: usize) -> u32 {
-        worths[usize::from(self.classes[way]) % class::COUNT * AGES + self.age_of(self.stamps[way])]
+    fn score(&self, ranks: &[u32], way: usize) -> u32 {
+        ranks[usize::from(self.classes[way]) % class::COUNT * AGES + self.age_of(self.stamps[way])]
     }
 
     #[inline(never)]
-    fn rank(&mut self, worths: &[u32]) {
+    fn rank(&mut self, ranks: &[u32]) {
         // Score and way are packed into one number.
         let mut all = [u32::MAX; WAYS_MAX];
         let now = self.tick as u8;
         for (way, ((number, class), stamp)) in all.iter_mut().zip(&*self.classes).zip(&*self.stamps).enumerate() {
             let age = AGE_OF[usize::from(now.wrapping_sub(*stamp))];
-            *number = worths[usize::from(*class) % class::COUNT * AGES + usize::from(age)] << 8 | way as u32;
+            *number = ranks[usize::from(*class) % class::COUNT * AGES + usize::from(age)] << 8 | way as u32;
         }
         // Takes the minimum of each part. The overall minimum is exact; the runners-up are approximate.
-        let mut least = [u32::MAX; PARTS];
-        for part in all.chunks_exact(PARTS) {
-            for (least, number) in least.iter_mut().zip(part) {
+        let mut lowest = [u32::MAX; STRIPES];
+        for stripe in all.chunks_exact(STRIPES) {
+            for (least, number) in lowest.iter_mut().zip(stripe) {
                 *least = (*least).min(*number);
             }
         }
-        least.sort_unstable();
-        let lines = least.partition_point(|number| *number >> 8 < RANK_NONE);
+        lowest.sort_unstable();
+        let lines = lowest.partition_point(|number| *number >> 8 < RANK_NONE);
         let count = VICTIMS_MAX.min(lines);
-        for (victim, number) in self.header[VICTIMS..].iter_mut().zip(least[..count].iter().rev()) {
+        for (victim, number) in self.header[VICTIMS..].iter_mut().zip(lowest[..count].iter().rev()) {
             *victim = *number as u8;
         }
         self.header[COUNT] = count as u8;
@@ -231,11 +231,14 @@ impl<'a> Set<'a> {
     pub(crate) fn find_ghost(&self, hash: u64) -> Option<usize> {
         const PIECE: usize = 64;
         let wanted = ghost(hash, 0);
-        let is = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & !u16::from(USES_MAX) == wanted;
+        let matches_ghost = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & !u16::from(USES_MAX) == wanted;
         // Each piece is compared without a branch, which compiles to a few vector instructions.
         for (piece, ghosts) in self.ghosts.chunks(PIECE).enumerate() {
-            if ghosts.chunks_exact(2).fold(false, |found, ghost| found | is(ghost)) {
-                let within = ghosts.chunks_exact(2).position(is)?;
+            if ghosts
+                .chunks_exact(2)
+                .fold(false, |found, ghost| found | matches_ghost(ghost))
+            {
+                let within = ghosts.chunks_exact(2).position(matches_ghost)?;
                 return Some(piece * PIECE / 2 + within);
             }
         }
@@ -248,12 +251,12 @@ impl<'a> Set<'a> {
     }
 
     /// Removes the ghost of a line that is in the set now.
-    pub(crate) fn forget(&mut self, index: usize) {
+    pub(crate) fn remove_ghost(&mut self, index: usize) {
         self.set_ghost(index, 0);
     }
 
     /// Adds the ghost of a line that is not in the set.
-    pub(crate) fn remember(&mut self, hash: u64, uses: u8) {
+    pub(crate) fn add_ghost(&mut self, hash: u64, uses: u8) {
         let next = self.field(NEXT);
         self.set_ghost(next, ghost(hash, uses));
         self.set_field(NEXT, (next + 1) % self.classes.len());

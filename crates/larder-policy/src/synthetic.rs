@@ -1,17 +1,17 @@
 //! Synthetic traces, each with one trait that is hard for some policy. They are the same in every run.
 
 use crate::hash::mix;
-use crate::trace::Request;
+use crate::trace::TraceRequest;
 
 /// Bytes of a line of a synthetic trace.
-pub const LINE: u64 = 4096;
+pub const LINE_BYTES: u64 = 4096;
 
-const LINES: u64 = 50_000;
-const ACCESSES: u64 = 1_500_000;
+const LINE_COUNT: u64 = 50_000;
+const ACCESS_COUNT: u64 = 1_500_000;
 
 /// Kind of a synthetic trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Synthetic {
+pub enum SyntheticTrace {
     /// Zipf's law (exponent 0.9) with a hot set that moves continuously.
     ZipfDrift,
     /// Zipf's law, and after every 2,000 reads a scan of 4,000 lines that are not read again soon.
@@ -29,7 +29,7 @@ pub enum Synthetic {
     Recent,
 }
 
-impl Synthetic {
+impl SyntheticTrace {
     /// All synthetic traces.
     pub const ALL: [Self; 7] = [
         Self::ZipfDrift,
@@ -55,24 +55,24 @@ impl Synthetic {
     }
 
     /// Returns the requests, of one line each.
-    pub fn requests(self) -> Vec<Request> {
-        let zipf = Zipf::new(LINES, 0.9);
+    pub fn requests(self) -> Vec<TraceRequest> {
+        let zipf = Zipf::new(LINE_COUNT, 0.9);
         let mut random = Random(self as u64);
         let mut recent = vec![0; 1 << 16];
-        let lines = (0..ACCESSES).map(|at| {
+        let lines = (0..ACCESS_COUNT).map(|at| {
             let line = match self {
-                Self::ZipfDrift => (zipf.draw(&mut random) + at / 60) % LINES,
+                Self::ZipfDrift => (zipf.draw(&mut random) + at / 60) % LINE_COUNT,
                 Self::ZipfScans => match at % 6_000 {
                     0..2_000 => scatter(zipf.draw(&mut random)),
-                    _ => LINES + (at / 6_000 * 4_000 + at % 6_000 - 2_000) % (4 * LINES),
+                    _ => LINE_COUNT + (at / 6_000 * 4_000 + at % 6_000 - 2_000) % (4 * LINE_COUNT),
                 },
-                Self::Loop => at % LINES,
+                Self::Loop => at % LINE_COUNT,
                 Self::ZipfLoop if at % 2 == 0 => zipf.draw(&mut random),
-                Self::ZipfLoop => LINES + at / 2 % LINES,
-                Self::Uniform => random.below(LINES),
+                Self::ZipfLoop => LINE_COUNT + at / 2 % LINE_COUNT,
+                Self::Uniform => random.below(LINE_COUNT),
                 Self::Phases => match at / 150_000 % 4 {
                     0 => zipf.draw(&mut random),
-                    1 => at % (LINES / 3),
+                    1 => at % (LINE_COUNT / 3),
                     2 => scatter(zipf.draw(&mut random)),
                     _ => recent_line(&recent, at, &mut random),
                 },
@@ -81,10 +81,10 @@ impl Synthetic {
             recent[at as usize % (1 << 16)] = line;
             line
         });
-        let request = |line| Request {
+        let request = |line| TraceRequest {
             write: false,
-            start: line * LINE,
-            len: LINE,
+            start: line * LINE_BYTES,
+            len: LINE_BYTES,
             at: None,
         };
         lines.map(request).collect()
@@ -94,7 +94,7 @@ impl Synthetic {
 /// Returns a recently read line, more recent ones with higher probability; in one of five cases any line.
 fn recent_line(recent: &[u64], at: u64, random: &mut Random) -> u64 {
     if random.below(5) == 0 || at == 0 {
-        return random.below(LINES);
+        return random.below(LINE_COUNT);
     }
     // The distance is spread evenly over powers of two.
     let power = random.below(16);
@@ -104,7 +104,7 @@ fn recent_line(recent: &[u64], at: u64, random: &mut Random) -> u64 {
 
 /// Maps a line to another position, such that neighbours are scattered.
 fn scatter(line: u64) -> u64 {
-    mix(line) % LINES
+    mix(line) % LINE_COUNT
 }
 
 struct Random(u64);

@@ -29,7 +29,7 @@ const LENGTH_MAX: u64 = 1 << 30;
 
 /// Request of a trace: a read or a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct TraceRequest {
     /// Set for a write, unset for a read.
     pub write: bool,
     /// Offset in bytes.
@@ -42,7 +42,7 @@ pub struct Request {
 
 /// Format of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum TraceFormat {
     /// CloudPhysics' records.
     Vscsi,
     /// The ARC paper's lines.
@@ -53,9 +53,9 @@ pub enum Format {
 #[derive(Clone, Debug)]
 pub struct Trace {
     /// Format of the file.
-    pub format: Format,
+    pub format: TraceFormat,
     /// Requests, at least one.
-    pub requests: Vec<Request>,
+    pub requests: Vec<TraceRequest>,
 }
 
 /// Error of reading a trace.
@@ -108,10 +108,10 @@ pub fn read(path: &Path, block: u64) -> Result<Trace, TraceError> {
         source,
     };
     let mut file = BufReader::new(File::open(path).map_err(failed)?);
-    let packed = file.fill_buf().map_err(failed)?.starts_with(&ZSTD_MAGIC);
-    if packed {
-        let unpacked = zstd::Decoder::with_buffer(file).map_err(failed)?;
-        parse(path, BufReader::new(unpacked), block)
+    let is_compressed = file.fill_buf().map_err(failed)?.starts_with(&ZSTD_MAGIC);
+    if is_compressed {
+        let decompressed = zstd::Decoder::with_buffer(file).map_err(failed)?;
+        parse(path, BufReader::new(decompressed), block)
     } else {
         parse(path, file, block)
     }
@@ -133,8 +133,8 @@ fn parse(path: &Path, mut from: impl BufRead, block: u64) -> Result<Trace, Trace
     let format = format_of(&begin).ok_or_else(|| TraceError::UnknownFormat { path: path.to_owned() })?;
     let all = begin.as_slice().chain(from);
     let requests = match format {
-        Format::Vscsi => vscsi(path, all)?,
-        Format::Arc => arc(path, all, block)?,
+        TraceFormat::Vscsi => vscsi(path, all)?,
+        TraceFormat::Arc => arc(path, all, block)?,
     };
     if requests.is_empty() {
         return Err(TraceError::Empty { path: path.to_owned() });
@@ -142,17 +142,17 @@ fn parse(path: &Path, mut from: impl BufRead, block: u64) -> Result<Trace, Trace
     Ok(Trace { format, requests })
 }
 
-fn format_of(begin: &[u8]) -> Option<Format> {
+fn format_of(begin: &[u8]) -> Option<TraceFormat> {
     let line = begin.split(|byte| *byte == b'\n').next().unwrap_or(begin);
     let of_text = |byte: &u8| byte.is_ascii_digit() || byte.is_ascii_whitespace();
     if !line.is_empty() && line.iter().all(of_text) {
-        return Some(Format::Arc);
+        return Some(TraceFormat::Arc);
     }
     let command = begin.get(12..14).map(|bytes| number(bytes) as u16)?;
     let known = READS.contains(&command) || WRITES.contains(&command);
     let version = begin.get(VSCSI_VERSION..VSCSI_VERSION + 2).map(number)?;
     // The version is the upper byte, as in libCacheSim.
-    (known && version >> 8 == 1).then_some(Format::Vscsi)
+    (known && version >> 8 == 1).then_some(TraceFormat::Vscsi)
 }
 
 /// Decodes a little-endian number.
@@ -160,7 +160,7 @@ fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
 }
 
-fn vscsi(path: &Path, mut from: impl Read) -> Result<Vec<Request>, TraceError> {
+fn vscsi(path: &Path, mut from: impl Read) -> Result<Vec<TraceRequest>, TraceError> {
     let mut bytes = Vec::new();
     from.read_to_end(&mut bytes).map_err(|source| TraceError::Read {
         path: path.to_owned(),
@@ -179,9 +179,9 @@ fn vscsi(path: &Path, mut from: impl Read) -> Result<Vec<Request>, TraceError> {
             return Err(format!("is neither a read nor a write: SCSI command {command:#x}"));
         }
         let (first, len) = (number(&record[16..24]), number(&record[4..8]));
-        Ok(Request {
+        Ok(TraceRequest {
             write,
-            start: place(first, SECTOR, len)?,
+            start: byte_offset(first, SECTOR, len)?,
             len,
             at: Some(Duration::from_micros(number(&record[24..32]))),
         })
@@ -197,7 +197,7 @@ fn vscsi(path: &Path, mut from: impl Read) -> Result<Vec<Request>, TraceError> {
     requests.collect()
 }
 
-fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<Request>, TraceError> {
+fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<TraceRequest>, TraceError> {
     let request = |line: &str| {
         let mut numbers = line.split_whitespace().map(str::parse::<u64>);
         let (Some(Ok(first)), Some(Ok(count)), Some(Ok(_)), Some(Ok(_)), None) = (
@@ -210,9 +210,9 @@ fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<Request>, Trac
             return Err(format!("is not four numbers: '{}'", line.escape_debug()));
         };
         let len = count.saturating_mul(block);
-        Ok(Request {
+        Ok(TraceRequest {
             write: false,
-            start: place(first, block, len)?,
+            start: byte_offset(first, block, len)?,
             len,
             at: None,
         })
@@ -233,7 +233,7 @@ fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<Request>, Trac
 }
 
 /// Returns the offset of a block, if a request of this length can be there.
-fn place(first: u64, block: u64, len: u64) -> Result<u64, String> {
+fn byte_offset(first: u64, block: u64, len: u64) -> Result<u64, String> {
     if len == 0 || len > LENGTH_MAX {
         return Err(format!("has {len} bytes; a request has 1 to {LENGTH_MAX}"));
     }
@@ -265,15 +265,15 @@ mod tests {
     fn vscsi_record_becomes_timed_request() {
         let bytes = [record(0x8a, 8192, 5 << 32, 3_000_000), record(0x28, 512, 7, 3_000_001)].concat();
         let trace = parsed(&bytes).expect("a trace");
-        assert_eq!(trace.format, Format::Vscsi);
+        assert_eq!(trace.format, TraceFormat::Vscsi);
         let expected = [
-            Request {
+            TraceRequest {
                 write: true,
                 start: (5 << 32) * 512,
                 len: 8192,
                 at: Some(Duration::from_secs(3)),
             },
-            Request {
+            TraceRequest {
                 write: false,
                 start: 7 * 512,
                 len: 512,
@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn arc_line_becomes_read() {
         let trace = parsed(b"110765 64 0 0\n7 1 0 1\n").expect("a trace");
-        assert_eq!(trace.format, Format::Arc);
+        assert_eq!(trace.format, TraceFormat::Arc);
         let reads: Vec<(u64, u64)> = trace.requests.iter().map(|read| (read.start, read.len)).collect();
         assert_eq!(reads, [(110_765 * 4096, 64 * 4096), (7 * 4096, 4096)]);
         assert!(trace.requests.iter().all(|read| !read.write && read.at.is_none()));
@@ -294,19 +294,19 @@ mod tests {
 
     #[test]
     fn compressed_trace_is_read() {
-        let folder = tempfile::tempdir().expect("a directory");
-        let path = folder.path().join("trace");
-        let packed = zstd::encode_all(&b"1 2 0 0\n"[..], 0).expect("packs");
-        std::fs::write(&path, &packed).expect("writes");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("trace");
+        let compressed = zstd::encode_all(&b"1 2 0 0\n"[..], 0).expect("packs");
+        std::fs::write(&path, &compressed).expect("writes");
         assert_eq!(read(&path, 512).expect("a trace").requests.len(), 1);
-        std::fs::write(&path, &packed[..packed.len() - 3]).expect("writes");
+        std::fs::write(&path, &compressed[..compressed.len() - 3]).expect("writes");
         assert!(matches!(read(&path, 512), Err(TraceError::Read { .. })));
     }
 
     /// Errors of every kind of damage name the place and the cause.
     #[test]
     fn trace_errors_name_the_damage() {
-        let whole = record(0x28, 512, 7, 0);
+        let record_bytes = record(0x28, 512, 7, 0);
         let cases: [(&[u8], &str); 9] = [
             (b"", "a.trace has no requests"),
             (b"#!/bin/sh", "is not in a known trace format"),
@@ -319,11 +319,11 @@ mod tests {
                 "damaged: line 1 is at block 18446744073709551615",
             ),
             (
-                &[&whole[..], &record(0x35, 512, 7, 0)].concat(),
+                &[&record_bytes[..], &record(0x35, 512, 7, 0)].concat(),
                 "record 2 is neither a read nor a write",
             ),
             (
-                &[&whole[..], &whole[..9]].concat(),
+                &[&record_bytes[..], &record_bytes[..9]].concat(),
                 "record 2 has 9 of 32 bytes: the file ends early",
             ),
         ];

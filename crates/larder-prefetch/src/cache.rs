@@ -27,7 +27,7 @@ const NONE: u16 = u16::MAX;
 /// The most slots: with more, the table could have more positions than a `u16` can count.
 const SLOTS_MAX: usize = NONE as usize / 8;
 
-const _: () = assert!(PrefetchOptions::MEMORY_MAX.as_usize() / Cache::SLOT_BYTES <= SLOTS_MAX);
+const _: () = assert!(PrefetchOptions::MEMORY_MAX.as_usize() / BlockCache::SLOT_BYTES <= SLOTS_MAX);
 
 /// Bytes of the table for each slot: it has four to eight positions of two bytes.
 const TABLE_BYTES_PER_SLOT: usize = 16;
@@ -48,7 +48,7 @@ pub(crate) struct Slot {
     /// Blocks that can be read.
     pub(crate) present: u8,
     /// Blocks that will be present when their fetch has ended.
-    pub(crate) flying: u8,
+    pub(crate) in_flight: u8,
     /// Blocks that a fetch writes to, wanted or not.
     pub(crate) busy: u8,
     /// Blocks that were not requested yet.
@@ -76,7 +76,7 @@ struct List {
 }
 
 /// Unread blocks that a slot lost.
-pub(crate) struct Unread {
+pub(crate) struct DroppedUnread {
     pub(crate) stream: StreamId,
     /// Blocks that had been fetched.
     pub(crate) wasted: u32,
@@ -85,12 +85,12 @@ pub(crate) struct Unread {
 }
 
 /// All slots.
-pub(crate) struct Cache {
+pub(crate) struct BlockCache {
     slots: Box<[Slot]>,
     /// Memory of the slots; the last allocation is handed out from its start on.
     memory: Vec<AlignedBuf>,
     /// Bytes of the last allocation that were handed out.
-    given_out: usize,
+    allotted: usize,
     lists: [List; 3],
     /// Slots by part, with linear probing.
     table: Box<[u16]>,
@@ -98,24 +98,24 @@ pub(crate) struct Cache {
     shift: u32,
 }
 
-impl Cache {
+impl BlockCache {
     /// Bytes of memory that a slot takes in total.
     pub(crate) const SLOT_BYTES: usize =
         SLOT_LEN + size_of::<Slot>() + TABLE_BYTES_PER_SLOT + PIECE_OVERHEAD / (PIECE_LEN / SLOT_LEN);
 
     pub(crate) fn new(slots: usize) -> Self {
         let slots = slots.clamp(1, SLOTS_MAX);
-        let places = (slots * 4).next_power_of_two().max(16);
+        let positions = (slots * 4).next_power_of_two().max(16);
         let mut cache = Self {
             slots: (0..slots).map(|_| Slot::default()).collect(),
             memory: Vec::with_capacity(slots.div_ceil(PIECE_LEN / SLOT_LEN)),
-            given_out: PIECE_LEN,
+            allotted: PIECE_LEN,
             lists: [List {
                 first: NONE,
                 last: NONE,
             }; 3],
-            table: vec![NONE; places].into_boxed_slice(),
-            shift: 64 - places.trailing_zeros(),
+            table: vec![NONE; positions].into_boxed_slice(),
+            shift: 64 - positions.trailing_zeros(),
         };
         for index in 0..slots as u16 {
             cache.append(index, ListKind::Free);
@@ -127,7 +127,7 @@ impl Cache {
         self.slots.len()
     }
 
-    fn place(&self, part: u64) -> usize {
+    fn hash_position(&self, part: u64) -> usize {
         (part.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize
     }
 
@@ -135,12 +135,12 @@ impl Cache {
     #[inline]
     pub(crate) fn find(&self, part: u64) -> Option<SlotIndex> {
         let mask = self.table.len() - 1;
-        let mut place = self.place(part);
+        let mut position = self.hash_position(part);
         loop {
-            match self.table[place] {
+            match self.table[position] {
                 NONE => return None,
                 index if self.slots[usize::from(index)].part == part => return Some(index),
-                _ => place = (place + 1) & mask,
+                _ => position = (position + 1) & mask,
             }
         }
     }
@@ -180,32 +180,32 @@ impl Cache {
 
     /// Assigns a slot to a part that has none: a free one, one that was read, or the oldest unread one. Also returns
     /// the unread blocks that the slot lost. Returns `None` if fetches write to all slots.
-    pub(crate) fn take(&mut self, part: u64, stream: StreamId) -> Option<(SlotIndex, Option<Unread>)> {
+    pub(crate) fn allocate(&mut self, part: u64, stream: StreamId) -> Option<(SlotIndex, Option<DroppedUnread>)> {
         let index = [ListKind::Free, ListKind::Done, ListKind::Unread]
             .into_iter()
             .find_map(|kind| self.oldest_idle(kind))?;
-        let lost = self.clear(index);
+        let dropped = self.clear(index);
         if self.slot(index).memory.is_none() {
             self.slot_mut(index).memory = self.new_memory();
         }
-        let place = self.slot_mut(index);
-        place.part = part;
-        place.stream = stream;
-        self.enter(index);
+        let slot = self.slot_mut(index);
+        slot.part = part;
+        slot.stream = stream;
+        self.insert_into_table(index);
         self.unlink(index);
         self.append(index, ListKind::Unread);
-        Some((index, lost))
+        Some((index, dropped))
     }
 
     fn new_memory(&mut self) -> Option<NonNull<u8>> {
-        if self.given_out == PIECE_LEN {
-            let left = self.slots.len() * SLOT_LEN - self.memory.len() * PIECE_LEN;
-            self.memory.push(AlignedBuf::zeroed(left.min(PIECE_LEN)));
-            self.given_out = 0;
+        if self.allotted == PIECE_LEN {
+            let unallocated = self.slots.len() * SLOT_LEN - self.memory.len() * PIECE_LEN;
+            self.memory.push(AlignedBuf::zeroed(unallocated.min(PIECE_LEN)));
+            self.allotted = 0;
         }
         let piece = self.memory.last_mut()?;
-        let memory = NonNull::new(piece.as_mut_ptr().wrapping_add(self.given_out));
-        self.given_out += SLOT_LEN;
+        let memory = NonNull::new(piece.as_mut_ptr().wrapping_add(self.allotted));
+        self.allotted += SLOT_LEN;
         memory
     }
 
@@ -223,7 +223,7 @@ impl Cache {
 
     /// Moves a slot to the list that fits its blocks. A slot without present blocks, to which no fetch writes,
     /// becomes free.
-    pub(crate) fn settle(&mut self, index: SlotIndex) {
+    pub(crate) fn update_list(&mut self, index: SlotIndex) {
         let slot = self.slot(index);
         let kind = match slot {
             Slot {
@@ -236,65 +236,65 @@ impl Cache {
             return;
         }
         if kind == ListKind::Free {
-            self.remove(index);
+            self.remove_from_table(index);
         }
         self.unlink(index);
         self.append(index, kind);
     }
 
     /// Removes blocks from a slot; returns the unread ones among them.
-    pub(crate) fn forget(&mut self, index: SlotIndex, bits: u8) -> Option<Unread> {
+    pub(crate) fn invalidate(&mut self, index: SlotIndex, bits: u8) -> Option<DroppedUnread> {
         let slot = self.slot_mut(index);
         let unread = slot.unread & bits;
-        let lost = Unread {
+        let dropped = DroppedUnread {
             stream: slot.stream,
             wasted: (unread & slot.present).count_ones(),
             blocks: unread.count_ones(),
         };
         slot.present &= !bits;
-        slot.flying &= !bits;
+        slot.in_flight &= !bits;
         slot.unread &= !bits;
-        self.settle(index);
-        (lost.blocks > 0).then_some(lost)
+        self.update_list(index);
+        (dropped.blocks > 0).then_some(dropped)
     }
 
-    fn clear(&mut self, index: SlotIndex) -> Option<Unread> {
+    fn clear(&mut self, index: SlotIndex) -> Option<DroppedUnread> {
         if self.slot(index).list == ListKind::Free {
             return None;
         }
-        self.forget(index, (1 << BLOCKS_PER_SLOT) - 1)
+        self.invalidate(index, (1 << BLOCKS_PER_SLOT) - 1)
     }
 
-    fn enter(&mut self, index: SlotIndex) {
+    fn insert_into_table(&mut self, index: SlotIndex) {
         let mask = self.table.len() - 1;
-        let mut place = self.place(self.slot(index).part);
-        while self.table[place] != NONE {
-            place = (place + 1) & mask;
+        let mut position = self.hash_position(self.slot(index).part);
+        while self.table[position] != NONE {
+            position = (position + 1) & mask;
         }
-        self.table[place] = index;
+        self.table[position] = index;
     }
 
     /// Removes a slot from the table, and moves up the slots that linear probing has put after it.
-    fn remove(&mut self, index: SlotIndex) {
+    fn remove_from_table(&mut self, index: SlotIndex) {
         let mask = self.table.len() - 1;
-        let mut hole = self.place(self.slot(index).part);
+        let mut hole = self.hash_position(self.slot(index).part);
         while self.table[hole] != index {
             hole = (hole + 1) & mask;
         }
-        let mut place = hole;
+        let mut position = hole;
         loop {
             self.table[hole] = NONE;
             loop {
-                place = (place + 1) & mask;
-                let other = self.table[place];
+                position = (position + 1) & mask;
+                let other = self.table[position];
                 if other == NONE {
                     return;
                 }
-                let wanted = self.place(self.slot(other).part);
+                let hashed = self.hash_position(self.slot(other).part);
                 // Move the entry if the hole lies between its hashed and its present position.
-                if (place.wrapping_sub(wanted) & mask) >= (place.wrapping_sub(hole) & mask) {
+                if (position.wrapping_sub(hashed) & mask) >= (position.wrapping_sub(hole) & mask) {
                     self.table[hole] = other;
-                    hole = place;
+                    hole = position;
                     break;
                 }
             }
@@ -332,7 +332,7 @@ impl Default for Slot {
             part: u64::MAX,
             memory: None,
             present: 0,
-            flying: 0,
+            in_flight: 0,
             unread: 0,
             busy: 0,
             fetches: [0; BLOCKS_PER_SLOT as usize],

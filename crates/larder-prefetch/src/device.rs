@@ -13,15 +13,15 @@ use crate::units::blocks_of;
 impl Prefetch {
     /// Runs a change of `range`, which is removed from memory before the change begins, and is not fetched until it
     /// has ended.
-    fn change<'a>(&'a self, range: ByteRange, begin: impl FnOnce() -> Io<'a>) -> Io<'a> {
+    fn run_change<'a>(&'a self, range: ByteRange, begin: impl FnOnce() -> Io<'a>) -> Io<'a> {
         if range.len == ByteLen::ZERO || range.checked_end().is_none() {
             return begin();
         }
         let blocks = blocks_of(range.start.get(), range.len.get());
         {
             let mut state = self.state.borrow_mut();
-            state.forget(&blocks);
-            state.extents.forget_holes(&blocks);
+            state.invalidate(&blocks);
+            state.extents.invalidate_holes(&blocks);
         }
         let ticket = self.writes.begin(blocks);
         begin().watched(&self.writes, ticket)
@@ -41,17 +41,17 @@ impl Filter for Prefetch {
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        self.change(start.range(buffer.byte_len()), || {
+        self.run_change(start.range(buffer.byte_len()), || {
             self.lower.write(start, buffer, flags)
         })
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        self.change(range, || self.lower.discard(range))
+        self.run_change(range, || self.lower.discard(range))
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
-        self.change(range, || self.lower.write_zeroes(range, flags))
+        self.run_change(range, || self.lower.write_zeroes(range, flags))
     }
 
     /// Stops fetching, and closes the lower device.
@@ -64,7 +64,7 @@ impl Filter for Prefetch {
                 state.running.clone()
             };
             for fetch in running {
-                self.ended(fetch).await;
+                self.wait_fetch(fetch).await;
             }
             let statistics = self.statistics();
             if statistics.fetched > 0 {

@@ -8,10 +8,10 @@ use larder_block::{Extent, ExtentKind};
 use crate::units::{BLOCK_BITS, Block};
 
 /// Number of ranges that are remembered, the newest ones.
-const PIECES: usize = 64;
+const RANGES_MAX: usize = 64;
 
 pub(crate) struct Extents {
-    pieces: [(Range<Block>, bool); PIECES],
+    ranges: [(Range<Block>, bool); RANGES_MAX],
     next: usize,
     /// Set if some ranges may be holes.
     has_holes: bool,
@@ -22,7 +22,7 @@ impl Extents {
 
     pub(crate) fn new() -> Self {
         Self {
-            pieces: std::array::from_fn(|_| (0..0, false)),
+            ranges: std::array::from_fn(|_| (0..0, false)),
             next: 0,
             has_holes: false,
         }
@@ -30,18 +30,18 @@ impl Extents {
 
     /// Returns the known range around `block`, and whether it is data; `None` if unknown.
     pub(crate) fn find(&self, block: Block) -> Option<&(Range<Block>, bool)> {
-        self.pieces.iter().find(|(range, _)| range.contains(&block))
+        self.ranges.iter().find(|(range, _)| range.contains(&block))
     }
 
     /// Forgets holes in `blocks`, because a write may put data there.
-    pub(crate) fn forget_holes(&mut self, blocks: &Range<Block>) {
+    pub(crate) fn invalidate_holes(&mut self, blocks: &Range<Block>) {
         if self.has_holes {
-            self.forget(blocks);
+            self.invalidate(blocks);
         }
     }
 
-    fn forget(&mut self, blocks: &Range<Block>) {
-        for (range, _) in &mut self.pieces {
+    fn invalidate(&mut self, blocks: &Range<Block>) {
+        for (range, _) in &mut self.ranges {
             if range.start < blocks.end && blocks.start < range.end {
                 *range = 0..0;
             }
@@ -49,7 +49,7 @@ impl Extents {
     }
 
     /// Records an extent that the device has reported. A block that is partly data counts as data.
-    pub(crate) fn note(&mut self, extent: Extent) {
+    pub(crate) fn insert(&mut self, extent: Extent) {
         let (start, end) = (extent.range.start.get(), extent.range.end().get());
         let is_data = extent.kind == ExtentKind::Data;
         let blocks = match is_data {
@@ -57,10 +57,10 @@ impl Extents {
             false => start.div_ceil(1 << BLOCK_BITS)..end >> BLOCK_BITS,
         };
         if blocks.start < blocks.end {
-            self.forget(&blocks);
+            self.invalidate(&blocks);
             self.has_holes |= !is_data;
-            self.pieces[self.next] = (blocks, is_data);
-            self.next = (self.next + 1) % PIECES;
+            self.ranges[self.next] = (blocks, is_data);
+            self.next = (self.next + 1) % RANGES_MAX;
         }
     }
 }

@@ -2,7 +2,7 @@
 //! in RAM before they are made.
 //!
 //! Each read looks up whether its blocks are in memory. If they are, it is a copy. If they are being fetched, it
-//! waits for them. Otherwise the layer below reads straight into the guest's memory, and the history ([`seen`])
+//! waits for them. Otherwise the layer below reads straight into the guest's memory, and the history ([`history`])
 //! determines whether the read belongs to a stream; if so, a fetch of the following blocks is started. Whenever a
 //! reader approaches the end of the data that was fetched for it, the next fetch is made ([`streams`] decides how far
 //! ahead).
@@ -11,21 +11,22 @@
 //! - *No stale bytes.* A write, discard or write-zeroes removes the blocks that it touches from memory before it
 //!   starts. Blocks of its range that are being fetched are discarded when they arrive, and no fetch of its range
 //!   starts until it has ended. Where other programs may write to the device, a byte is stale for a few seconds at
-//!   most ([`Prefetch::believe_for`]).
+//!   most ([`Prefetch::set_max_age`]).
 //! - *No errors of its own.* When a fetch fails, each read that waits for it reads from the layer below itself.
 //! - *Bounded memory*, tables included.
-//! - *Bounded waste.* Fetched bytes that are not read are counted ([`Statistics::wasted`]). The more there are, the
+//! - *Bounded waste.* Fetched bytes that are not read are counted ([`PrefetchStatistics::wasted`]). The more there are,
+//!   the
 //!   more evidence a stream needs, and the less far ahead it is fetched.
 
-mod belief;
 mod cache;
 mod device;
+mod expiry;
 mod extents;
 mod fetch;
-mod interest;
-mod pace;
+mod fetch_limit;
+mod history;
+mod random_detector;
 mod read;
-mod seen;
 mod state;
 mod streams;
 mod units;
@@ -88,7 +89,7 @@ impl Default for PrefetchOptions {
 
 /// Counters since the start, in bytes or numbers of reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct PrefetchStatistics {
     /// Bytes fetched.
     pub fetched: u64,
     /// Fetched bytes that were read, each counted once.
@@ -121,7 +122,7 @@ pub struct Statistics {
     pub memory: u64,
 }
 
-impl fmt::Display for Statistics {
+impl fmt::Display for PrefetchStatistics {
     /// Writes one line for people.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -156,9 +157,9 @@ pub struct Prefetch {
     /// Size change of the lower device that the data in memory belongs to.
     generation: Cell<u64>,
     /// Maximum age of fetched data; `None` if only this layer changes the device.
-    believed_for: Cell<Option<Duration>>,
+    max_age: Cell<Option<Duration>>,
     /// Set while the expiry task runs.
-    is_doubting: Cell<bool>,
+    expiry_running: Cell<bool>,
     is_closed: Cell<bool>,
 }
 
@@ -168,7 +169,7 @@ impl Prefetch {
     ///
     /// # Panics
     /// `lower` has blocks larger than 4 KiB.
-    pub fn over(on: &Loop, lower: Rc<dyn BlockDevice>, options: PrefetchOptions) -> Rc<Self> {
+    pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, options: PrefetchOptions) -> Rc<Self> {
         let generation = lower.size_changes().generation();
         let block_size = u64::from(lower.geometry().block_size);
         assert!(
@@ -186,14 +187,14 @@ impl Prefetch {
             writes: Writes::default(),
             long_reads: LongReads::default(),
             generation: Cell::new(generation),
-            believed_for: Cell::new(None),
-            is_doubting: Cell::new(false),
+            max_age: Cell::new(None),
+            expiry_running: Cell::new(false),
             is_closed: Cell::new(false),
         })
     }
 
     /// Returns the counters since the start.
-    pub fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> PrefetchStatistics {
         self.state.borrow().statistics()
     }
 
@@ -212,7 +213,7 @@ impl Prefetch {
                 state.running.first().copied()
             };
             match running {
-                Some(fetch) => self.ended(fetch).await,
+                Some(fetch) => self.wait_fetch(fetch).await,
                 None => break,
             }
         }
@@ -220,8 +221,8 @@ impl Prefetch {
             self.options.set(options);
             self.is_off.set(options.memory == ByteLen::ZERO);
             let mut state = self.state.borrow_mut();
-            let after = State::after(&mut state, options);
-            *state = after;
+            let reset = State::reset_from(&mut state, options);
+            *state = reset;
         }
     }
 }

@@ -4,44 +4,44 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::task::Poll;
 
-use larder_block::{ByteOffset, Io, IoResult, ReadBuf, Watch, join};
+use larder_block::{ByteOffset, Io, IoResult, ReadBuf, RequestWatch, join};
 use smallvec::SmallVec;
 
 use crate::Prefetch;
-use crate::cache::{Cache, FetchId, SlotIndex};
+use crate::cache::{BlockCache, FetchId, SlotIndex};
 use crate::state::State;
-use crate::units::{BLOCK_BITS, Block, SLOT_BITS, blocks_done, blocks_of, parts_of};
+use crate::units::{BLOCK_BITS, Block, SLOT_BITS, blocks_of, completed_blocks, parts_of};
 
 /// Blocks of a long read that the history records at most, from its end.
-const NOTED_MAX: u64 = 128;
+const HISTORY_BLOCKS_MAX: u64 = 128;
 
 /// Reads of more bytes are long.
-const LONG: u64 = 64 << 10;
+const LONG_READ_LEN: u64 = 64 << 10;
 
 /// Long reads in flight from which on further ones bypass the cache.
-const LONG_MAX: u32 = 2;
+const LONG_READS_MAX: u32 = 2;
 
 /// Number of long reads in flight.
 #[derive(Default)]
 pub(crate) struct LongReads(Cell<u32>);
 
-impl Watch for LongReads {
-    fn ended(&self, _: u32) {
+impl RequestWatch for LongReads {
+    fn request_ended(&self, _: u32) {
         self.0.set(self.0.get() - 1);
     }
 }
 
 /// Result of looking up a read in memory.
-enum Found {
-    Nothing,
-    All,
-    Some,
+enum ReadLookup {
+    Missing,
+    Present,
+    Partial,
 }
 
 /// Result of looking up a piece of a read, no longer than a slot.
-enum Piece {
+enum PieceState {
     Present,
-    Flying(SlotIndex, FetchId),
+    InFlight(SlotIndex, FetchId),
     Missing,
 }
 
@@ -49,14 +49,14 @@ impl Prefetch {
     #[inline(never)]
     pub(crate) fn read_any<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let options = self.options.get();
-        if self.passes_by(start.get(), buffer.len() as u64) {
+        if self.skips_random_read(start.get(), buffer.len() as u64) {
             return self.lower.read(start, buffer);
         }
-        if buffer.len() as u64 <= LONG {
+        if buffer.len() as u64 <= LONG_READ_LEN {
             return self.read_steps(start, buffer, options.largest_read.get());
         }
         let others = self.long_reads.0.get();
-        let largest = if others < LONG_MAX {
+        let largest = if others < LONG_READS_MAX {
             options.largest_read.get()
         } else {
             0
@@ -67,73 +67,75 @@ impl Prefetch {
 
     /// Returns whether a read is skipped because the access is random and none of its blocks is in memory.
     #[inline]
-    fn passes_by(&self, at: u64, len: u64) -> bool {
+    fn skips_random_read(&self, at: u64, len: u64) -> bool {
         let mut state = self.state.borrow_mut();
-        if !state.interest.is_bored() || !self.is_fit(at, len) || len > LONG.min(self.options.get().largest_read.get())
+        if !state.random_detector.is_random()
+            || !self.is_valid_request(at, len)
+            || len > LONG_READ_LEN.min(self.options.get().largest_read.get())
         {
             return false;
         }
-        let passes =
-            is_nowhere(&state.cache, &blocks_of(at, len)) && !state.interest.is_roused_by(&blocks_done(at, len));
-        state.counts.misses += u64::from(passes);
-        passes
+        let is_skipped = is_absent(&state.cache, &blocks_of(at, len))
+            && !state.random_detector.detects_locality(&completed_blocks(at, len));
+        state.counts.misses += u64::from(is_skipped);
+        is_skipped
     }
 
     /// Returns whether a read consists of whole sectors, and its end can be represented.
-    fn is_fit(&self, at: u64, len: u64) -> bool {
+    fn is_valid_request(&self, at: u64, len: u64) -> bool {
         len > 0 && (at | len) & (self.block_size - 1) == 0 && at.checked_add(len).is_some()
     }
 
     /// Performs a read, which bypasses the memory if it is longer than `largest`.
     fn read_steps<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>, largest: u64) -> Io<'a> {
         let (at, len) = (start.get(), buffer.len() as u64);
-        if !self.is_fit(at, len) {
+        if !self.is_valid_request(at, len) {
             return self.lower.read(start, buffer);
         }
-        let (blocks, done) = (blocks_of(at, len), blocks_done(at, len));
+        let (blocks, done) = (blocks_of(at, len), completed_blocks(at, len));
         if len > largest {
             let mut state = self.state.borrow_mut();
             state.counts.bypassed += 1;
-            let first = done.start.max(done.end.saturating_sub(NOTED_MAX));
-            state.seen.note(first..done.end);
+            let first = done.start.max(done.end.saturating_sub(HISTORY_BLOCKS_MAX));
+            state.history.record(first..done.end);
             drop(state);
             return self.lower.read(start, buffer);
         }
         let mut state = self.state.borrow_mut();
         let mut found = find(&state.cache, &blocks);
-        if !matches!(found, Found::Nothing) && self.has_other_size() {
-            state.forget(&(0..Block::MAX));
-            found = Found::Nothing;
+        if !matches!(found, ReadLookup::Missing) && self.has_size_changed() {
+            state.invalidate(&(0..Block::MAX));
+            found = ReadLookup::Missing;
         }
         match found {
-            Found::Nothing => {
+            ReadLookup::Missing => {
                 state.counts.misses += 1;
-                state.interest.missed();
+                state.random_detector.record_miss();
                 drop(state);
                 let read = self.lower.read(start, buffer);
                 // Data that the layer below has in memory need not be here too.
-                if !read.is_ready() && self.state.borrow_mut().missed(&done) {
-                    self.set_out();
+                if !read.is_ready() && self.state.borrow_mut().record_miss(&done) {
+                    self.start_fetches();
                 }
                 read
             }
-            Found::All => {
+            ReadLookup::Present => {
                 state.counts.hits += 1;
-                state.seen.note(done.clone());
+                state.history.record(done.clone());
                 state.copy(at, buffer, &done);
                 drop(state);
-                self.set_out();
+                self.start_fetches();
                 Io::ready(Ok(()))
             }
-            Found::Some => {
-                state.seen.note(done.clone());
+            ReadLookup::Partial => {
+                state.history.record(done.clone());
                 match state.piece_at(at, at + len) {
-                    Piece::Flying(slot, fetch) if piece_end(&state.cache, at, at + len) == at + len => {
+                    PieceState::InFlight(slot, fetch) if piece_end(&state.cache, at, at + len) == at + len => {
                         state.counts.waits += 1;
-                        state.is_waited_for(slot, fetch, &done);
+                        state.record_wait(slot, fetch, &done);
                         drop(state);
-                        self.set_out();
-                        Io::task(self.wait_for(at, buffer, done))
+                        self.start_fetches();
+                        Io::task(self.wait_and_copy(at, buffer, done))
                     }
                     _ => {
                         drop(state);
@@ -156,7 +158,7 @@ impl Prefetch {
             let mut state = self.state.borrow_mut();
             let to = piece_end(&state.cache, at, end);
             let piece = state.piece_at(at, to);
-            if !matches!(piece, Piece::Missing) && missing_from < at {
+            if !matches!(piece, PieceState::Missing) && missing_from < at {
                 is_partial = true;
                 ios.push(
                     self.lower
@@ -164,15 +166,15 @@ impl Prefetch {
                 );
             }
             match piece {
-                Piece::Missing => {}
-                Piece::Present => {
+                PieceState::Missing => {}
+                PieceState::Present => {
                     state.copy(at, part_of(at, to), &done);
                     missing_from = to;
                 }
-                Piece::Flying(slot, fetch) => {
+                PieceState::InFlight(slot, fetch) => {
                     waits = true;
-                    state.is_waited_for(slot, fetch, &done);
-                    ios.push(Io::task(self.wait_for(at, part_of(at, to), done.clone())));
+                    state.record_wait(slot, fetch, &done);
+                    ios.push(Io::task(self.wait_and_copy(at, part_of(at, to), done.clone())));
                     missing_from = to;
                 }
             }
@@ -194,42 +196,43 @@ impl Prefetch {
             };
             *count += 1;
         }
-        self.set_out();
+        self.start_fetches();
         join(ios).await
     }
 
     /// Reads a piece, no longer than a slot, that was being fetched, for a read that completes the blocks `done`.
-    async fn wait_for(&self, at: u64, buffer: ReadBuf<'_>, done: Range<Block>) -> IoResult {
+    async fn wait_and_copy(&self, at: u64, buffer: ReadBuf<'_>, done: Range<Block>) -> IoResult {
         loop {
-            let flying = {
+            let in_flight = {
                 let mut state = self.state.borrow_mut();
                 match state.piece_at(at, at + buffer.len() as u64) {
-                    Piece::Present => {
+                    PieceState::Present => {
                         state.copy(at, buffer, &done);
                         drop(state);
-                        self.set_out();
+                        self.start_fetches();
                         return Ok(());
                     }
-                    Piece::Flying(_, fetch) => Some(fetch),
-                    Piece::Missing => None,
+                    PieceState::InFlight(_, fetch) => Some(fetch),
+                    PieceState::Missing => None,
                 }
             };
-            match flying {
-                Some(fetch) => self.ended(fetch).await,
+            match in_flight {
+                Some(fetch) => self.wait_fetch(fetch).await,
                 None => return self.lower.read(ByteOffset::new(at), buffer).await,
             }
         }
     }
 
     /// Completes once a fetch has ended.
-    pub(crate) async fn ended(&self, fetch: FetchId) {
+    pub(crate) async fn wait_fetch(&self, fetch: FetchId) {
         std::future::poll_fn(|context| {
             let mut state = self.state.borrow_mut();
             if !state.running.contains(&fetch) {
                 return Poll::Ready(());
             }
-            let is_there = |(id, waker): &(FetchId, std::task::Waker)| *id == fetch && waker.will_wake(context.waker());
-            if !state.waiting.iter().any(is_there) {
+            let is_registered =
+                |(id, waker): &(FetchId, std::task::Waker)| *id == fetch && waker.will_wake(context.waker());
+            if !state.waiting.iter().any(is_registered) {
                 state.waiting.push((fetch, context.waker().clone()));
             }
             Poll::Pending
@@ -238,7 +241,7 @@ impl Prefetch {
     }
 
     /// Returns whether the disk's size has changed since the last call. If so, data in memory may be stale.
-    fn has_other_size(&self) -> bool {
+    fn has_size_changed(&self) -> bool {
         let generation = self.lower.size_changes().generation();
         self.generation.replace(generation) != generation
     }
@@ -246,38 +249,38 @@ impl Prefetch {
 
 /// Returns whether it is certain after one look-up that none of `blocks` is in memory.
 #[inline]
-fn is_nowhere(cache: &Cache, blocks: &Range<Block>) -> bool {
+fn is_absent(cache: &BlockCache, blocks: &Range<Block>) -> bool {
     let parts = parts_of(blocks);
     parts.end - parts.start == 1 && cache.find(parts.start).is_none()
 }
 
 /// Looks up `blocks` in memory.
-fn find(cache: &Cache, blocks: &Range<Block>) -> Found {
-    if is_nowhere(cache, blocks) {
-        return Found::Nothing;
+fn find(cache: &BlockCache, blocks: &Range<Block>) -> ReadLookup {
+    if is_absent(cache, blocks) {
+        return ReadLookup::Missing;
     }
     let parts = parts_of(blocks);
     let (mut some, mut all) = (false, true);
     for part in parts {
-        let (here, wanted) = match cache.find(part) {
+        let (bits, wanted) = match cache.find(part) {
             None => ((0, 0), 1),
             Some(index) => {
                 let slot = cache.slot(index);
-                ((slot.present, slot.flying), cache.bits(index, blocks))
+                ((slot.present, slot.in_flight), cache.bits(index, blocks))
             }
         };
-        some |= (here.0 | here.1) & wanted != 0;
-        all &= here.0 & wanted == wanted;
+        some |= (bits.0 | bits.1) & wanted != 0;
+        all &= bits.0 & wanted == wanted;
     }
     match (all, some) {
-        (true, _) => Found::All,
-        (false, true) => Found::Some,
-        (false, false) => Found::Nothing,
+        (true, _) => ReadLookup::Present,
+        (false, true) => ReadLookup::Partial,
+        (false, false) => ReadLookup::Missing,
     }
 }
 
 /// Returns the end of the piece from `at` on: bytes in one slot that are all present, all flying or all missing.
-fn piece_end(cache: &Cache, at: u64, end: u64) -> u64 {
+fn piece_end(cache: &BlockCache, at: u64, end: u64) -> u64 {
     let slot_end = ((at >> SLOT_BITS) + 1) << SLOT_BITS;
     let end = end.min(slot_end);
     let Some(index) = cache.find(at >> SLOT_BITS) else {
@@ -286,7 +289,7 @@ fn piece_end(cache: &Cache, at: u64, end: u64) -> u64 {
     let slot = cache.slot(index);
     let kind = |block: Block| {
         let bits = cache.bits(index, &(block..block + 1));
-        (slot.present & bits != 0, slot.flying & bits != 0)
+        (slot.present & bits != 0, slot.in_flight & bits != 0)
     };
     let mut block = at >> BLOCK_BITS;
     let first = kind(block);
@@ -301,19 +304,19 @@ fn piece_end(cache: &Cache, at: u64, end: u64) -> u64 {
 
 impl State {
     /// Looks up the bytes from `at` to `to`, which are in one slot.
-    fn piece_at(&self, at: u64, to: u64) -> Piece {
+    fn piece_at(&self, at: u64, to: u64) -> PieceState {
         let blocks = blocks_of(at, to - at);
         let Some(index) = self.cache.find(at >> SLOT_BITS) else {
-            return Piece::Missing;
+            return PieceState::Missing;
         };
         let (slot, bits) = (self.cache.slot(index), self.cache.bits(index, &blocks));
-        let flying = slot.flying & bits;
+        let in_flight = slot.in_flight & bits;
         if slot.present & bits == bits {
-            Piece::Present
-        } else if flying != 0 {
-            Piece::Flying(index, slot.fetches[flying.trailing_zeros() as usize])
+            PieceState::Present
+        } else if in_flight != 0 {
+            PieceState::InFlight(index, slot.fetches[in_flight.trailing_zeros() as usize])
         } else {
-            Piece::Missing
+            PieceState::Missing
         }
     }
 
@@ -331,9 +334,9 @@ impl State {
             // blocks, to which no fetch writes. The slice ends before any other use of the memory.
             let bytes = unsafe { std::slice::from_raw_parts(memory.base().cast_const(), len) };
             buffer.slice((from - at) as usize, len).copy_from_slice(bytes);
-            let here = blocks_of(from, to - from);
-            let bits = self.cache.bits(index, &(here.start..here.end.min(done.end)));
-            self.used(index, bits, done);
+            let copied = blocks_of(from, to - from);
+            let bits = self.cache.bits(index, &(copied.start..copied.end.min(done.end)));
+            self.record_use(index, bits, done);
             from = to;
         }
     }

@@ -13,26 +13,26 @@ use crate::cache::FetchId;
 use crate::units::{BLOCK_BITS, Block, SLOT_LEN};
 
 /// Initial distance, in bytes.
-const AHEAD_FIRST: u64 = 32 << 10;
+const AHEAD_INITIAL: u64 = 32 << 10;
 
 /// log2 of a divisor: a stream may be ahead by the initial distance, and by the bytes that its reader has read
 /// divided by it.
-const PROOF_BITS: u32 = 4;
+const ALLOWANCE_SHIFT: u32 = 4;
 
 /// The longest fetch, in bytes.
 pub(crate) const FETCH_MAX: u64 = 128 << 10;
 
 /// Bytes without a wait after which the distance shrinks by an eighth.
-const CALM: u64 = 4 << 20;
+const SHRINK_AFTER_BYTES: u64 = 4 << 20;
 
 /// Reads of the disk after which a stream that was not read again loses its share of the memory.
-const FORSAKEN_AFTER: u32 = 1024;
+const IDLE_READS_MAX: u32 = 1024;
 
 /// Streams that are checked for being abandoned, whenever the memory does not suffice for all.
-const FORSAKEN_LOOKS: usize = 2;
+const IDLE_SCANS_MAX: usize = 2;
 
 /// Streams that are checked in search of one to replace.
-const LOOKS: usize = 8;
+const REPLACE_SCANS_MAX: usize = 8;
 
 /// Identity of a stream. A new stream in the same entry has another serial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,12 +78,12 @@ pub(crate) struct Stream {
     /// Bytes that were fetched or are in flight, and not read.
     unread: u64,
     /// Bytes that were fetched or in flight, and dropped unread.
-    lost: u64,
+    wasted: u64,
     /// Bytes that were read, found in memory or not.
     read: u64,
     /// First fetch since the distance grew: waits for earlier ones do not let it grow again.
-    grown: FetchId,
-    calm: u64,
+    grown_at_fetch: FetchId,
+    bytes_without_wait: u64,
     /// Time of the last read, in reads of the disk.
     touched: u32,
     /// Set while the stream is queued for a fetch.
@@ -92,17 +92,17 @@ pub(crate) struct Stream {
 
 /// Bounds that apply to every stream.
 #[derive(Clone, Copy)]
-pub(crate) struct Bounds {
+pub(crate) struct StreamBounds {
     /// The longest distance, in bytes.
     pub(crate) ahead_max: u64,
     /// Bytes of memory.
     pub(crate) memory: u64,
     /// Level of recent waste; 0 is the normal state.
-    pub(crate) caution: u32,
+    pub(crate) backoff: u32,
 }
 
 /// All streams.
-pub(crate) struct Streams {
+pub(crate) struct StreamTable {
     streams: Vec<Stream>,
     next: usize,
     /// Number of streams that are read and have data in memory.
@@ -111,7 +111,7 @@ pub(crate) struct Streams {
     hand: usize,
 }
 
-impl Streams {
+impl StreamTable {
     pub(crate) const STREAM_BYTES: usize = size_of::<Stream>();
 
     pub(crate) fn new(count: usize) -> Self {
@@ -135,14 +135,14 @@ impl Streams {
 
     /// Stops some streams that are no longer read, if the memory is too small for all streams. `now` is in reads of
     /// the disk. The streams' data stays in memory until its slots are needed.
-    pub(crate) fn give_up_forsaken(&mut self, now: u32, bounds: Bounds) {
+    pub(crate) fn stop_idle(&mut self, now: u32, bounds: StreamBounds) {
         if self.active * bounds.ahead_max <= bounds.memory {
             return;
         }
-        for _ in 0..FORSAKEN_LOOKS {
+        for _ in 0..IDLE_SCANS_MAX {
             self.hand = (self.hand + 1) % self.streams.len();
             let stream = &self.streams[self.hand];
-            if stream.unread > 0 && now.wrapping_sub(stream.touched) > FORSAKEN_AFTER {
+            if stream.unread > 0 && now.wrapping_sub(stream.touched) > IDLE_READS_MAX {
                 let id = StreamId {
                     index: self.hand as u16,
                     serial: stream.serial,
@@ -165,13 +165,13 @@ impl Streams {
         pattern: Pattern,
         blocks: &Range<Block>,
         step: i64,
-        bounds: Bounds,
+        bounds: StreamBounds,
         now: u32,
     ) -> Option<StreamId> {
         if (self.active + 1) * 2 * SLOT_LEN as u64 > bounds.memory {
             return None;
         }
-        for _ in 0..LOOKS.min(self.streams.len()) {
+        for _ in 0..REPLACE_SCANS_MAX.min(self.streams.len()) {
             let index = self.next;
             self.next = (index + 1) % self.streams.len();
             let stream = &mut self.streams[index];
@@ -195,7 +195,7 @@ impl Streams {
                 touched: now,
                 ..Stream::IDLE
             };
-            stream.ahead = stream.first();
+            stream.ahead = stream.ahead_min();
             return Some(StreamId {
                 index: index as u16,
                 serial,
@@ -205,42 +205,44 @@ impl Streams {
     }
 
     /// Records that a fetch of some blocks has started.
-    pub(crate) fn fetched(&mut self, id: StreamId, blocks: u64) {
+    pub(crate) fn record_fetch(&mut self, id: StreamId, blocks: u64) {
         let Some(stream) = self.get(id) else { return };
-        let was = stream.unread;
+        let before = stream.unread;
         stream.unread += blocks << BLOCK_BITS;
-        self.active += u64::from(was == 0 && blocks > 0);
+        self.active += u64::from(before == 0 && blocks > 0);
     }
 
     /// Transfers unread blocks from one stream to another.
-    pub(crate) fn give(&mut self, from: StreamId, to: StreamId, blocks: u32) {
+    pub(crate) fn transfer(&mut self, from: StreamId, to: StreamId, blocks: u32) {
         if from == to || blocks == 0 {
             return;
         }
-        self.leave(from, blocks);
-        self.fetched(to, blocks.into());
+        self.remove_unread(from, blocks);
+        self.record_fetch(to, blocks.into());
     }
 
     /// Records that unread blocks were read or dropped.
-    pub(crate) fn leave(&mut self, id: StreamId, blocks: u32) -> Option<&mut Stream> {
+    pub(crate) fn remove_unread(&mut self, id: StreamId, blocks: u32) -> Option<&mut Stream> {
         let stream = self.streams.get_mut(usize::from(id.index));
         let stream = stream.filter(|stream| stream.serial == id.serial)?;
-        let was = stream.unread;
-        stream.unread = was.saturating_sub(u64::from(blocks) << BLOCK_BITS);
-        self.active -= u64::from(was > 0 && stream.unread == 0);
+        let before = stream.unread;
+        stream.unread = before.saturating_sub(u64::from(blocks) << BLOCK_BITS);
+        self.active -= u64::from(before > 0 && stream.unread == 0);
         Some(stream)
     }
 
     /// Records that the reader has read `blocks`, of which `new` for the first time.
-    pub(crate) fn used(&mut self, id: StreamId, new: u32, blocks: &Range<Block>) {
-        let Some(stream) = self.leave(id, new) else { return };
+    pub(crate) fn record_use(&mut self, id: StreamId, new: u32, blocks: &Range<Block>) {
+        let Some(stream) = self.remove_unread(id, new) else {
+            return;
+        };
         stream.read += u64::from(new) << BLOCK_BITS;
-        stream.calm += u64::from(new) << BLOCK_BITS;
-        if stream.calm > CALM {
-            stream.calm = 0;
-            stream.ahead = (stream.ahead - stream.ahead / 8).max(stream.first());
+        stream.bytes_without_wait += u64::from(new) << BLOCK_BITS;
+        if stream.bytes_without_wait > SHRINK_AFTER_BYTES {
+            stream.bytes_without_wait = 0;
+            stream.ahead = (stream.ahead - stream.ahead / 8).max(stream.ahead_min());
         }
-        stream.go_to(blocks);
+        stream.advance_reader(blocks);
     }
 
     /// Returns the expected position and the step of a strided stream whose fetched blocks were all read.
@@ -251,7 +253,7 @@ impl Streams {
 
     /// Stops a stream: nothing more is fetched for it.
     pub(crate) fn stop(&mut self, id: StreamId) {
-        if let Some(stream) = self.leave(id, u32::MAX) {
+        if let Some(stream) = self.remove_unread(id, u32::MAX) {
             stream.serial = stream.serial.wrapping_add(1);
             stream.queued = false;
         }
@@ -269,10 +271,10 @@ impl Streams {
     }
 
     /// Records blocks that were fetched, or being fetched, in vain.
-    pub(crate) fn lost(&mut self, id: StreamId, blocks: u32) {
-        if let Some(stream) = self.leave(id, blocks) {
-            stream.lost += u64::from(blocks) << BLOCK_BITS;
-            stream.ahead = (stream.ahead / 2).max(stream.first());
+    pub(crate) fn record_wasted(&mut self, id: StreamId, blocks: u32) {
+        if let Some(stream) = self.remove_unread(id, blocks) {
+            stream.wasted += u64::from(blocks) << BLOCK_BITS;
+            stream.ahead = (stream.ahead / 2).max(stream.ahead_min());
         }
     }
 }
@@ -288,49 +290,49 @@ impl Stream {
         front: 0,
         ahead: 0,
         unread: 0,
-        lost: 0,
+        wasted: 0,
         read: 0,
-        grown: 0,
-        calm: 0,
+        grown_at_fetch: 0,
+        bytes_without_wait: 0,
         touched: 0,
         queued: false,
     };
 
     /// Records a read of `blocks` that were not in memory; `next` is the next fetch.
-    pub(crate) fn missed(&mut self, blocks: &Range<Block>, next: FetchId, bounds: Bounds) {
+    pub(crate) fn record_miss(&mut self, blocks: &Range<Block>, next: FetchId, bounds: StreamBounds) {
         self.read += (blocks.end - blocks.start) << BLOCK_BITS;
-        if self.go_to(blocks) {
-            self.late(next, next, bounds);
+        if self.advance_reader(blocks) {
+            self.grow_distance(next, next, bounds);
         }
     }
 
     /// Records that the reader waits for `fetch`, which gets some of `blocks`; `next` is the next fetch.
-    pub(crate) fn waited(&mut self, blocks: &Range<Block>, fetch: FetchId, next: FetchId, bounds: Bounds) {
-        self.go_to(blocks);
-        self.late(fetch, next, bounds);
+    pub(crate) fn record_wait(&mut self, blocks: &Range<Block>, fetch: FetchId, next: FetchId, bounds: StreamBounds) {
+        self.advance_reader(blocks);
+        self.grow_distance(fetch, next, bounds);
     }
 
     /// Lets the distance grow after the reader waited for or overtook a fetch; `next` is the next fetch.
-    fn late(&mut self, fetch: FetchId, next: FetchId, bounds: Bounds) {
-        self.calm = 0;
+    fn grow_distance(&mut self, fetch: FetchId, next: FetchId, bounds: StreamBounds) {
+        self.bytes_without_wait = 0;
         // If another bound is lower, a longer distance has no effect.
-        let is_what_counts = self.ahead <= self.allowance(bounds);
-        if is_what_counts && fetch.wrapping_sub(self.grown) as i32 >= 0 {
-            self.grown = next;
+        let is_binding = self.ahead <= self.allowance(bounds);
+        if is_binding && fetch.wrapping_sub(self.grown_at_fetch) as i32 >= 0 {
+            self.grown_at_fetch = next;
             self.ahead = (self.ahead * 2).min(bounds.ahead_max);
         }
     }
 
     /// Moves the reader's position past `blocks`; returns whether it was behind.
-    fn go_to(&mut self, blocks: &Range<Block>) -> bool {
-        let was = self.at;
+    fn advance_reader(&mut self, blocks: &Range<Block>) -> bool {
+        let before = self.at;
         match self.pattern {
-            Pattern::Forward => self.at = was.max(blocks.end),
-            Pattern::Backward => self.at = was.min(blocks.start),
-            Pattern::Strided if self.step > 0 => self.at = was.max(blocks.start),
-            Pattern::Strided => self.at = was.min(blocks.start),
+            Pattern::Forward => self.at = before.max(blocks.end),
+            Pattern::Backward => self.at = before.min(blocks.start),
+            Pattern::Strided if self.step > 0 => self.at = before.max(blocks.start),
+            Pattern::Strided => self.at = before.min(blocks.start),
         }
-        self.at != was
+        self.at != before
     }
 
     /// Returns whether `blocks`, which are not in memory, are near the stream's position.
@@ -343,22 +345,22 @@ impl Stream {
     }
 
     /// Returns how many bytes may be fetched and unread or lost: the waste is bounded by a share of the bytes read.
-    fn allowance(&self, bounds: Bounds) -> u64 {
-        (self.first() >> bounds.caution.min(1)) + (self.read >> (PROOF_BITS + bounds.caution))
+    fn allowance(&self, bounds: StreamBounds) -> u64 {
+        (self.ahead_min() >> bounds.backoff.min(1)) + (self.read >> (ALLOWANCE_SHIFT + bounds.backoff))
     }
 
     /// Returns the shortest distance: two of the stream's reads, so that one is complete while the next is being
     /// fetched.
-    fn first(&self) -> u64 {
-        AHEAD_FIRST.max(self.step_blocks << (BLOCK_BITS + 1))
+    fn ahead_min(&self) -> u64 {
+        AHEAD_INITIAL.max(self.step_blocks << (BLOCK_BITS + 1))
     }
 
     /// Returns the blocks of the next fetch, from the front on, if one is due.
-    pub(crate) fn wanted(&mut self, bounds: Bounds, active: u64) -> Option<Range<Block>> {
-        self.catch_up();
+    pub(crate) fn due_fetch(&mut self, bounds: StreamBounds, active: u64) -> Option<Range<Block>> {
+        self.move_front_to_reader();
         let share = bounds.memory / active.max(1);
         let allowance = self.allowance(bounds);
-        let credit = allowance.saturating_sub(self.unread + self.lost) >> BLOCK_BITS;
+        let credit = allowance.saturating_sub(self.unread + self.wasted) >> BLOCK_BITS;
         let ahead = self.ahead.min(allowance).min(share).min(bounds.ahead_max);
         let ahead_blocks = ahead >> BLOCK_BITS;
         let most = match self.pattern {
@@ -389,7 +391,7 @@ impl Stream {
     }
 
     /// Moves the front to the reader if the reader has overtaken it.
-    fn catch_up(&mut self) {
+    fn move_front_to_reader(&mut self) {
         match self.pattern {
             Pattern::Forward => self.front = self.front.max(self.at),
             Pattern::Backward => self.front = self.front.min(self.at),

@@ -24,7 +24,7 @@ pub(crate) fn blocks_of(start: u64, len: u64) -> Range<Block> {
 
 /// Returns the blocks that a read of `len` bytes completes: a block at its end that it reads only a part of is left
 /// out, because the next sequential read begins there. At least one block.
-pub(crate) fn blocks_done(start: u64, len: u64) -> Range<Block> {
+pub(crate) fn completed_blocks(start: u64, len: u64) -> Range<Block> {
     let first = start >> BLOCK_BITS;
     first..((start + len) >> BLOCK_BITS).max(first + 1)
 }

@@ -3,22 +3,23 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use larder_block::Watch;
+use larder_block::RequestWatch;
 
 use crate::units::Block;
 
 /// Ranges of the changes that are under way, which bound the table's size.
 #[derive(Default)]
-pub(crate) struct Writes(RefCell<Table>);
+pub(crate) struct Writes(RefCell<RangeTable>);
 
 #[derive(Default)]
-struct Table {
+struct RangeTable {
     ranges: Vec<Range<Block>>,
     free: Vec<u32>,
 }
 
 impl Writes {
-    /// Begins a change of `blocks`; the returned ticket ends it through [`Watch::ended`].
+    /// Begins a change of `blocks`; the returned ticket ends it through
+    /// [`RequestWatch::request_ended`].
     pub(crate) fn begin(&self, blocks: Range<Block>) -> u32 {
         let table = &mut *self.0.borrow_mut();
         match table.free.pop() {
@@ -34,15 +35,15 @@ impl Writes {
     }
 
     /// Returns whether a change that touches `blocks` is under way.
-    pub(crate) fn touch(&self, blocks: &Range<Block>) -> bool {
+    pub(crate) fn overlaps(&self, blocks: &Range<Block>) -> bool {
         let table = self.0.borrow();
-        let touched = |range: &Range<Block>| range.start < blocks.end && blocks.start < range.end;
-        table.ranges.iter().any(touched)
+        let overlaps = |range: &Range<Block>| range.start < blocks.end && blocks.start < range.end;
+        table.ranges.iter().any(overlaps)
     }
 }
 
-impl Watch for Writes {
-    fn ended(&self, ticket: u32) {
+impl RequestWatch for Writes {
+    fn request_ended(&self, ticket: u32) {
         let table = &mut *self.0.borrow_mut();
         table.ranges[ticket as usize] = 0..0;
         table.free.push(ticket);

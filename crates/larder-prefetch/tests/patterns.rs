@@ -6,9 +6,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::backend::simulated::{Random, ServiceModel, SlowDevice};
+use larder_block::backend::simulated::{SeededRng, ServiceModel, SlowDevice};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
-use larder_prefetch::{Prefetch, PrefetchOptions, Statistics};
+use larder_prefetch::{Prefetch, PrefetchOptions, PrefetchStatistics};
 
 const DISK: u64 = 1 << 30;
 const KIB: u64 = 1 << 10;
@@ -22,7 +22,7 @@ type Read = (u64, usize);
 struct Measured {
     seconds: f64,
     read: u64,
-    counts: Statistics,
+    counts: PrefetchStatistics,
 }
 
 impl Measured {
@@ -37,7 +37,7 @@ fn measure(reads: &[Read], depth: usize, thinks: Duration, options: Option<Prefe
     let on = Loop::simulated().expect("a loop");
     let memory = Rc::new(MemoryDevice::new(ByteLen::new(DISK), 512));
     let slow: Rc<dyn BlockDevice> = Rc::new(SlowDevice::new(&on, memory, ServiceModel::NVME_TLC));
-    let prefetch = options.map(|options| Prefetch::over(&on, Rc::clone(&slow), options));
+    let prefetch = options.map(|options| Prefetch::new(&on, Rc::clone(&slow), options));
     let device: Rc<dyn BlockDevice> = match &prefetch {
         Some(prefetch) => Rc::clone(prefetch) as _,
         None => slow,
@@ -67,7 +67,7 @@ fn measure(reads: &[Read], depth: usize, thinks: Duration, options: Option<Prefe
     Measured {
         seconds: on.now().as_nanos() as f64 / 1e9,
         read: reads.iter().map(|(_, len)| *len as u64).sum(),
-        counts: prefetch.map_or_else(Statistics::default, |prefetch| prefetch.statistics()),
+        counts: prefetch.map_or_else(PrefetchStatistics::default, |prefetch| prefetch.statistics()),
     }
 }
 
@@ -152,7 +152,7 @@ fn strided_reads_are_detected() {
 /// A sequential stream with one random read in ten still becomes much faster.
 #[test]
 fn random_reads_do_not_end_stream() {
-    let mut random = Random::new(1);
+    let mut random = SeededRng::new(1);
     let mut reads = Vec::new();
     for read in forward(0, 32 << 20, 4 * KIB) {
         reads.push(read);
@@ -167,7 +167,7 @@ fn random_reads_do_not_end_stream() {
 /// Sequential reads in a slightly shuffled order become no slower, and waste little.
 #[test]
 fn reordered_reads_are_one_stream() {
-    let mut random = Random::new(2);
+    let mut random = SeededRng::new(2);
     for depth in [4, 32] {
         let mut reads = forward(0, 32 << 20, 4 * KIB);
         for some in reads.chunks_mut(8) {
@@ -183,7 +183,7 @@ fn reordered_reads_are_one_stream() {
 /// Random reads become no slower, and waste next to nothing.
 #[test]
 fn random_reads_waste_next_to_nothing() {
-    let mut random = Random::new(3);
+    let mut random = SeededRng::new(3);
     for (what, size) in [("1 GiB", DISK), ("64 MiB", 64 << 20), ("4 MiB", 4 << 20)] {
         for depth in [1, 32] {
             let reads: Vec<Read> = (0..50_000).map(|_| (random.below(size / 4096) * 4096, 4096)).collect();
@@ -196,7 +196,7 @@ fn random_reads_waste_next_to_nothing() {
 /// Short sequential runs at random offsets become no slower, and waste little.
 #[test]
 fn short_random_runs_waste_little() {
-    let mut random = Random::new(4);
+    let mut random = SeededRng::new(4);
     for run in [2, 4, 8, 16] {
         let mut reads = Vec::new();
         for _ in 0..5000 {

@@ -144,7 +144,7 @@ impl Guest {
     fn new() -> Self {
         let on = Loop::simulated().expect("a loop");
         let disk = Gated::new();
-        let device = Prefetch::over(&on, Rc::clone(&disk) as _, PrefetchOptions::default());
+        let device = Prefetch::new(&on, Rc::clone(&disk) as _, PrefetchOptions::default());
         let model: Vec<u8> = (0..SIZE).map(|at| (at / 512 * 7 + at % 5) as u8).collect();
         let write = disk
             .lower
@@ -351,7 +351,7 @@ fn foreign_changes_are_visible_after_expiry() {
     for changed_by_others in [false, true] {
         let guest = Guest::new();
         if changed_by_others {
-            guest.device.believe_for(BELIEVED);
+            guest.device.set_max_age(BELIEVED);
         }
         guest.read_on();
         guest.wait(MOMENT);
@@ -376,7 +376,7 @@ fn foreign_changes_are_visible_after_expiry() {
 fn later_fetches_expire_too() {
     for quarters in 0..8 {
         let guest = Guest::new();
-        guest.device.believe_for(BELIEVED);
+        guest.device.set_max_age(BELIEVED);
         guest.read_on();
         guest.wait(BELIEVED * quarters / 4);
         // The stream continues, and more is fetched for it.
@@ -400,12 +400,12 @@ fn later_fetches_expire_too() {
 fn leaving_clients_drop_fetched_data() {
     for is_on_its_way in [false, true] {
         let guest = Guest::new();
-        guest.device.believe_for(BELIEVED);
+        guest.device.set_max_age(BELIEVED);
         guest.disk.closed.set(is_on_its_way);
         guest.read_on();
         guest.wait(MOMENT);
         guest.change_behind_its_back();
-        guest.device.clients_left();
+        guest.device.clients_disconnected();
         let asked = guest.disk.reads.get();
         guest.disk.open();
         guest.wait(MOMENT);
@@ -416,6 +416,6 @@ fn leaving_clients_drop_fetched_data() {
     guest.read_on();
     guest.wait(MOMENT);
     let unread = guest.device.statistics().unread;
-    guest.device.clients_left();
+    guest.device.clients_disconnected();
     assert_eq!(guest.device.statistics().unread, unread, "nobody else writes there");
 }

@@ -15,7 +15,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use larder_block::event_loop::WorkSlice;
-use larder_block::range_lock::{Mode, Ranges};
+use larder_block::range_lock::{RangeLockMode, RangeLocks};
 use larder_block::{
     ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Operation, SizeChanges, WriteBuf, WriteFlags,
     ZeroFlags, join,
@@ -46,7 +46,7 @@ const ALONE: ByteRange = ByteRange::new(0, 1);
 /// The commits of an image so far.
 #[derive(Default)]
 pub(crate) struct Commits {
-    lock: Ranges,
+    lock: RangeLocks,
     started: Cell<u64>,
     /// The number of the last commit that succeeded.
     succeeded: Cell<u64>,
@@ -98,7 +98,7 @@ impl Qcow2 {
     pub(crate) async fn commit(&self) -> IoResult {
         let commits = &self.commits;
         let needed = commits.started.get() + 1;
-        let _alone = commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let _alone = commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
         if commits.succeeded.get() >= needed {
             return Ok(());
         }
@@ -114,7 +114,7 @@ impl Qcow2 {
         let is_due =
             || self.autoclear_pending.get().is_none() && self.journal.as_ref().is_some_and(Journal::is_half_full);
         while is_due() {
-            let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+            let _alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
             if !is_due() || self.commit_locked().await.is_err() {
                 break;
             }
@@ -262,7 +262,7 @@ impl Qcow2 {
 
     /// Makes the refcounts durable, and all earlier writes to the image.
     pub(crate) async fn write_refcounts(&self) -> IoResult {
-        let _alone = self.writing_refcounts.enter(ALONE, Mode::Exclusive).await;
+        let _alone = self.writing_refcounts.lock(ALONE, RangeLockMode::Exclusive).await;
         let batch = TakingRefcounts {
             image: self,
             batch: self.take_refcounts(),
@@ -294,7 +294,7 @@ impl Qcow2 {
                 .collect();
             join(ios).await?;
             // A file in memory completes all of them synchronously.
-            slice.did(some.len() as u64).await;
+            slice.complete_steps(some.len() as u64).await;
         }
         Ok(())
     }
@@ -315,7 +315,7 @@ impl Qcow2 {
     }
 
     async fn write_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR]), durably: bool) -> IoResult {
-        let _alone = self.writing_header.enter(ALONE, Mode::Exclusive).await;
+        let _alone = self.writing_header.lock(ALONE, RangeLockMode::Exclusive).await;
         let mut sector = *self.header.borrow();
         change(&mut sector);
         // If the write fails, the image may have the old header or the new one.
@@ -366,7 +366,7 @@ impl Qcow2 {
         if self.is_prepared() {
             return Ok(());
         }
-        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let _alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
         if self.ends_pending.replace(false) {
             self.settle_ends().await;
         }
@@ -458,7 +458,7 @@ impl Qcow2 {
             return Err(operation(Failure::Os(Errno::FBIG.raw_os_error())));
         }
         self.before_change().await.map_err(failed)?;
-        let _only = self.growing.enter(ALONE, Mode::Exclusive).await;
+        let _only = self.growing.lock(ALONE, RangeLockMode::Exclusive).await;
         let old = self.geometry.get().size;
         if size <= old {
             return Ok(());
@@ -480,7 +480,7 @@ impl Qcow2 {
         } else {
             self.clear_added(added).await.map_err(failed)?;
         }
-        let alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
         let changed = self.change_header(|sector| header::set_size(sector, size.get()));
         changed.await.map_err(failed)?;
         let mut geometry = self.geometry.get();
@@ -532,7 +532,7 @@ impl Qcow2 {
             let leaf_end = ByteOffset::new(rest.start.align_down(leaf_span).get() + leaf_span);
             let part = rest.intersection(ByteRange::between(rest.start, leaf_end));
             let count = part.len.get() / unit;
-            let _held = self.mapping.enter(part, Mode::Exclusive).await;
+            let _held = self.mapping.lock(part, RangeLockMode::Exclusive).await;
             let _room = self.journal_room(count).await?;
             self.own_table(part.start.get() / shape.table_span()).await?;
             // There is no await from here on, so the leaf is not evicted.
@@ -546,7 +546,7 @@ impl Qcow2 {
 
     /// Extends the L1 table to at least `entries` entries.
     async fn lengthen_l1(&self, entries: u64) -> IoResult {
-        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let _alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
         let old = self.l1_at.get();
         if entries <= old.entries {
             return Ok(());

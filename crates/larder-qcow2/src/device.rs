@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use larder_block::buffer_pool::BufferPool;
 use larder_block::event_loop::WeakLoop;
-use larder_block::range_lock::Ranges;
+use larder_block::range_lock::RangeLocks;
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Failure, Geometry, Io, IoError, IoResult,
     Operation, ReadBuf, SizeChanges, WriteBuf, WriteFlags, ZeroFlags, check_request,
@@ -63,17 +63,17 @@ pub struct Qcow2 {
     /// since; empty if the image is read-only.
     pub(crate) metadata: RefCell<Vec<u64>>,
     /// Locks on guest clusters (in bytes) whose mapping is being changed.
-    pub(crate) mapping: Ranges,
+    pub(crate) mapping: RangeLocks,
     /// Locks on leaves (a byte each) that are being read.
-    pub(crate) loading: Ranges,
+    pub(crate) loading: RangeLocks,
     /// Locks on L2 tables (a byte each) that are being created.
-    pub(crate) tables: Ranges,
-    pub(crate) finding_space: Ranges,
-    pub(crate) reclaiming: Ranges,
+    pub(crate) tables: RangeLocks,
+    pub(crate) finding_space: RangeLocks,
+    pub(crate) reclaiming: RangeLocks,
     pub(crate) commits: Commits,
-    pub(crate) writing_refcounts: Ranges,
-    pub(crate) writing_header: Ranges,
-    pub(crate) growing: Ranges,
+    pub(crate) writing_refcounts: RangeLocks,
+    pub(crate) writing_header: RangeLocks,
+    pub(crate) growing: RangeLocks,
     /// The changes that outlive this process. Without a journal each change of the mapping is committed at once.
     pub(crate) journal: Option<Journal>,
     pub(crate) in_flight: InFlight,

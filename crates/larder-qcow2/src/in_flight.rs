@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use larder_block::SizeChanges;
-use larder_block::device::Watch;
+use larder_block::device::RequestWatch;
 
 /// The number of epochs that can be distinguished.
 const EPOCHS: usize = 16;
@@ -27,7 +27,7 @@ pub(crate) struct Counted<'a>(&'a InFlight, u32);
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.0.ended(self.1);
+        self.0.request_ended(self.1);
     }
 }
 
@@ -41,7 +41,8 @@ impl InFlight {
         }
     }
 
-    /// Counts a request, and returns the ticket for [`Watch::ended`].
+    /// Counts a request, and returns the ticket for
+    /// [`RequestWatch::request_ended`].
     pub(crate) fn enter(&self) -> u32 {
         let ticket = (self.current.get() % EPOCHS as u64) as u32;
         let count = &self.counts[ticket as usize];
@@ -88,7 +89,7 @@ impl InFlight {
                 // No epoch was available before.
                 self.next_epoch();
             }
-            self.ended.after(generation).await;
+            self.ended.changed_after(generation).await;
         }
     }
 
@@ -101,8 +102,8 @@ impl InFlight {
     }
 }
 
-impl Watch for InFlight {
-    fn ended(&self, ticket: u32) {
+impl RequestWatch for InFlight {
+    fn request_ended(&self, ticket: u32) {
         let count = &self.counts[ticket as usize];
         count.set(count.get() - 1);
         if count.get() == 0 && u64::from(ticket) != self.current.get() % EPOCHS as u64 {

@@ -220,7 +220,7 @@ fn lock(file: &File) -> io::Result<()> {
     let mut wait = LockWait::new(LockKind::Flock);
     loop {
         match rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) if wait.goes_on(file.as_fd(), &format_args!("journal: {BUSY}")) => {
+            Err(Errno::WOULDBLOCK) if wait.should_retry(file.as_fd(), &format_args!("journal: {BUSY}")) => {
                 std::thread::sleep(LOCK_STEP);
             }
             Err(Errno::WOULDBLOCK) => return Err(io::Error::new(io::ErrorKind::ResourceBusy, BUSY)),

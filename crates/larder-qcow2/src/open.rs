@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::{Rc, Weak};
 
-use larder_block::range_lock::Ranges;
+use larder_block::range_lock::RangeLocks;
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ExtentKind, Failure, Geometry, IoError, Loop, ReadBuf, SizeChanges,
 };
@@ -358,15 +358,15 @@ impl Qcow2 {
             freed: RefCell::default(),
             released: RefCell::default(),
             metadata: RefCell::new(metadata),
-            mapping: Ranges::default(),
-            loading: Ranges::default(),
-            tables: Ranges::default(),
-            finding_space: Ranges::default(),
-            reclaiming: Ranges::default(),
+            mapping: RangeLocks::default(),
+            loading: RangeLocks::default(),
+            tables: RangeLocks::default(),
+            finding_space: RangeLocks::default(),
+            reclaiming: RangeLocks::default(),
             commits: Commits::default(),
-            writing_refcounts: Ranges::default(),
-            writing_header: Ranges::default(),
-            growing: Ranges::default(),
+            writing_refcounts: RangeLocks::default(),
+            writing_header: RangeLocks::default(),
+            growing: RangeLocks::default(),
             journal,
             in_flight: InFlight::new(),
             decompressor: Decompressor::new(header.compression),
@@ -550,7 +550,7 @@ async fn reclaim(image: Weak<Qcow2>, ended: Rc<SizeChanges>) {
             }
             None => return,
         }
-        ended.after(generation).await;
+        ended.changed_after(generation).await;
     }
 }
 
@@ -562,7 +562,7 @@ async fn commit_ahead(image: Weak<Qcow2>, half_full: Rc<SizeChanges>) {
             Some(image) => image.commit_ahead().await,
             None => return,
         }
-        half_full.after(generation).await;
+        half_full.changed_after(generation).await;
     }
 }
 

@@ -4,7 +4,7 @@ use std::rc::Weak;
 
 use larder_block::buffer_pool::BufferPool;
 use larder_block::event_loop::{WorkSlice, yield_now};
-use larder_block::range_lock::Mode;
+use larder_block::range_lock::RangeLockMode;
 use larder_block::{
     ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf, join,
 };
@@ -127,7 +127,10 @@ impl Qcow2 {
     pub(crate) async fn load_leaf(&self, cluster: u64) -> IoResult {
         let shape = self.shape;
         let index = self.map.borrow().leaf_of(cluster);
-        let _held = self.loading.enter(ByteRange::new(index, 1), Mode::Exclusive).await;
+        let _held = self
+            .loading
+            .lock(ByteRange::new(index, 1), RangeLockMode::Exclusive)
+            .await;
         if self.map.borrow().is_loaded(index) {
             return Ok(());
         }
@@ -151,7 +154,7 @@ impl Qcow2 {
             );
             return Err(self.error(Operation::Read, at, Failure::Invalid));
         }
-        let mut buffer = self.slices.take().await;
+        let mut buffer = self.slices.acquire().await;
         let bytes = &mut buffer[..at.len.as_usize()];
         self.file.read(at.start, ReadBuf::new(bytes)).await?;
         let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
@@ -166,7 +169,10 @@ impl Qcow2 {
     async fn load_leaves(&self, first: LeafIndex, count: u64) -> IoResult {
         let shape = self.shape;
         let leaves = 1u64 << (shape.table_bits() - shape.leaf_bits());
-        let _held = self.loading.enter(ByteRange::new(first, count), Mode::Exclusive).await;
+        let _held = self
+            .loading
+            .lock(ByteRange::new(first, count), RangeLockMode::Exclusive)
+            .await;
         let table = self.l1.borrow()[(first / leaves) as usize] & OFFSET;
         let at = ByteRange::new(table + first % leaves * shape.slice_len(), count * shape.slice_len());
         let outside = at.end().get() > self.file.geometry().size.get() || table & (shape.cluster_len() - 1) != 0;
@@ -178,7 +184,7 @@ impl Qcow2 {
             // Damage is reported to a guest's request for these clusters.
             return Ok(());
         }
-        let mut buffer = self.slices.take().await;
+        let mut buffer = self.slices.acquire().await;
         let bytes = &mut buffer[..at.len.as_usize()];
         self.file.read(at.start, ReadBuf::new(bytes)).await?;
         let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
@@ -293,7 +299,7 @@ impl Qcow2 {
         let mut slice = WorkSlice::new(EXTENT_STEPS);
         let mut rest = range;
         while !rest.is_empty() && found.len() < limit.max(1) {
-            slice.did(1).await;
+            slice.complete_steps(1).await;
             if let Some(unmapped) = self.without_table(rest) {
                 self.unallocated_extents(unmapped, limit, &mut found).await?;
                 let end = found.last().map_or(unmapped.end(), |last| last.range.end());

@@ -42,7 +42,7 @@ impl Qcow2 {
                 self.own_table(record.cluster >> self.shape.table_bits()).await?;
             }
             for step in 0..record.count {
-                slice.did(1).await;
+                slice.complete_steps(1).await;
                 let cluster = record.cluster + step;
                 let new = record.new.advanced(self.shape, step);
                 self.load_leaf(cluster).await?;
@@ -68,7 +68,7 @@ impl Qcow2 {
                 return Ok(None);
             }
             for step in 0..record.count {
-                slice.did(1).await;
+                slice.complete_steps(1).await;
                 let cluster = record.cluster + step;
                 let old = record.old.advanced(self.shape, step);
                 let new = record.new.advanced(self.shape, step);

@@ -21,7 +21,7 @@ mod search;
 use std::ops::Range;
 
 use larder_block::event_loop::WorkSlice;
-use larder_block::range_lock::Mode;
+use larder_block::range_lock::RangeLockMode;
 use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoResult, Operation, ReadBuf};
 
 use crate::device::{NewTable, Qcow2};
@@ -270,7 +270,10 @@ impl Qcow2 {
                 }
                 Some(Known::Is(_)) => self.space.borrow_mut().close_window(),
                 None => {
-                    let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+                    let _alone = self
+                        .finding_space
+                        .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
+                        .await;
                     if self.space.borrow().window.is_empty() {
                         self.open_window().await?;
                     }
@@ -315,7 +318,10 @@ impl Qcow2 {
 
     /// Takes `count` contiguous clusters: after all others, or inside a file that cannot grow.
     pub(crate) async fn allocate_run(&self, count: u64) -> IoResult<Allocation<'_>> {
-        let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+        let _alone = self
+            .finding_space
+            .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
+            .await;
         self.space.borrow_mut().close_window();
         match self.allocate_run_behind(count).await {
             Err(error) if error.failure() == Failure::NoSpace => self.take_run_inside(count).await,
@@ -353,7 +359,10 @@ impl Qcow2 {
         if is_secured(self) {
             return Ok(());
         }
-        let _held = self.tables.enter(ByteRange::new(index, 1), Mode::Exclusive).await;
+        let _held = self
+            .tables
+            .lock(ByteRange::new(index, 1), RangeLockMode::Exclusive)
+            .await;
         if is_secured(self) {
             return Ok(());
         }
@@ -406,7 +415,10 @@ impl Qcow2 {
 
     /// Frees released clusters that no request can access any more.
     pub(crate) async fn reclaim(&self) -> IoResult {
-        let _alone = self.reclaiming.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+        let _alone = self
+            .reclaiming
+            .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
+            .await;
         let mut ready = Reclaiming {
             image: self,
             runs: {
@@ -450,7 +462,7 @@ impl Qcow2 {
                     Err(error) if unshared == 0 => return Err(error),
                     _ => break,
                 }
-                slice.did(1).await;
+                slice.complete_steps(1).await;
             }
             let bits = self.shape.cluster_bits;
             let size = self.file.geometry().size.get();
@@ -464,7 +476,7 @@ impl Qcow2 {
                 self.reclaim_cluster(run.first).await?;
                 run.first += 1;
                 run.count -= 1;
-                slice.did(1).await;
+                slice.complete_steps(1).await;
             }
         }
         Ok(())

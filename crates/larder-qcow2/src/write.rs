@@ -5,7 +5,7 @@
 //! change: a crash leaves the old mapping, and the new clusters free or leaked.
 
 use larder_block::buffer_pool::BufferPool;
-use larder_block::range_lock::Mode;
+use larder_block::range_lock::RangeLockMode;
 use larder_block::{ByteOffset, ByteRange, IoError, IoResult, IoVec, Operation, ReadBuf, WriteBuf, WriteFlags};
 use smallvec::SmallVec;
 
@@ -115,7 +115,7 @@ impl Qcow2 {
         let part = range.intersection(ByteRange::between(range.start, leaf_end));
         let _held = self
             .mapping
-            .enter(part.widened(shape.cluster_len()), Mode::Exclusive)
+            .lock(part.widened(shape.cluster_len()), RangeLockMode::Exclusive)
             .await;
         self.write_new(part, buffer).await
     }
@@ -244,7 +244,7 @@ impl Qcow2 {
         if head.is_empty() && tail.is_empty() {
             return self.write_data(target + (part.start - whole.start).get(), middle).await;
         }
-        let mut bytes = self.copies.take().await;
+        let mut bytes = self.copies.acquire().await;
         let places = Surroundings::new(self.shape, whole);
         if !head.is_empty() && !tail.is_empty() && places.are_near(head, tail) {
             let all = ByteRange::between(head.start, tail.end());

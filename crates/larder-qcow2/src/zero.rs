@@ -5,7 +5,7 @@
 //! such an image keeps the content.
 
 use larder_block::event_loop::WorkSlice;
-use larder_block::range_lock::Mode;
+use larder_block::range_lock::RangeLockMode;
 use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, WriteBuf, ZeroFlags};
 
 use crate::device::{Piece, Qcow2};
@@ -71,7 +71,7 @@ impl Qcow2 {
         let mut slice = work_slice();
         let mut rest = range;
         while !rest.is_empty() {
-            slice.did(1).await;
+            slice.complete_steps(1).await;
             let piece = self.find(rest).await?;
             let size = self.data().geometry().size.get();
             let len = piece.len.min(size.saturating_sub(piece.host));
@@ -118,7 +118,7 @@ impl Qcow2 {
         let mut slice = work_slice();
         let mut rest = range;
         while !rest.is_empty() {
-            slice.did(1).await;
+            slice.complete_steps(1).await;
             let cluster_end = ByteOffset::new(rest.start.align_down(unit).get() + unit);
             let part = rest.intersection(ByteRange::between(rest.start, cluster_end));
             if !self.reads_as_zeros(part).await? {
@@ -141,15 +141,15 @@ impl Qcow2 {
         while !rest.is_empty() {
             if let Some(unmapped) = self.without_table(rest).filter(|part| self.backed(*part).is_empty()) {
                 rest = ByteRange::between(unmapped.end(), rest.end());
-                slice.did(1).await;
+                slice.complete_steps(1).await;
                 continue;
             }
-            slice.did(SHORT_STEPS_PER_LEAF).await;
+            slice.complete_steps(SHORT_STEPS_PER_LEAF).await;
             let leaf_span = shape.cluster_len() << shape.leaf_bits();
             let leaf_end = ByteOffset::new(rest.start.align_down(leaf_span).get() + leaf_span);
             let part = rest.intersection(ByteRange::between(rest.start, leaf_end));
             let held = part.widened(shape.cluster_len());
-            let _held = self.mapping.enter(held, Mode::Exclusive).await;
+            let _held = self.mapping.lock(held, RangeLockMode::Exclusive).await;
             self.unmap_in_leaf(part, want, &mut left).await?;
             rest = ByteRange::between(part.end(), rest.end());
         }

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Latency, Medium, Options, SimulatedDevice};
+use larder_block::backend::simulated::{LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, Failure, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags};
 use larder_qcow2::shape::Shape;
 use larder_qcow2::{OpenError, OpenOptions, Others, Qcow2};
@@ -26,11 +26,11 @@ struct Kit {
 impl Kit {
     fn new(size: u64) -> Self {
         let on = Loop::simulated().expect("a loop");
-        let options = Options {
-            latency: Latency::NONE,
-            ..Options::default()
+        let options = SimulatedOptions {
+            latency: LatencyDistribution::NONE,
+            ..SimulatedOptions::default()
         };
-        let file: Rc<dyn BlockDevice> = SimulatedDevice::open(&on, Medium::new(ByteLen::ZERO, 512), options);
+        let file: Rc<dyn BlockDevice> = SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::ZERO, 512), options);
         let made = on.block_on(larder_qcow2::create(&file, SHAPE, ByteLen::new(size)));
         made.expect("it is made");
         Self { on, file }

@@ -375,7 +375,7 @@ fn serve(
         let clients = Clients::new(move || {
             let prefetch = present.borrow().as_ref().and_then(|image| image.prefetch.clone());
             if let Some(prefetch) = prefetch {
-                prefetch.clients_left();
+                prefetch.clients_disconnected();
             }
         });
         let activity = Activity::new(on);
@@ -434,7 +434,7 @@ fn serve(
         if let Err(error) = image.device.close().await {
             let error = error.to_string();
             let cache = image.cache.as_ref().map(|cache| cache.now());
-            let keeping = cache.filter(|cache| cache.layer.works() && cache.layer.is_noted_dirty());
+            let keeping = cache.filter(|cache| cache.layer.is_working() && cache.layer.is_recorded_dirty());
             return Err(match keeping.map(|cache| cache.file.to_string()) {
                 Some(cache) => DiskError::StaysInCache { cache, error },
                 None => DiskError::Flush(error),
@@ -455,7 +455,7 @@ fn serve(
 async fn write_back(image: &OpenImage) {
     // A failure is ignored here: the close below tries again, and reports it.
     if let Some(cache) = &image.cache {
-        let _ = cache.now().layer.hand_over_most().await;
+        let _ = cache.now().layer.flush_most_dirty().await;
     }
     let _ = image.device.flush().await;
 }
@@ -468,7 +468,7 @@ async fn hangs_for_long(on: &Loop, image: &OpenImage) {
     let mut seconds = 0;
     while seconds < STOP_PATIENCE.as_secs() {
         on.sleep(Duration::from_secs(1)).await;
-        seconds = if cache.now().layer.hangs() { seconds + 1 } else { 0 };
+        seconds = if cache.now().layer.is_hanging() { seconds + 1 } else { 0 };
     }
 }
 

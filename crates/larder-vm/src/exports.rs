@@ -398,7 +398,7 @@ fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {
         .as_ref()
         .ok_or_else(|| ExportError::NoCertificates { uri: uri.to_string() })?;
     let require_clients = opener::metadata(&folder.join("ca-cert.pem")).is_ok();
-    Ok(Some(ServerTls::load_folder(folder, require_clients)?))
+    Ok(Some(ServerTls::load_directory(folder, require_clients)?))
 }
 
 /// Listens on every address that the host name resolves to.

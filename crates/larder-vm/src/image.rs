@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile, OpenError, Role};
-use larder_block::backend::image_lock::{self, Claim};
+use larder_block::backend::file::{Caching, FileDevice, FileOpenError, FileOptions, FileRole, LockedFile};
+use larder_block::backend::image_lock::{self, LockMode};
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::filter::align::{Align, AlignOptions};
-use larder_block::filter::keep_space::KeepSpace;
-use larder_block::filter::throttle::{LimitError, Limits, Throttle};
+use larder_block::filter::ignore_discard::IgnoreDiscard;
+use larder_block::filter::throttle::{Throttle, ThrottleLimitError, ThrottleLimits};
 use larder_block::nbd::NbdUri;
-use larder_block::opener::{self, Access, NamedBy, opener};
+use larder_block::opener::{self, Access, PathSource, opener};
 use larder_block::{BlockDevice, ByteLen, Geometry, Loop, printable};
 use larder_prefetch::Prefetch;
 pub use larder_prefetch::PrefetchOptions;
@@ -61,7 +61,7 @@ pub use chain::policy::{
 pub use chain::{ChainPart, PartRole, is_same, named_chain, probe};
 pub(crate) use disk_id::is_disk;
 /// Write policy of a cache.
-pub use larder_cache::Mode as CacheMode;
+pub use larder_cache::CacheMode;
 pub use open_cache::OpenCache;
 pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError, PrefetchWish, PrefetchWishError, parse_prefetch_len};
 
@@ -119,9 +119,9 @@ pub struct ImageOptions {
     /// Allow other processes to use the image at the same time.
     pub share: bool,
     /// Process that locks the image against other users, unless `share` is set.
-    pub claim: Claim,
+    pub claim: LockMode,
     /// Role of a file that is opened as raw bytes.
-    pub role: Role,
+    pub role: FileRole,
     /// Use of the host's page cache.
     pub caching: Caching,
     /// Ignore discards, so that the image stays allocated.
@@ -131,7 +131,7 @@ pub struct ImageOptions {
     /// Options of connections to NBD servers.
     pub nbd: NbdOptions,
     /// Throughput and request rate limits of the disk.
-    pub limits: Limits,
+    pub limits: ThrottleLimits,
     /// Change nothing, and connect to no NBD server; see [`try_to_open`].
     pub trial: bool,
     /// The image was in use on another host: all cached data of it is treated as stale.
@@ -148,13 +148,13 @@ impl Default for ImageOptions {
             cache: None,
             read_only: false,
             share: false,
-            claim: Claim::Own,
-            role: Role::Image,
+            claim: LockMode::Direct,
+            role: FileRole::Image,
             caching: Caching::Auto,
             keep_space: false,
             single_bytes: false,
             nbd: NbdOptions::default(),
-            limits: Limits::NONE,
+            limits: ThrottleLimits::NONE,
             trial: false,
             comes: false,
         }
@@ -166,9 +166,9 @@ impl Default for ImageOptions {
 #[allow(missing_docs)]
 pub enum ImageError {
     #[error(transparent)]
-    File(#[from] larder_block::backend::file::OpenError),
+    File(#[from] larder_block::backend::file::FileOpenError),
     #[error(transparent)]
-    Nbd(Box<larder_block::backend::nbd::OpenError>),
+    Nbd(Box<larder_block::backend::nbd::NbdOpenError>),
     #[error(
         "{image} looks like a {format} image, which Larder does not support; convert it with qemu-img convert -O qcow2"
     )]
@@ -182,7 +182,7 @@ pub enum ImageError {
     )]
     NoFormat { image: String, found: String },
     #[error("limits of {image}: {source}")]
-    Limits { image: String, source: LimitError },
+    Limits { image: String, source: ThrottleLimitError },
     #[error(transparent)]
     Qcow2(larder_qcow2::OpenError),
     #[error(transparent)]
@@ -303,12 +303,12 @@ async fn open_and_hold(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    held: &mut Vec<HeldFile>,
+    held: &mut Vec<LockedFile>,
 ) -> Result<OpenImage, ImageError> {
     if options.cache.is_none() && !options.trial {
         // Opening may change the image. Its caches are the same for both formats.
         let others = Note::others(&disk_id::identity(image, Format::Raw), &[]);
-        let is_in_use = options.claim == Claim::Own && is_in_use(image);
+        let is_in_use = options.claim == LockMode::Direct && is_in_use(image);
         match refuse_dirty(on, image, &others).await {
             // Opening the image below reports that it is in use.
             Err(_) if is_in_use && !options.share => {}
@@ -333,22 +333,22 @@ async fn open_and_hold(
     let unkept = Rc::clone(&device);
     let prefetch = (!options.share && !options.trial).then(|| {
         let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
-        Prefetch::over(on, Rc::clone(&device), prefetch)
+        Prefetch::new(on, Rc::clone(&device), prefetch)
     });
     if let Some(prefetch) = &prefetch {
         if let ImageAddress::Nbd(_) = image {
             // An export has no lock: others may write to it.
-            prefetch.believe_for(BELIEVED_FOR);
+            prefetch.set_max_age(BELIEVED_FOR);
         }
         device = Rc::clone(prefetch) as Rc<dyn BlockDevice>;
     }
     if options.keep_space {
-        device = Rc::new(KeepSpace::new(device));
+        device = Rc::new(IgnoreDiscard::new(device));
     }
     if options.single_bytes {
         // Below the layer that exchanges images during a move: a block read from this image is written back to this
         // image.
-        device = Rc::new(Align::with_edges(device, unkept, AlignOptions::BYTES));
+        device = Rc::new(Align::with_rmw_source(device, unkept, AlignOptions::BYTES));
     }
     let throttle = Throttle::new(on, device, options.limits).map_err(|source| ImageError::Limits {
         image: image.to_string(),
@@ -473,13 +473,13 @@ async fn refuse_dirty(on: &Loop, image: &ImageAddress, others: &[Other]) -> Resu
 /// Returns whether a process, perhaps this one, has the image open for writing, as far as its locks show.
 fn is_in_use(image: &ImageAddress) -> bool {
     let ImageAddress::Path(path) = image else { return false };
-    image_lock::used_by_others(path).is_ok_and(|users| users.is_some())
+    image_lock::other_users(path).is_ok_and(|users| users.is_some())
 }
 
 /// Opens an image like [`open`], but only to check whether it can be opened. No NBD server is contacted, since some
 /// exit after their first client, and nothing is changed: the journal of a killed server is not replayed. The files
 /// that were opened, up to an NBD server or another error, are then in `held`: as long as they stay there, only a
-/// server with [`Claim::Inherited`] can open the image.
+/// server with [`LockMode::Inherited`] can open the image.
 ///
 /// # Errors
 /// See [`ImageError`]; [`ImageError::NotAsked`] if the image can be opened as far as an NBD server in its chain.
@@ -487,11 +487,11 @@ pub async fn try_to_open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    held: &mut Vec<HeldFile>,
+    held: &mut Vec<LockedFile>,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let options = ImageOptions {
         trial: true,
-        claim: Claim::ForOthers,
+        claim: LockMode::ForChildren,
         ..options.clone()
     };
     Ok(open_and_hold(on, image, &options, held).await?.device)
@@ -506,7 +506,7 @@ pub async fn try_to_open(
 pub async fn inspect_served(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<(), ImageError> {
     let options = ImageOptions {
         trial: true,
-        claim: Claim::Nobody,
+        claim: LockMode::Unlocked,
         ..options.clone()
     };
     open_and_hold(on, image, &options, &mut Vec::new()).await.map(drop)
@@ -569,7 +569,7 @@ pub async fn open_bytes_and_author(
     };
     let file = open_file(on, path, options, container, None).await?;
     // The path may lead to another file by now.
-    let found = file.metadata().map_err(|source| OpenError::Os {
+    let found = file.metadata().map_err(|source| FileOpenError::Os {
         path: path.clone(),
         what: "reading its owner",
         source,
@@ -589,14 +589,14 @@ async fn open_file(
     }
     let file = FileOptions {
         role: options.role.clone(),
-        by_header_alone: options.chain == ChainPolicy::FOLLOW,
+        by_header_only: options.chain == ChainPolicy::FOLLOW,
         read_only: options.read_only,
         share: options.share,
-        exclusive: matches!(options.role, Role::CacheOf(_)),
-        claim: options.claim,
+        exclusive: matches!(options.role, FileRole::CacheOf(_)),
+        lock_mode: options.claim,
         caching: options.caching,
         container,
-        mark,
+        write_record_directory: mark,
     };
     Ok(FileDevice::open(on, path, file).await?)
 }
@@ -642,7 +642,7 @@ fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
 /// yields `None`: the caller's open reports the error.
 fn recognise(path: &Path) -> Option<&'static str> {
     let mut head = [0; BEGINNING_BYTES];
-    let mut file = opener().open(path, Access::Read, NamedBy::User).ok()?;
+    let mut file = opener().open(path, Access::Read, PathSource::User).ok()?;
     let count = file.read(&mut head).ok()?;
     begins_like(&head[..count])
 }

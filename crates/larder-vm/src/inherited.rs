@@ -83,7 +83,7 @@ impl Inherited {
         let store = self.store.as_ref().filter(|_| disk.len() <= NAME_BYTES_MAX)?;
         let image = match image {
             ImageAddress::Path(path) => opener()
-                .canonical(path)
+                .canonicalize(path)
                 .unwrap_or_else(|_| path.clone())
                 .display()
                 .to_string(),

@@ -1,7 +1,7 @@
 //! Textual limits of a disk: `iops-total=1000,bps-read=100MiB`, under QEMU's names, QEMU's older names, or libvirt's.
 
 use larder_block::ByteLen;
-use larder_block::filter::throttle::{Limit, LimitError, Limits};
+use larder_block::filter::throttle::{RateLimit, ThrottleLimitError, ThrottleLimits};
 
 /// Reason why a list of limits is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -18,7 +18,7 @@ pub enum LimitsTextError {
     #[error("{key}={value}: {why}")]
     Value { key: String, value: String, why: String },
     #[error(transparent)]
-    Limit(#[from] LimitError),
+    Limit(#[from] ThrottleLimitError),
 }
 
 /// Lists the known names, for messages.
@@ -115,7 +115,7 @@ impl LimitName {
             .find(|row| key == row.name.replace('-', "_") || key == row.old || key == row.libvirt)
     }
 
-    fn limit(self, limits: &mut Limits) -> Option<&mut Limit> {
+    fn limit(self, limits: &mut ThrottleLimits) -> Option<&mut RateLimit> {
         Some(match self.what {
             What::RequestsTotal => &mut limits.requests_total,
             What::RequestsRead => &mut limits.requests_read,
@@ -135,7 +135,7 @@ impl LimitName {
 
     /// Parses a value; an error is a message for the user.
     fn read(self, value: &str) -> Result<u64, String> {
-        let most = Limit::MAX;
+        let most = RateLimit::MAX;
         if !value.is_empty() && value.chars().all(|c| c.is_ascii_digit()) && value.parse::<u64>().is_err() {
             return Err(format!(
                 "more than a limit can be, which is {most}; leave it out for no limit"
@@ -153,7 +153,7 @@ impl LimitName {
         value.parse().map_err(|_| "not a whole number".to_owned())
     }
 
-    fn get(self, limits: &Limits) -> u64 {
+    fn get(self, limits: &ThrottleLimits) -> u64 {
         let Some(limit) = self.limit(&mut limits.clone()).copied() else {
             return limits.request_size.get();
         };
@@ -164,7 +164,7 @@ impl LimitName {
         }
     }
 
-    fn set(self, limits: &mut Limits, value: u64) -> Result<(), String> {
+    fn set(self, limits: &mut ThrottleLimits, value: u64) -> Result<(), String> {
         let Some(limit) = self.limit(limits) else {
             limits.request_size = ByteLen::new(value);
             return Ok(());
@@ -179,7 +179,7 @@ impl LimitName {
 }
 
 /// Returns all limits that are set, under QEMU's names; sizes are in bytes.
-pub fn named(limits: &Limits) -> impl Iterator<Item = (&'static str, u64)> {
+pub fn named(limits: &ThrottleLimits) -> impl Iterator<Item = (&'static str, u64)> {
     let all = ROWS.iter().map(move |row| (row.name, row.get(limits)));
     all.filter(|(_, value)| *value > 0)
 }
@@ -188,7 +188,7 @@ pub fn named(limits: &Limits) -> impl Iterator<Item = (&'static str, u64)> {
 ///
 /// # Errors
 /// See [`LimitsTextError`].
-pub fn parse_given_limits(text: &str) -> Result<Limits, LimitsTextError> {
+pub fn parse_given_limits(text: &str) -> Result<ThrottleLimits, LimitsTextError> {
     match text.trim() {
         "" => Err(LimitsTextError::Empty),
         text => parse_limits(text),
@@ -199,11 +199,11 @@ pub fn parse_given_limits(text: &str) -> Result<Limits, LimitsTextError> {
 ///
 /// # Errors
 /// See [`LimitsTextError`].
-pub fn parse_limits(text: &str) -> Result<Limits, LimitsTextError> {
+pub fn parse_limits(text: &str) -> Result<ThrottleLimits, LimitsTextError> {
     if text.is_empty() {
-        return Ok(Limits::NONE);
+        return Ok(ThrottleLimits::NONE);
     }
-    let mut limits = Limits::NONE;
+    let mut limits = ThrottleLimits::NONE;
     let mut given: Vec<&str> = Vec::new();
     for pair in text.split(',') {
         let (key, value) = pair
@@ -241,10 +241,10 @@ mod tests {
         let limits =
             parse_limits("iops-total=1000,bps-read=100MiB,bps-read-max=1GiB,bps-read-max-length=10,iops-size=64KiB")
                 .expect("they make sense");
-        assert_eq!(limits.requests_total, Limit::per_second(1000));
+        assert_eq!(limits.requests_total, RateLimit::per_second(1000));
         assert_eq!(
             limits.bytes_read,
-            Limit {
+            RateLimit {
                 average: 100 << 20,
                 burst: 1 << 30,
                 burst_seconds: 10

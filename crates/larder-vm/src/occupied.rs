@@ -16,7 +16,7 @@ use std::io::{self, Seek as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::rc::Rc;
 
-use larder_block::opener::{Access, NamedBy, opener};
+use larder_block::opener::{Access, PathSource, opener};
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, Loop, ReadBuf};
 use rustix::fs::{MemfdFlags, SeekFrom};
 use rustix::io::Errno;
@@ -62,7 +62,7 @@ pub(crate) async fn check(on: &Loop, device: &Rc<dyn BlockDevice>, address: &Ima
     }
     let file = match address {
         ImageAddress::Path(path) => {
-            let opened = opener().open(path, Access::Read, NamedBy::User);
+            let opened = opener().open(path, Access::Read, PathSource::User);
             opened.map_err(Occupied::unknown)?
         }
         ImageAddress::Nbd(_) => ends_of(device).await?,
@@ -168,14 +168,14 @@ async fn ends_of(device: &Rc<dyn BlockDevice>) -> Result<File, Occupied> {
 fn probe(file: &File) -> Result<(), Occupied> {
     let answer = opener().blkid(file).map_err(Occupied::unknown)?;
     match answer.status {
-        Some(0) => labels(&answer.said).map_or(Ok(()), |label| Err(Occupied::Label(label))),
-        Some(2) if answer.complaint.is_empty() => Ok(()),
+        Some(0) => labels(&answer.stdout).map_or(Ok(()), |label| Err(Occupied::Label(label))),
+        Some(2) if answer.stderr.is_empty() => Ok(()),
         Some(8) => Err(Occupied::Label(
             "data that blkid recognises as several formats at once".to_owned(),
         )),
         status => Err(Occupied::unknown(format_args!(
             "blkid of util-linux is needed, but it exited with {status:?}: {}",
-            answer.complaint.trim_end()
+            answer.stderr.trim_end()
         ))),
     }
 }

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use anyhow::{Context, ensure};
 use larder_codec::measure::cpu_time;
 use larder_policy::curve::{MissRatioCurve, SAMPLE_DEFAULT};
-use larder_policy::replay::{Contender, Counts, Lines};
-use larder_policy::synthetic::Synthetic;
+use larder_policy::replay::{LineTrace, ReplayCounts, ReplayPolicy};
+use larder_policy::synthetic::SyntheticTrace;
 use larder_policy::trace;
 use serde_json::{Value, json};
 
@@ -24,7 +24,7 @@ type Cell = fn(&Outcome, u64) -> String;
 /// Results of one trace.
 struct Report {
     name: String,
-    lines: Lines,
+    lines: LineTrace,
     line_bytes: u64,
     sizes: Vec<Size>,
     curve: MissRatioCurve,
@@ -41,8 +41,8 @@ struct Size {
 
 /// Result of one policy at one cache size.
 struct Outcome {
-    contender: Contender,
-    counts: Counts,
+    contender: ReplayPolicy,
+    counts: ReplayCounts,
     ns_per_access: f64,
 }
 
@@ -62,14 +62,14 @@ pub(crate) fn run(arguments: BenchPolicyArguments) -> anyhow::Result<ExitCode> {
             "{}: its requests have no timestamps, so a daily budget cannot be applied; omit --budget",
             path.display()
         );
-        let lines = Lines::new(&trace.requests, line_bytes);
+        let lines = LineTrace::new(&trace.requests, line_bytes);
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
         reports.push(report(&name, lines, &arguments));
         show(&reports, &arguments)?;
     }
     if arguments.synthetic {
-        for synthetic in Synthetic::ALL {
-            let lines = Lines::new(&synthetic.requests(), larder_policy::synthetic::LINE);
+        for synthetic in SyntheticTrace::ALL {
+            let lines = LineTrace::new(&synthetic.requests(), larder_policy::synthetic::LINE_BYTES);
             reports.push(report(synthetic.name(), lines, &arguments));
             show(&reports, &arguments)?;
         }
@@ -90,16 +90,16 @@ fn show(reports: &[Report], arguments: &BenchPolicyArguments) -> anyhow::Result<
     print(&text_of(last)?)
 }
 
-fn report(name: &str, lines: Lines, arguments: &BenchPolicyArguments) -> Report {
+fn report(name: &str, lines: LineTrace, arguments: &BenchPolicyArguments) -> Report {
     let mut curve = MissRatioCurve::new(SAMPLE_DEFAULT);
     for ask in &lines.accesses {
-        curve.used(lines.lines[ask.key as usize]);
+        curve.record_use(lines.lines[ask.key as usize]);
     }
     let line_bytes = arguments.line.get();
     let budget = arguments.budget.map(|budget| budget.get());
     let sizes = arguments.sizes.iter().map(|percent| {
         let capacity = (lines.footprint() * *percent as usize / 100).max(1);
-        let results = Contender::ALL.into_iter().map(|contender| {
+        let results = ReplayPolicy::ALL.into_iter().map(|contender| {
             let begin = cpu_time();
             let counts = contender.replay(&lines, capacity, line_bytes as u32, budget);
             Outcome {
@@ -149,7 +149,7 @@ fn text_of(report: &Report) -> anyhow::Result<String> {
             write!(text, "{:>12}", format!("{} %", size.percent))?;
         }
         text.push('\n');
-        for (index, contender) in Contender::ALL.into_iter().enumerate() {
+        for (index, contender) in ReplayPolicy::ALL.into_iter().enumerate() {
             write!(text, "  {:<18}", contender.name())?;
             for size in &report.sizes {
                 write!(text, "{:>12}", cell(&size.results[index], *line_bytes))?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::bail;
 use larder_block::{ByteLen, Loop};
-use larder_cache::{Damage, Mode, Superblock};
+use larder_cache::{CacheMode, MetadataDamage, Superblock};
 use larder_vm::control::state::{DiskState, FlushState};
 use larder_vm::control::wishes::{CachePatch, DiskPatch};
 use larder_vm::control::{Change, change_disk, fetch_disks};
@@ -71,7 +71,7 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
         lines,
         ..
     } = report;
-    let shape = superblock.shape;
+    let shape = superblock.layout;
     let mut said = Lines::default();
     said.line("cache", file);
     said.line(
@@ -122,11 +122,11 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
 }
 
 /// Describes the damage and its consequences.
-fn damage_text(file: &ImageAddress, damage: Damage, superblock: &Superblock) -> Option<String> {
+fn damage_text(file: &ImageAddress, damage: MetadataDamage, superblock: &Superblock) -> Option<String> {
     let what = match damage {
-        Damage { journal: true, .. } => "its journal".to_owned(),
-        Damage { sets: 0, .. } => return None,
-        Damage { sets, .. } => format!("the metadata of {sets} of its {} sets", superblock.shape.sets()),
+        MetadataDamage { journal: true, .. } => "its journal".to_owned(),
+        MetadataDamage { sets: 0, .. } => return None,
+        MetadataDamage { sets, .. } => format!("the metadata of {sets} of its {} sets", superblock.layout.sets()),
     };
     Some(match (superblock.may_be_dirty, damage.journal) {
         (true, _) => format!(
@@ -145,7 +145,7 @@ fn as_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
         lines,
         ..
     } = report;
-    let shape = superblock.shape;
+    let shape = superblock.layout;
     let known = lines.filter(|lines| !lines.damage.journal);
     json!({
         "file": file.to_string(),
@@ -158,14 +158,14 @@ fn as_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
         "occupancy": known.map(|lines| lines.lines * shape.line_len()),
         "dirty": known.map(|lines| lines.dirty * shape.line_len()),
         "may_be_dirty": superblock.may_be_dirty,
-        "damaged": lines.map(|lines| lines.damage != Damage::default()),
+        "damaged": lines.map(|lines| lines.damage != MetadataDamage::default()),
         "closed": superblock.clean,
         "unproven": superblock.unproven,
         "in_use": report.is_used,
     })
 }
 
-fn mode_text(mode: Mode) -> String {
+fn mode_text(mode: CacheMode) -> String {
     format!("{} ({})", cache_mode_words(mode), cache_mode_name(mode))
 }
 
@@ -187,7 +187,7 @@ fn mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
         None => on.block_on(set_mode_of_cache(on, file, *mode)).map_err(with_control)?,
     };
     print(&format!("{file}: {} from now on\n", mode_text(*mode)))?;
-    if may_be_dirty && *mode != Mode::WriteBack {
+    if may_be_dirty && *mode != CacheMode::WriteBack {
         print(&format!(
             "It may still have dirty data: its next server writes that to the disk, or `larder disk cache flush {file}` does.\n"
         ))?;

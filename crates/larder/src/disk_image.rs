@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::rc::Rc;
 
 use anyhow::{anyhow, bail};
-use larder_block::backend::file::Role;
+use larder_block::backend::file::FileRole;
 use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
@@ -61,7 +61,7 @@ pub(crate) async fn open(
         ..ImageOptions::default()
     };
     if let Sharing::Backing { trust_image } = sharing {
-        options.role = Role::Part;
+        options.role = FileRole::Referenced;
         options.chain = ChainPolicy::Follow { trust_image };
     }
     let (file, author) = open_bytes_and_author(on, image, &options, is_container, is_guessed).await?;
@@ -116,7 +116,7 @@ pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str
 /// none, or that they are unknown, as for an NBD export.
 pub(crate) fn used_by(image: &ImageAddress) -> Option<Vec<String>> {
     let ImageAddress::Path(path) = image else { return None };
-    image_lock::used_by_others(path).ok()?
+    image_lock::other_users(path).ok()?
 }
 
 /// Returns the length of a regular file; the device opened on it may be padded to whole blocks.

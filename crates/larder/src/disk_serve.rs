@@ -7,11 +7,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use larder_block::backend::file::{Caching, OpenError};
-use larder_block::backend::image_lock::{Claim, LockError};
+use larder_block::backend::file::{Caching, FileOpenError};
+use larder_block::backend::image_lock::{LockError, LockMode};
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::event_loop::SocketAddress;
-use larder_block::filter::throttle::Limits;
+use larder_block::filter::throttle::ThrottleLimits;
 use larder_export::vhost_user::{Serial, Stop, VhostUserOptions};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
@@ -215,8 +215,8 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             read_only: arguments.read_only,
             share: arguments.share,
             claim: match arguments.inherit_locks {
-                true => Claim::Inherited,
-                false => Claim::Own,
+                true => LockMode::Inherited,
+                false => LockMode::Direct,
             },
             caching,
             keep_space: arguments.discard == DiscardPolicy::Ignore,
@@ -224,7 +224,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
                 reconnect: Duration::from_secs(arguments.nbd_reconnect),
                 ..NbdOptions::default()
             },
-            limits: arguments.throttle.unwrap_or(Limits::NONE),
+            limits: arguments.throttle.unwrap_or(ThrottleLimits::NONE),
             ..ImageOptions::default()
         },
         exports: ExportsConfig {
@@ -310,12 +310,13 @@ fn advice(error: &DiskError, options: &ImageOptions) -> Option<&'static str> {
             source: HeaderError::Magic(_),
             ..
         })) => Some("without --format its format is detected"),
-        DiskError::Image(ImageError::File(OpenError::Open { source, .. })) if !options.read_only => match source.kind()
-        {
-            PermissionDenied | ReadOnlyFilesystem => Some("with --read-only Larder only reads it"),
-            _ => None,
-        },
-        DiskError::Image(ImageError::File(OpenError::Locked {
+        DiskError::Image(ImageError::File(FileOpenError::Open { source, .. })) if !options.read_only => {
+            match source.kind() {
+                PermissionDenied | ReadOnlyFilesystem => Some("with --read-only Larder only reads it"),
+                _ => None,
+            }
+        }
+        DiskError::Image(ImageError::File(FileOpenError::Locked {
             source: LockError::InUse { .. },
             ..
         })) => Some(match options.share {

@@ -22,7 +22,7 @@ use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Filter, Geometry, Io, Loop, ReadBuf, WriteBuf,
     WriteFlags,
 };
-use larder_cache::{Cache, CleanOptions, OpenOptions, SettleOptions, Verdict, Witness, read_superblock};
+use larder_cache::{Cache, CacheOpenOptions, CleanOptions, FailureLog, PersistOptions, Verdict, read_superblock};
 use larder_export::nbd::{NbdServer, NbdServerOptions};
 
 use super::Arguments;
@@ -374,16 +374,16 @@ fn serve(size: u64, listeners: [UnixListener; 2], mut orders: UnixStream) -> any
 /// Records no failures of the cache: any failure ends the measurement.
 struct NoWitness;
 
-impl Witness for NoWitness {
-    fn detach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+impl FailureLog for NoWitness {
+    fn record_failed(&self) -> BoxFuture<'_, std::io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 
-    fn supersede(&self, _: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
+    fn record_superseded(&self, _: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 
-    fn attach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+    fn clear(&self) -> BoxFuture<'_, std::io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 }
@@ -396,24 +396,24 @@ fn said(error: impl std::fmt::Display) -> anyhow::Error {
 /// Reads the disk through the cache until the cache is full. Returns the number of lines in the cache.
 async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>) -> anyhow::Result<u64> {
     let superblock = read_superblock(fast).await.map_err(said)?;
-    let stamp = superblock.disk.stamp.clone();
-    let options = OpenOptions {
+    let stamp = superblock.disk.fingerprint.clone();
+    let options = CacheOpenOptions {
         mode: None,
         disk: superblock.disk,
-        verdict: Verdict::Proven,
-        stamp: Box::new(move || stamp.clone()),
-        detached: None,
-        witness: Box::new(NoWitness),
+        verdict: Verdict::Unchanged,
+        fingerprint: Box::new(move || stamp.clone()),
+        failure: None,
+        failure_log: Box::new(NoWitness),
         boot: [0; 16],
         endurance: None,
         cleaning: CleanOptions::default(),
         load_ahead: true,
-        settling: SettleOptions::default(),
+        persist: PersistOptions::default(),
     };
     let opened = Cache::open(on, Rc::clone(disk), Rc::clone(fast), options).await;
     let cache = opened.map_err(said)?;
     let layer: Rc<dyn BlockDevice> = Rc::clone(&cache) as _;
-    let slots = cache.shape().capacity().get() / BLOCK;
+    let slots = cache.layout().capacity().get() / BLOCK;
     let wanted = slots * FILLED_OF_100 / 100;
     let unsettled_max = UNSETTLED_MAX.min(slots / UNSETTLED_SHARE);
     let mut bytes = AlignedBuf::zeroed(FILL_BYTES as usize);
@@ -431,13 +431,13 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
             }
             yield_now().await;
         }
-        while cache.statistics().unsettled > unsettled_max {
+        while cache.statistics().unpersisted > unsettled_max {
             yield_now().await;
         }
     }
     let lines = cache.statistics().lines;
     layer.close().await.map_err(said)?;
-    ensure!(cache.works(), "the cache has failed");
+    ensure!(cache.is_working(), "the cache has failed");
     ensure!(
         lines * 100 >= wanted * 98,
         "only {lines} lines of {wanted} are in the cache"

@@ -527,7 +527,7 @@ impl<'a> Move<'a> {
         let said = |of: &Process, what: &str| of.output().contains(what);
         while !self.receiver.process.has_ended()
             && !said(&self.receiver.process, "waiting for the source")
-            && !said(&self.receiver.process, "may not have heard so")
+            && !said(&self.receiver.process, "may not know that")
             && Instant::now() < until
         {
             std::thread::sleep(Duration::from_millis(10));

@@ -10,7 +10,7 @@ use anyhow::{Context, bail, ensure};
 use larder_block::nbd::handshake::{
     FIXED_NEWSTYLE, NO_ZEROES, OPTION_MAGIC, OPTION_REPLY_MAGIC, infos, options, replies,
 };
-use larder_block::nbd::transmission::{Framing, ReplyHeader, Request, chunks};
+use larder_block::nbd::transmission::{Framing, ReplyHeader, RequestHeader, chunks};
 use larder_block::nbd::{Command, CommandFlags};
 
 /// Length of the greeting: two magic numbers and flags.
@@ -111,7 +111,7 @@ impl Client {
     pub(crate) fn request(&mut self, command: Command, start: u64, len: u64, data: &[u8]) -> anyhow::Result<Vec<u8>> {
         self.cookie += 1;
         let mut request = Vec::with_capacity(FRAMING.request_header_len() + data.len());
-        let header = Request {
+        let header = RequestHeader {
             flags: CommandFlags::NONE,
             command: command.code(),
             cookie: self.cookie,

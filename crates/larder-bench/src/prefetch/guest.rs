@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use larder_bench::campaign::guest::{Guest, GuestOptions, LIMIT, test_bed};
-use larder_prefetch::Statistics;
+use larder_prefetch::PrefetchStatistics;
 
 use super::Arguments;
 use super::place::Place;
@@ -131,8 +131,8 @@ struct Counts {
     wasted: f64,
 }
 
-impl From<Statistics> for Counts {
-    fn from(said: Statistics) -> Self {
+impl From<PrefetchStatistics> for Counts {
+    fn from(said: PrefetchStatistics) -> Self {
         let found = said.hits + said.waits;
         Self {
             reads: (found + said.partial_hits + said.misses + said.bypassed) as f64,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
-use larder_prefetch::Statistics;
+use larder_prefetch::PrefetchStatistics;
 use serde_json::Value;
 
 use super::place::Place;
@@ -110,7 +110,7 @@ impl Larder {
     ///
     /// # Errors
     /// If read-ahead is off, or the server does not answer.
-    pub(crate) fn statistics(&self) -> anyhow::Result<Statistics> {
+    pub(crate) fn statistics(&self) -> anyhow::Result<PrefetchStatistics> {
         let answer = self.status()?;
         statistics(&answer).with_context(|| format!("larder status does not report read-ahead: {answer}"))
     }
@@ -122,11 +122,11 @@ impl Larder {
 }
 
 /// Extracts the read-ahead statistics from a control socket's answer.
-fn statistics(answer: &Value) -> Option<Statistics> {
+fn statistics(answer: &Value) -> Option<PrefetchStatistics> {
     let prefetch = &answer["disks"][0]["prefetch"];
     let of = |name: &str| prefetch[name].as_u64();
     let streams = |name: &str| prefetch["streams"][name].as_u64();
-    Some(Statistics {
+    Some(PrefetchStatistics {
         fetched: of("fetched")?,
         used: of("used")?,
         wasted: of("wasted")?,

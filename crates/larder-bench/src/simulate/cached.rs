@@ -5,15 +5,16 @@ use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Random, SimulatedDevice};
+use larder_block::backend::simulated::{SeededRng, SimulatedDevice};
 use larder_block::event_loop::WeakLoop;
-use larder_block::filter::switch::Switch;
+use larder_block::filter::switch::LayerSwitch;
 use larder_block::signal::first_of;
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
 use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Verdict, Witness, create,
+    Cache, CacheCreateOptions, CacheMode, CacheOpenOptions, CleanOptions, DiskId, FailureLog, FailureRecord,
+    PersistOptions, Verdict, create,
 };
 
 use super::stack::{Disk, Opened, Outcome, Poke, Stack};
@@ -32,9 +33,9 @@ pub(super) struct Cached {
 #[derive(Clone, Copy)]
 pub(super) struct Modes {
     /// Mode that is chosen in 70 % of the cases.
-    pub(super) mostly: Option<Mode>,
+    pub(super) mostly: Option<CacheMode>,
     /// Modes among which the choice is random otherwise.
-    pub(super) any_of: &'static [Mode],
+    pub(super) any_of: &'static [CacheMode],
 }
 
 impl Modes {
@@ -42,18 +43,18 @@ impl Modes {
     pub(super) const ANY: Self = Self {
         mostly: None,
         any_of: &[
-            Mode::WriteThrough,
-            Mode::WriteAround,
-            Mode::PassThrough,
-            Mode::WriteBack,
+            CacheMode::WriteThrough,
+            CacheMode::WriteAround,
+            CacheMode::PassThrough,
+            CacheMode::WriteBack,
         ],
     };
 
     /// Returns a distribution in which this mode dominates. Write-back occurs only if it is this mode.
-    pub(super) const fn mostly(mode: Mode) -> Self {
+    pub(super) const fn mostly(mode: CacheMode) -> Self {
         let any_of = match mode {
-            Mode::WriteBack => Self::ANY.any_of,
-            _ => &[Mode::WriteThrough, Mode::WriteAround, Mode::PassThrough],
+            CacheMode::WriteBack => Self::ANY.any_of,
+            _ => &[CacheMode::WriteThrough, CacheMode::WriteAround, CacheMode::PassThrough],
         };
         Self {
             mostly: Some(mode),
@@ -61,7 +62,7 @@ impl Modes {
         }
     }
 
-    fn draw(self, random: &mut Random) -> Mode {
+    fn draw(self, random: &mut SeededRng) -> CacheMode {
         match self.mostly {
             Some(mode) if random.chance(700) => mode,
             _ => random.pick(self.any_of),
@@ -72,10 +73,10 @@ impl Modes {
 impl Cached {
     /// Returns whether dirty data may exist in the cache alone.
     fn writes_back(&self) -> bool {
-        self.modes.any_of.contains(&Mode::WriteBack)
+        self.modes.any_of.contains(&CacheMode::WriteBack)
     }
 
-    async fn open_once(&self, on: &Loop, disks: &Disks, mut random: Random) -> Outcome<(Rc<Cache>, Place)> {
+    async fn open_once(&self, on: &Loop, disks: &Disks, mut random: SeededRng) -> Outcome<(Rc<Cache>, Place)> {
         let (below, fast, witness) = split(disks)?;
         let place = Place {
             modes: self.modes,
@@ -97,11 +98,11 @@ struct Place {
 }
 
 impl Place {
-    fn open(&self, on: &Loop, random: Random) -> impl Future<Output = Outcome<Rc<Cache>>> + use<> {
+    fn open(&self, on: &Loop, random: SeededRng) -> impl Future<Output = Outcome<Rc<Cache>>> + use<> {
         self.clone().open_steps(on.downgrade(), random)
     }
 
-    async fn open_steps(self, on: WeakLoop, mut random: Random) -> Outcome<Rc<Cache>> {
+    async fn open_steps(self, on: WeakLoop, mut random: SeededRng) -> Outcome<Rc<Cache>> {
         let noted = Noted::new(&self.witness);
         let detached = noted.read().await?;
         // `None` keeps the previous mode.
@@ -111,68 +112,68 @@ impl Place {
         let endurance = endurance.map(ByteLen::mib);
         let boot = boot_of(&self.fast, &mut random)?;
         let cleaning = CleanOptions {
-            after: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
+            dirty_age: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
             percent: random.pick(&[1, 20, 50, 100]),
             idle: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
         };
-        let settling = SettleOptions {
-            after: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
+        let settling = PersistOptions {
+            delay_max: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
             lines_max: Some(random.pick(&[1, 4, 16, 64])),
         };
         let verdict = match random.chance(500) {
-            true => Verdict::Proven,
+            true => Verdict::Unchanged,
             false => Verdict::Unproven,
         };
-        let options = OpenOptions {
+        let options = CacheOpenOptions {
             mode,
             disk: DiskId::default(),
             verdict,
-            stamp: Box::new(Vec::new),
-            detached,
-            witness: Box::new(noted),
+            fingerprint: Box::new(Vec::new),
+            failure: detached,
+            failure_log: Box::new(noted),
             boot,
             cleaning,
             load_ahead,
             endurance,
-            settling,
+            persist: settling,
         };
         let opening = on.upgrade().map(|on| Cache::open(&on, self.lower, self.fast, options));
         Ok(opening.ok_or("the event loop has ended")?.await?)
     }
 
     /// Reopens a working cache while its disk is in use, as the program does when a new cache replaces it.
-    async fn replace(&self, on: &WeakLoop, switch: &Switch, now: &RefCell<Rc<Cache>>, random: Random) {
+    async fn replace(&self, on: &WeakLoop, switch: &LayerSwitch, now: &RefCell<Rc<Cache>>, random: SeededRng) {
         let old = Rc::clone(&now.borrow());
-        let hand_over = async || in_time(on, old.hand_over()).await.is_some_and(|done| done.is_ok());
-        if !old.works() || !hand_over().await {
+        let hand_over = async || in_time(on, old.flush_dirty()).await.is_some_and(|done| done.is_ok());
+        if !old.is_working() || !hand_over().await {
             return;
         }
-        let Some(held) = switch.hold() else { return };
-        if in_time(on, held.drained(on)).await.is_none() || !old.works() || !hand_over().await {
+        let Some(held) = switch.pause() else { return };
+        if in_time(on, held.drain(on)).await.is_none() || !old.is_working() || !hand_over().await {
             return;
         }
         // A cache that is not closed is opened as after a kill.
-        let _ = old.leave().await;
+        let _ = old.detach().await;
         let Some(opening) = on.upgrade().map(|on| self.open(&on, random)) else {
             return;
         };
         match in_time(on, opening).await {
             // A cache that cannot be closed records its failure. Here, unlike in the program, the record would be in
             // the new cache's failure log.
-            Some(Ok(new)) if old.works() => {
-                held.exchange(Rc::clone(&new) as _);
+            Some(Ok(new)) if old.is_working() => {
+                held.replace_layer(Rc::clone(&new) as _);
                 now.replace(new);
             }
             // From now on there is no cache.
             _ => {
                 // The old cache must not be trusted later: the program records that the disk is used without it.
                 let (noted, whole) = (Noted::new(&self.witness), ByteRange::new(0, u64::MAX >> 1));
-                noted.detach().await.expect("the failure log's disk never fails");
+                noted.record_failed().await.expect("the failure log's disk never fails");
                 noted
-                    .supersede(whole)
+                    .record_superseded(whole)
                     .await
                     .expect("the failure log's disk never fails");
-                held.exchange(Rc::clone(&self.lower));
+                held.replace_layer(Rc::clone(&self.lower));
             }
         }
     }
@@ -202,7 +203,7 @@ impl Stack for Cached {
         2
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         let mut disks = self.below.disks(random);
         disks.push(Disk {
             size: ByteLen::kib(random.pick(&[96, 100, 112, 128, 160, 256, 400])),
@@ -219,14 +220,14 @@ impl Stack for Cached {
         Box::pin(async move {
             let (below, fast, _) = split(disks)?;
             self.below.format(on, below).await?;
-            let mut random = Random::new(fast.seed());
-            let options = CreateOptions {
+            let mut random = SeededRng::new(fast.seed());
+            let options = CacheCreateOptions {
                 line_bits: if fast.geometry().size < ByteLen::kib(300) {
                     12
                 } else {
                     random.between(12, 14) as u32
                 },
-                mode: Mode::WriteThrough,
+                mode: CacheMode::WriteThrough,
                 uuid: [7; 16],
                 disk: DiskId::default(),
                 disk_size: disks[0].geometry().size,
@@ -241,7 +242,7 @@ impl Stack for Cached {
         &'a self,
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             if random.chance(100) {
@@ -249,7 +250,7 @@ impl Stack for Cached {
                 self.open_once(on, disks, random.fork()).await?.0.close().await?;
             }
             let (cache, place) = self.open_once(on, disks, random).await?;
-            let switch = Rc::new(Switch::new(Rc::clone(&place.lower), Rc::clone(&cache) as _));
+            let switch = Rc::new(LayerSwitch::new(Rc::clone(&place.lower), Rc::clone(&cache) as _));
             let (weak, poked) = (on.downgrade(), Rc::downgrade(&switch));
             let now = Rc::new(RefCell::new(cache));
             let (pokes, is_replaced) = (Rc::new(Cell::new(0)), self.is_replaced);
@@ -270,7 +271,7 @@ impl Stack for Cached {
                 let cache = Rc::clone(&now.borrow());
                 on.spawn(async move {
                     // The mode has changed even if this fails.
-                    let is_clean = cache.set_mode(mode).await.is_ok() && mode != Mode::WriteBack;
+                    let is_clean = cache.set_mode(mode).await.is_ok() && mode != CacheMode::WriteBack;
                     if is_clean && pokes.get() == number {
                         assert_eq!(
                             cache.statistics().dirty_lines,
@@ -325,8 +326,8 @@ impl Noted {
         }
     }
 
-    async fn read(&self) -> Outcome<Option<Detached>> {
-        let (mut is_detached, mut detached) = (false, Detached::default());
+    async fn read(&self) -> Outcome<Option<FailureRecord>> {
+        let (mut is_detached, mut detached) = (false, FailureRecord::default());
         let written = self.disk.extents(ByteRange::new(0, NOTES * SECTOR), NOTES as usize);
         for Extent { range, kind } in written.await? {
             if kind != ExtentKind::Data {
@@ -360,18 +361,18 @@ impl Noted {
     }
 }
 
-impl Witness for Noted {
-    fn detach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+impl FailureLog for Noted {
+    fn record_failed(&self) -> BoxFuture<'_, std::io::Result<()>> {
         Box::pin(self.write(0, [1, 0, 0]))
     }
 
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
+    fn record_superseded(&self, range: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
         let note = self.next.get();
         self.next.set(note + 1);
         Box::pin(self.write(note, [1, range.start.get(), range.len.get()]))
     }
 
-    fn attach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+    fn clear(&self) -> BoxFuture<'_, std::io::Result<()>> {
         Box::pin(async {
             while self.next.get() > 1 {
                 self.next.set(self.next.get() - 1);
@@ -383,7 +384,7 @@ impl Witness for Noted {
 }
 
 /// Returns the host's boot ID, which is new whenever the host has lost its memory.
-fn boot_of(fast: &SimulatedDevice, random: &mut Random) -> std::io::Result<[u8; 16]> {
+fn boot_of(fast: &SimulatedDevice, random: &mut SeededRng) -> std::io::Result<[u8; 16]> {
     let file = fast.host_memory(0)?;
     let mut boot = [0; 16];
     if file.read_at(&mut boot, 0)? == 0 {

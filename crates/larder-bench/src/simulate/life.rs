@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Random, SimulatedDevice};
+use larder_block::backend::simulated::{SeededRng, SimulatedDevice};
 use larder_block::event_loop::WeakLoop;
 use larder_block::{BlockDevice, ByteLen, Failure, Geometry, LoopTime};
 
@@ -178,7 +178,7 @@ impl Life {
     }
 
     /// Changes the size of the first disk.
-    pub(super) fn resize(&self, random: &mut Random) {
+    pub(super) fn resize(&self, random: &mut SeededRng) {
         let disk = &self.disks[0];
         let block = u64::from(disk.geometry().block_size);
         let from = disk.geometry().size;

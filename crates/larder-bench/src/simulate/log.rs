@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use larder_block::backend::simulated::{Fault, Stop};
+use larder_block::backend::simulated::{DeviceStop, InjectedFault};
 use larder_block::{ByteLen, ByteRange, Failure, LoopTime};
 
 /// A request as the guest sends it.
@@ -76,11 +76,11 @@ pub(super) enum Event {
     GivenUp { number: u32 },
     Resized { to: ByteLen },
     Poked,
-    Fault { disk: usize, fault: Fault },
+    Fault { disk: usize, fault: InjectedFault },
     Failures { per_mille: u32 },
     Room { room: ByteLen },
     Verified,
-    Stopped { how: Stop },
+    Stopped { how: DeviceStop },
 }
 
 impl fmt::Display for Event {
@@ -98,10 +98,12 @@ impl fmt::Display for Event {
             Self::Failures { per_mille } => write!(f, "{per_mille} of 1000 requests to the disks fail"),
             Self::Room { room } => write!(f, "each disk has space for {room} more"),
             Self::Verified => write!(f, "the whole disk is read and verified"),
-            Self::Stopped { how: Stop::PowerLoss } => write!(f, "--- power lost"),
-            Self::Stopped { how: Stop::Kill } => write!(f, "--- killed"),
             Self::Stopped {
-                how: Stop::KillAndForget,
+                how: DeviceStop::PowerLoss,
+            } => write!(f, "--- power lost"),
+            Self::Stopped { how: DeviceStop::Kill } => write!(f, "--- killed"),
+            Self::Stopped {
+                how: DeviceStop::KillAndClearMemory,
             } => write!(f, "--- killed, and its state in the host's memory is lost"),
         }
     }

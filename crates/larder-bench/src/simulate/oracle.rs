@@ -13,7 +13,7 @@
 
 use std::fmt;
 
-use larder_block::backend::simulated::Stop;
+use larder_block::backend::simulated::DeviceStop;
 
 use super::stamp::{SECTOR, Stamp, Unreadable};
 
@@ -268,14 +268,14 @@ impl Oracle {
     }
 
     /// Stops the disk with all requests in flight; it then starts again.
-    pub(super) fn stop(&mut self, how: Stop) {
+    pub(super) fn stop(&mut self, how: DeviceStop) {
         let now = self.tick();
         let flushed = self.flushed;
         self.reads.clear();
         for sector in &mut self.sectors {
             sector.stop(how, now, flushed);
         }
-        if how == Stop::PowerLoss {
+        if how == DeviceStop::PowerLoss {
             self.flushed = Moment(0);
         }
     }
@@ -399,11 +399,11 @@ impl Sector {
         Allowed { effects }
     }
 
-    fn stop(&mut self, how: Stop, now: Moment, flushed: Moment) {
+    fn stop(&mut self, how: DeviceStop, now: Moment, flushed: Moment) {
         for entry in &mut self.entries {
             entry.end = entry.end.or(Some(now));
         }
-        if how == Stop::Kill {
+        if how == DeviceStop::Kill {
             return;
         }
         self.entries
@@ -412,7 +412,7 @@ impl Sector {
             (entry.start, entry.end) = (now, Some(now));
             (entry.gone, entry.replaced) = (None, None);
             // After a kill without power loss, the disk may still have several of them.
-            entry.settled |= how == Stop::PowerLoss;
+            entry.settled |= how == DeviceStop::PowerLoss;
         }
     }
 
@@ -502,10 +502,10 @@ mod tests {
             flush(&mut oracle);
             write(&mut oracle, 2, Ending::Done);
             write(&mut oracle, 3, Ending::Done);
-            oracle.stop(Stop::PowerLoss);
+            oracle.stop(DeviceStop::PowerLoss);
             assert_eq!(reads(&mut oracle, survivor), survivor > 0, "{survivor}");
             if survivor > 0 {
-                oracle.stop(Stop::PowerLoss);
+                oracle.stop(DeviceStop::PowerLoss);
                 for other in 0..4 {
                     assert!(other == survivor || !reads(&mut oracle, other));
                 }
@@ -521,7 +521,7 @@ mod tests {
         let called = oracle.start_flush();
         write(&mut oracle, 1, Ending::Done);
         oracle.end_flush(called);
-        oracle.stop(Stop::PowerLoss);
+        oracle.stop(DeviceStop::PowerLoss);
         assert!(reads(&mut oracle, 0));
     }
 
@@ -531,7 +531,7 @@ mod tests {
         let mut oracle = Oracle::new(1);
         write(&mut oracle, 1, Ending::Done);
         write(&mut oracle, 2, Ending::Forced);
-        oracle.stop(Stop::PowerLoss);
+        oracle.stop(DeviceStop::PowerLoss);
         assert!(!reads(&mut oracle, 1));
         assert!(reads(&mut oracle, 2));
     }
@@ -560,14 +560,14 @@ mod tests {
                 write(&mut oracle, 1, Ending::Done);
                 flush(&mut oracle);
                 write(&mut oracle, 2, Ending::Done);
-                oracle.stop(Stop::KillAndForget);
+                oracle.stop(DeviceStop::KillAndClearMemory);
                 assert!(!reads(&mut oracle, 0));
                 assert!(reads(&mut oracle, survivor));
                 assert!(!reads(&mut oracle, after_power_loss));
                 if flushed {
                     flush(&mut oracle);
                 }
-                oracle.stop(Stop::PowerLoss);
+                oracle.stop(DeviceStop::PowerLoss);
                 assert_eq!(reads(&mut oracle, after_power_loss), !flushed);
             }
         }
@@ -578,9 +578,9 @@ mod tests {
     fn kill_keeps_completed_writes() {
         let mut oracle = Oracle::new(1);
         write(&mut oracle, 1, Ending::Done);
-        oracle.stop(Stop::Kill);
+        oracle.stop(DeviceStop::Kill);
         assert!(!reads(&mut oracle, 0));
-        oracle.stop(Stop::PowerLoss);
+        oracle.stop(DeviceStop::PowerLoss);
         assert!(reads(&mut oracle, 0));
     }
 }

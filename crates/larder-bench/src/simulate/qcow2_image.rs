@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use larder_block::ByteOffset;
-use larder_block::backend::simulated::Medium;
+use larder_block::backend::simulated::SimulatedMedium;
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
@@ -19,7 +19,7 @@ pub(super) struct ImageBytes {
 }
 
 /// Returns the offsets of the L1 table and the refcount table of the image on a disk.
-pub(super) fn tables(medium: &Medium) -> [u64; 2] {
+pub(super) fn tables(medium: &SimulatedMedium) -> [u64; 2] {
     let mut bytes = vec![0; 64.min(medium.size().as_usize())];
     medium.read(ByteOffset::ZERO, &mut bytes);
     let header = ImageBytes { bytes };
@@ -36,7 +36,7 @@ struct Tree {
 
 impl ImageBytes {
     /// Reads the image on a disk; `None` if there is none.
-    pub(super) fn of(medium: &Medium) -> Option<Self> {
+    pub(super) fn of(medium: &SimulatedMedium) -> Option<Self> {
         let mut bytes = vec![0; medium.size().as_usize()];
         medium.read(ByteOffset::ZERO, &mut bytes);
         Self::new(bytes)

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Medium, Random, SimulatedDevice};
+use larder_block::backend::simulated::{SeededRng, SimulatedDevice, SimulatedMedium};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
 use larder_qcow2::check::{self, CheckOptions, Repair};
@@ -33,7 +33,7 @@ impl Qcow2Stack {
         }
     }
 
-    fn shape(&self, random: &mut Random) -> Shape {
+    fn shape(&self, random: &mut SeededRng) -> Shape {
         let version = match self.journaled {
             true => 3,
             false => random.between(2, 3) as u32,
@@ -55,7 +55,7 @@ impl Qcow2Stack {
     }
 
     /// Creates an empty image, sometimes with a file so long that the refcount table covers hardly more.
-    async fn create(&self, file: &Rc<dyn BlockDevice>, size: ByteLen, random: &mut Random) -> Outcome<()> {
+    async fn create(&self, file: &Rc<dyn BlockDevice>, size: ByteLen, random: &mut SeededRng) -> Outcome<()> {
         let shape = self.shape(random);
         larder_qcow2::create(file, shape, size).await?;
         let blocks = file.geometry().size.get().min(shape.cluster_len()) / 8;
@@ -73,7 +73,7 @@ impl Qcow2Stack {
         on: &Loop,
         file: &Rc<dyn BlockDevice>,
         size: ByteLen,
-        random: &mut Random,
+        random: &mut SeededRng,
     ) -> Outcome<()> {
         let sectors = random.between(1, 512);
         self.create(file, size + ByteLen::new(sectors * 512), random).await?;
@@ -102,7 +102,7 @@ impl Qcow2Stack {
         on: &Loop,
         disks: &[Rc<SimulatedDevice>],
         files: &[Rc<dyn BlockDevice>],
-        random: &mut Random,
+        random: &mut SeededRng,
     ) -> Outcome<Rc<Qcow2>> {
         let mut top: Option<Rc<Qcow2>> = None;
         for (index, file) in files.iter().enumerate() {
@@ -139,7 +139,7 @@ impl Qcow2Stack {
 /// Handles the loss of a killed server's journal. Either the user discards it, or the image is served as it is
 /// because the host was rebooted, after it had written all its dirty data to disks. Sometimes the image is repaired
 /// then.
-async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut Random) -> Outcome<()> {
+async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut SeededRng) -> Outcome<()> {
     let session = read_header(file).await?.autoclear & AUTOCLEAR_SESSION;
     let has = |journal: &Rc<File>| Ok(Left::head(journal)?.is_some_and(|left| left.fits(session)));
     let found: Vec<bool> = journals.iter().map(has).collect::<std::io::Result<_>>()?;
@@ -201,7 +201,7 @@ impl Stack for Qcow2Stack {
         self.name
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         let disk = Disk {
             size: ByteLen::kib(4),
             sector_size: 512,
@@ -213,7 +213,7 @@ impl Stack for Qcow2Stack {
 
     fn format<'a>(&'a self, on: &'a Loop, disks: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
         Box::pin(async move {
-            let mut random = Random::new(disks[0].seed());
+            let mut random = SeededRng::new(disks[0].seed());
             let size = ByteLen::new(random.between(8, 512) * 512);
             let overlay = random.chance(300).then_some(disks).and_then(|disks| disks.get(1));
             if let Some(overlay) = overlay {
@@ -228,7 +228,7 @@ impl Stack for Qcow2Stack {
         &'a self,
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             let mut files: Vec<Rc<dyn BlockDevice>> = Vec::new();
@@ -258,14 +258,14 @@ impl Stack for Qcow2Stack {
         })
     }
 
-    fn check(&self, media: &[Medium]) -> Result<(), String> {
+    fn check(&self, media: &[SimulatedMedium]) -> Result<(), String> {
         let images = media.iter().filter_map(ImageBytes::of);
         images
             .enumerate()
             .try_for_each(|(index, image)| image.check().map_err(|why| format!("image {index}: {why}")))
     }
 
-    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
+    fn tables(&self, media: &[SimulatedMedium]) -> Vec<[u64; 2]> {
         media.iter().map(qcow2_image::tables).collect()
     }
 

@@ -4,7 +4,9 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Random, SimulatedDevice, Stop};
+use larder_block::backend::simulated::{
+    DeviceStop, FaultEffect, InjectedFault, LatencyDistribution, SeededRng, SimulatedDevice, SimulatedMedium,
+};
 use larder_block::{AlignedBuf, ByteLen, ByteOffset, Loop, LoopTime, Operation, ReadBuf};
 
 use super::life::{Expectations, Life, Record, TICK};
@@ -39,7 +41,7 @@ pub struct Summary {
 /// A run of one seed, whose log is available even after a panic.
 pub(super) struct Run<'a> {
     stack: &'a dyn Stack,
-    random: Random,
+    random: SeededRng,
     shapes: Vec<Disk>,
     record: Rc<Record>,
     summary: Summary,
@@ -51,7 +53,7 @@ pub(super) type Broken = String;
 impl<'a> Run<'a> {
     /// Creates the run of `seed` on `stack`.
     pub(super) fn new(stack: &'a dyn Stack, seed: u64) -> Self {
-        let mut random = Random::new(seed);
+        let mut random = SeededRng::new(seed);
         let shapes = stack.disks(&mut random.fork());
         let record = Rc::new(Record {
             oracle: RefCell::new(Oracle::new(0)),
@@ -82,7 +84,7 @@ impl<'a> Run<'a> {
     /// # Errors
     /// The violated invariant.
     pub(super) fn run(&mut self) -> Result<Summary, Broken> {
-        let mut media: Vec<Medium> = self.shapes.iter().map(Disk::medium).collect();
+        let mut media: Vec<SimulatedMedium> = self.shapes.iter().map(Disk::medium).collect();
         let lives = match self.stack.is_persistent() {
             true => self.random.between(1, 3) as u32,
             false => 1,
@@ -98,7 +100,7 @@ impl<'a> Run<'a> {
     }
 
     /// Runs one life. Returns the disks' content after it.
-    fn live(&mut self, life: u32, media: Vec<Medium>) -> Result<Vec<Medium>, Broken> {
+    fn live(&mut self, life: u32, media: Vec<SimulatedMedium>) -> Result<Vec<SimulatedMedium>, Broken> {
         let on = simulated_loop()?;
         let tables = self.stack.tables(&media);
         let disks = self.open_disks(&on, media);
@@ -132,16 +134,16 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn open_disks(&mut self, on: &Loop, media: Vec<Medium>) -> Vec<Rc<SimulatedDevice>> {
-        let waits = Latency {
-            in_call_per_mille: 0,
+    fn open_disks(&mut self, on: &Loop, media: Vec<SimulatedMedium>) -> Vec<Rc<SimulatedDevice>> {
+        let waits = LatencyDistribution {
+            synchronous_per_mille: 0,
             slow_per_mille: 100,
-            ..Latency::VARIED
+            ..LatencyDistribution::VARIED
         };
-        let varied = Latency::VARIED;
+        let varied = LatencyDistribution::VARIED;
         let latency = self
             .random
-            .pick(&[Latency::NONE, waits, waits, varied, varied, varied, varied]);
+            .pick(&[LatencyDistribution::NONE, waits, waits, varied, varied, varied, varied]);
         let mut disks = Vec::new();
         for (shape, medium) in self.shapes.iter().zip(media) {
             let mut options = shape.options(self.random.next_u64());
@@ -205,7 +207,7 @@ impl<'a> Run<'a> {
         number: u32,
         opened: Opened,
         disks: &[Rc<SimulatedDevice>],
-    ) -> Result<Vec<Medium>, Broken> {
+    ) -> Result<Vec<SimulatedMedium>, Broken> {
         let size = opened.device.geometry().size;
         if number > 1 && self.random.chance(300) {
             self.verify(on, &opened).await?;
@@ -251,7 +253,7 @@ impl<'a> Run<'a> {
         }
         if life.expectations.room_is_short {
             let room = ByteLen::kib(self.random.pick(&[0, 16, 64, 256, 1024]));
-            failing.iter().for_each(|disk| disk.limit_room(Some(room)));
+            failing.iter().for_each(|disk| disk.limit_free_space(Some(room)));
             self.log_at(on.now(), Event::Room { room });
         }
         for index in 0..workers {
@@ -260,7 +262,7 @@ impl<'a> Run<'a> {
         }
         self.watch(on, &life).await?;
         if !self.stack.is_persistent() {
-            disks.iter().for_each(|disk| disk.heal());
+            disks.iter().for_each(|disk| disk.clear_faults());
             self.verify(on, &life.opened).await?;
         }
         let moment = self.random.duration(Duration::ZERO, Duration::from_micros(800));
@@ -277,12 +279,12 @@ impl<'a> Run<'a> {
             return;
         };
         // A separate generator leaves all other choices unchanged.
-        let mut random = Random::new(disks[disk].seed());
+        let mut random = SeededRng::new(disks[disk].seed());
         if !random.chance(250) {
             return;
         }
         let delay = random.duration(HANG_MIN, HANG_MAX);
-        let mut fault = Fault::always(Effect::Delay(delay)).after(random.below(200));
+        let mut fault = InjectedFault::always(FaultEffect::Delay(delay)).after(random.below(200));
         fault.times = random.pick(&[Some(1), Some(2), Some(8), None]);
         if random.chance(300) {
             fault = fault.on(random.pick(&[Operation::Read, Operation::Write, Operation::Flush]));
@@ -291,11 +293,11 @@ impl<'a> Run<'a> {
         self.log_at(at, Event::Fault { disk, fault });
     }
 
-    fn choose_stop(&mut self) -> Stop {
+    fn choose_stop(&mut self) -> DeviceStop {
         match self.random.below(10) {
-            0..3 if self.stack.survives_kill() => Stop::Kill,
-            3..5 if self.stack.keeps_host_memory() => Stop::KillAndForget,
-            _ => Stop::PowerLoss,
+            0..3 if self.stack.survives_kill() => DeviceStop::Kill,
+            3..5 if self.stack.keeps_host_memory() => DeviceStop::KillAndClearMemory,
+            _ => DeviceStop::PowerLoss,
         }
     }
 
@@ -310,7 +312,7 @@ impl<'a> Run<'a> {
         broken(life)
     }
 
-    fn stop(&mut self, at: LoopTime, disks: &[Rc<SimulatedDevice>], how: Stop) -> Vec<Medium> {
+    fn stop(&mut self, at: LoopTime, disks: &[Rc<SimulatedDevice>], how: DeviceStop) -> Vec<SimulatedMedium> {
         self.log_at(at, Event::Stopped { how });
         self.summary.stops += 1;
         self.record.oracle.borrow_mut().stop(how);
@@ -319,7 +321,7 @@ impl<'a> Run<'a> {
     }
 
     /// Runs the last life, which reads everything twice.
-    fn look_back(&mut self, life: u32, media: Vec<Medium>) -> Result<(), Broken> {
+    fn look_back(&mut self, life: u32, media: Vec<SimulatedMedium>) -> Result<(), Broken> {
         let on = simulated_loop()?;
         let disks = self.open_disks(&on, media);
         let opening = self.stack.open(&on, &disks, self.random.fork());

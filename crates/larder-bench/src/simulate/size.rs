@@ -1,7 +1,7 @@
 //! Allowed sizes of a disk that grows while it is in use: an incomplete or failed growth leaves either size.
 
 use larder_block::ByteLen;
-use larder_block::backend::simulated::Stop;
+use larder_block::backend::simulated::DeviceStop;
 
 /// Knowledge of the disk's size.
 #[derive(Debug)]
@@ -70,8 +70,8 @@ impl Sizes {
     }
 
     /// Records a stop of the disk.
-    pub(super) fn stop(&mut self, how: Stop) {
-        if how == Stop::PowerLoss {
+    pub(super) fn stop(&mut self, how: DeviceStop) {
+        if how == DeviceStop::PowerLoss {
             self.now = self.durable;
             self.settled = true;
         }
@@ -88,7 +88,11 @@ mod tests {
     #[test]
     /// A stop during a growth leaves the old or the new size.
     fn interrupted_growth_leaves_either_size() {
-        for (how, size) in [(Stop::Kill, SMALL), (Stop::Kill, LARGE), (Stop::PowerLoss, LARGE)] {
+        for (how, size) in [
+            (DeviceStop::Kill, SMALL),
+            (DeviceStop::Kill, LARGE),
+            (DeviceStop::PowerLoss, LARGE),
+        ] {
             let mut sizes = Sizes::new(SMALL);
             sizes.start_growth(LARGE);
             sizes.stop(how);
@@ -101,9 +105,9 @@ mod tests {
     /// No kill undoes a growth that was reported, and no power loss one that was flushed.
     fn reported_growth_survives_stop() {
         for (how, flushed, comes_back) in [
-            (Stop::Kill, false, false),
-            (Stop::PowerLoss, false, true),
-            (Stop::PowerLoss, true, false),
+            (DeviceStop::Kill, false, false),
+            (DeviceStop::PowerLoss, false, true),
+            (DeviceStop::PowerLoss, true, false),
         ] {
             let mut sizes = Sizes::new(SMALL);
             sizes.start_growth(LARGE);

@@ -4,11 +4,13 @@
 use std::rc::Rc;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::backend::simulated::{Medium, Options, Random, ServiceModel, SimulatedDevice, SlowDevice};
+use larder_block::backend::simulated::{
+    SeededRng, ServiceModel, SimulatedDevice, SimulatedMedium, SimulatedOptions, SlowDevice,
+};
 use larder_block::filter::align::{Align, AlignOptions};
-use larder_block::filter::throttle::{Limit, Limits, Throttle};
+use larder_block::filter::throttle::{RateLimit, Throttle, ThrottleLimits};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, Loop};
-use larder_cache::Mode;
+use larder_cache::CacheMode;
 use larder_prefetch::{Prefetch, PrefetchOptions};
 
 use super::cached::{Cached, Modes};
@@ -30,7 +32,7 @@ pub struct Disk {
 
 impl Disk {
     /// Returns a disk of 512-byte blocks, without memory alignment, of a random small size.
-    pub fn small(random: &mut Random) -> Self {
+    pub fn small(random: &mut SeededRng) -> Self {
         Self {
             size: ByteLen::kib(random.between(4, 64) * 4),
             sector_size: 512,
@@ -41,7 +43,7 @@ impl Disk {
 
     /// Returns a small disk with blocks of 4096 bytes and the memory alignment of direct I/O. Sometimes it tears its
     /// blocks.
-    pub fn small_4k(random: &mut Random) -> Self {
+    pub fn small_4k(random: &mut SeededRng) -> Self {
         Self {
             sector_size: random.pick(&[512, 4096]),
             block_size: 4096,
@@ -51,19 +53,19 @@ impl Disk {
     }
 
     /// Returns the disk's initial content.
-    pub fn medium(&self) -> Medium {
-        let mut medium = Medium::new(self.size, self.sector_size);
-        medium.track_room();
+    pub fn medium(&self) -> SimulatedMedium {
+        let mut medium = SimulatedMedium::new(self.size, self.sector_size);
+        medium.track_allocation();
         medium
     }
 
     /// Returns the options of a simulated device over the disk.
-    pub fn options(&self, seed: u64) -> Options {
-        Options {
+    pub fn options(&self, seed: u64) -> SimulatedOptions {
+        SimulatedOptions {
             seed,
             block_size: self.block_size,
             memory_alignment: self.memory_alignment,
-            ..Options::default()
+            ..SimulatedOptions::default()
         }
     }
 }
@@ -72,7 +74,7 @@ impl Disk {
 pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Changes a setting at random while the stack runs, such as limits.
-pub type Poke = Rc<dyn Fn(&mut Random)>;
+pub type Poke = Rc<dyn Fn(&mut SeededRng)>;
 
 /// An opened stack.
 pub struct Opened {
@@ -106,7 +108,7 @@ pub trait Stack: Sync {
     }
 
     /// Returns the stack's disks, at least one.
-    fn disks(&self, random: &mut Random) -> Vec<Disk>;
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk>;
 
     /// Formats new disks, once, without faults and stops.
     fn format<'a>(&'a self, _: &'a Loop, _: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
@@ -119,14 +121,14 @@ pub trait Stack: Sync {
         &'a self,
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        random: Random,
+        random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>>;
 
     /// Checks the disks' content after a stop, beyond the data that can be read through the stack.
     ///
     /// # Errors
     /// Description of the error.
-    fn check(&self, media: &[Medium]) -> Result<(), String> {
+    fn check(&self, media: &[SimulatedMedium]) -> Result<(), String> {
         match self.below() {
             Some(below) => below.check(&media[..media.len() - self.own_disks()]),
             None => Ok(()),
@@ -134,7 +136,7 @@ pub trait Stack: Sync {
     }
 
     /// Returns the offsets of tables that may move, two for each disk that has some, so that moves can be counted.
-    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
+    fn tables(&self, media: &[SimulatedMedium]) -> Vec<[u64; 2]> {
         match self.below() {
             Some(below) => below.tables(&media[..media.len() - self.own_disks()]),
             None => Vec::new(),
@@ -218,25 +220,25 @@ pub const STACKS: &[&dyn Stack] = &[
     &Cached {
         name: "cache",
         below: &PLAIN,
-        modes: Modes::mostly(Mode::WriteThrough),
+        modes: Modes::mostly(CacheMode::WriteThrough),
         is_replaced: false,
     },
     &Cached {
         name: "cache-around",
         below: &PLAIN,
-        modes: Modes::mostly(Mode::WriteAround),
+        modes: Modes::mostly(CacheMode::WriteAround),
         is_replaced: false,
     },
     &Cached {
         name: "cache-pass",
         below: &PLAIN,
-        modes: Modes::mostly(Mode::PassThrough),
+        modes: Modes::mostly(CacheMode::PassThrough),
         is_replaced: false,
     },
     &Cached {
         name: "cache-back",
         below: &PLAIN,
-        modes: Modes::mostly(Mode::WriteBack),
+        modes: Modes::mostly(CacheMode::WriteBack),
         is_replaced: false,
     },
     &Cached {
@@ -248,7 +250,7 @@ pub const STACKS: &[&dyn Stack] = &[
     &Cached {
         name: "cache-back-qcow2",
         below: &QCOW2,
-        modes: Modes::mostly(Mode::WriteBack),
+        modes: Modes::mostly(CacheMode::WriteBack),
         is_replaced: false,
     },
     &Prefetched {
@@ -297,21 +299,26 @@ impl Stack for Plain {
         self.name
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         match self.block_size {
             512 => vec![Disk::small(random)],
             _ => vec![Disk::small_4k(random)],
         }
     }
 
-    fn open<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>], _: Random) -> BoxFuture<'a, Outcome<Opened>> {
+    fn open<'a>(
+        &'a self,
+        _: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        _: SeededRng,
+    ) -> BoxFuture<'a, Outcome<Opened>> {
         let device: Rc<dyn BlockDevice> = Rc::clone(&disks[0]) as _;
         Box::pin(async { Ok(Opened::plain(device)) })
     }
 }
 
 /// Returns options of an align filter with byte granularity, with few and small bounce buffers.
-fn byte_options(random: &mut Random) -> AlignOptions {
+fn byte_options(random: &mut SeededRng) -> AlignOptions {
     AlignOptions {
         bounce_len: ByteLen::kib(random.pick(&[8, 16, 64])),
         bounce_count: random.between(1, 4) as usize,
@@ -330,7 +337,7 @@ impl Stack for Aligned {
         self.name
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         vec![Disk::small_4k(random)]
     }
 
@@ -338,7 +345,7 @@ impl Stack for Aligned {
         &'a self,
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             let options = AlignOptions {
@@ -363,7 +370,7 @@ impl Stack for Bytes {
         "bytes"
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         vec![Disk {
             sector_size: GROUP as u32,
             block_size: GROUP as u32,
@@ -375,7 +382,7 @@ impl Stack for Bytes {
         &'a self,
         _: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         let bytes = Rc::new(Align::new(Rc::clone(&disks[0]) as _, byte_options(&mut random)));
         let device = Rc::new(Scattered::new(bytes, SHIFT));
@@ -398,7 +405,7 @@ impl Stack for Throttled {
         "throttle"
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         vec![Disk::small(random)]
     }
 
@@ -406,13 +413,13 @@ impl Stack for Throttled {
         &'a self,
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move { throttled(on, Rc::clone(&disks[0]) as _, &mut random) })
     }
 }
 
-fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut Random) -> Outcome<Opened> {
+fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut SeededRng) -> Outcome<Opened> {
     let throttle = Rc::new(Throttle::new(on, lower, limits(random))?);
     let poked = Rc::clone(&throttle);
     let poke: Poke = Rc::new(move |random| {
@@ -426,31 +433,31 @@ fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut Random) -> Outc
 }
 
 /// Returns limits that delay requests by seconds, not minutes.
-fn limits(random: &mut Random) -> Limits {
+fn limits(random: &mut SeededRng) -> ThrottleLimits {
     let mut limit = |least: u64| match random.below(3) {
-        0 => Limit::NONE,
-        1 => Limit::per_second(random.between(least, least * 50)),
+        0 => RateLimit::NONE,
+        1 => RateLimit::per_second(random.between(least, least * 50)),
         _ => {
             let average = random.between(least, least * 10);
-            Limit {
+            RateLimit {
                 average,
                 burst: random.between(average, average * 10),
                 burst_seconds: random.between(0, 3) as u32,
             }
         }
     };
-    let mut limits = Limits {
+    let mut limits = ThrottleLimits {
         bytes_total: limit(1 << 20),
         requests_read: limit(100),
         requests_write: limit(100),
-        ..Limits::NONE
+        ..ThrottleLimits::NONE
     };
     let on_requests = limits.requests_read.average > 0 || limits.requests_write.average > 0;
     if random.chance(500) && on_requests {
         limits.request_size = ByteLen::kib(4);
     }
     if random.chance(100) {
-        limits = Limits::NONE;
+        limits = ThrottleLimits::NONE;
     }
     limits
 }
@@ -463,7 +470,7 @@ impl Stack for Slow {
         "slow"
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         vec![Disk::small(random)]
     }
 
@@ -471,7 +478,7 @@ impl Stack for Slow {
         &'a self,
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         let (_, model) = random.pick(&ServiceModel::PRESETS);
         let device = SlowDevice::new(on, Rc::clone(&disks[0]) as _, model);
@@ -487,7 +494,7 @@ impl Stack for Memory {
         "memory"
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         vec![Disk::small(random)]
     }
 
@@ -495,7 +502,7 @@ impl Stack for Memory {
         &'a self,
         _: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         let size = disks[0].geometry().size;
         let device = Rc::new(MemoryDevice::new(size, random.pick(&[512, 4096])));
@@ -526,7 +533,7 @@ impl Stack for Prefetched {
         Some(self.below)
     }
 
-    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+    fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         self.below.disks(random)
     }
 
@@ -538,12 +545,12 @@ impl Stack for Prefetched {
         &'a self,
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
-        mut random: Random,
+        mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             let options = prefetch_options(&mut random);
             let below = self.below.open(on, disks, random).await?;
-            let prefetch = Prefetch::over(on, below.device, options);
+            let prefetch = Prefetch::new(on, below.device, options);
             let (weak, poked, poke_below) = (on.downgrade(), Rc::downgrade(&prefetch), below.poke);
             let poke: Poke = Rc::new(move |random| match &poke_below {
                 Some(poke_below) if random.chance(500) => poke_below(random),
@@ -562,7 +569,7 @@ impl Stack for Prefetched {
     }
 }
 
-fn prefetch_options(random: &mut Random) -> PrefetchOptions {
+fn prefetch_options(random: &mut SeededRng) -> PrefetchOptions {
     if random.chance(100) {
         return PrefetchOptions::OFF;
     }

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Effect as FaultEffect, Fault, Random};
+use larder_block::backend::simulated::{FaultEffect, InjectedFault, SeededRng};
 use larder_block::signal::first_of;
 use larder_block::{
     AlignedBuf, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Geometry, Io, IoError, IoResult, IoVec, Operation,
@@ -50,7 +50,7 @@ pub(super) struct Mix {
 
 impl Mix {
     /// Creates a random mix.
-    pub(super) fn new(random: &mut Random, faults: bool, growable: bool) -> Self {
+    pub(super) fn new(random: &mut SeededRng, faults: bool, growable: bool) -> Self {
         Self {
             reads: random.between(1, 40),
             writes: random.between(10, 40),
@@ -83,7 +83,7 @@ enum Step {
 pub(super) struct Worker {
     life: Rc<Life>,
     index: usize,
-    random: Random,
+    random: SeededRng,
     mix: Mix,
     memory: AlignedBuf,
     /// The last read, and its distance from the one before, in bytes.
@@ -93,7 +93,7 @@ pub(super) struct Worker {
 
 impl Worker {
     /// Creates the worker with this index in [`Life::waits`].
-    pub(super) fn new(life: Rc<Life>, index: usize, random: Random, mix: Mix) -> Self {
+    pub(super) fn new(life: Rc<Life>, index: usize, random: SeededRng, mix: Mix) -> Self {
         Self {
             life,
             index,
@@ -278,7 +278,7 @@ impl Worker {
     fn set_fault(&mut self) {
         let random = &mut self.random;
         let effect = match random.below(5) {
-            0 => FaultEffect::Stick,
+            0 => FaultEffect::Hang,
             1 => FaultEffect::Delay(random.duration(Duration::ZERO, Duration::from_secs(2))),
             // When room is short, `NoSpace` must be due to the shortage alone.
             2 if !self.life.expectations.room_is_short => FaultEffect::Fail(Failure::NoSpace),
@@ -293,7 +293,7 @@ impl Worker {
             Operation::Discard,
             Operation::WriteZeroes,
         ];
-        let mut fault = Fault::once(effect).after(random.below(4));
+        let mut fault = InjectedFault::once(effect).after(random.below(4));
         fault.times = match (effect, random.pick(&[1, 1, 2, 5, u64::MAX])) {
             (FaultEffect::Fail(_), u64::MAX) => None,
             (_, times) => Some(times.min(5)),

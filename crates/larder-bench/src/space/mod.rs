@@ -21,7 +21,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use clap::Args;
 use larder_block::ByteLen;
-use larder_block::backend::simulated::Random;
+use larder_block::backend::simulated::SeededRng;
 
 use crate::campaign::larder_beside;
 use device::LoopDevice;
@@ -255,7 +255,7 @@ pub fn fill(program: &Path, folder: &Path, case: Case) -> anyhow::Result<Filled>
         case,
         device: &device,
         folder: folder.path(),
-        random: Random::new(case.seed),
+        random: SeededRng::new(case.seed),
         stamped: HashSet::new(),
         filled: &mut filled,
     };
@@ -284,7 +284,7 @@ struct Filling<'a> {
     case: Case,
     device: &'a LoopDevice,
     folder: &'a Path,
-    random: Random,
+    random: SeededRng,
     /// Clusters that hold their number.
     stamped: HashSet<u64>,
     filled: &'a mut Filled,

@@ -8,11 +8,11 @@
 //! How it fails: a host error is reported to the request that met it, with its errno. After a failed flush of
 //! buffered data the kernel may have dropped dirty pages, so every later flush fails too, as in QEMU.
 
+mod discard_pieces;
 mod extents;
-mod held;
-mod mark;
+mod locked_file;
 mod open;
-mod pieces;
+mod write_record;
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -28,19 +28,19 @@ use std::time::{Duration, Instant};
 use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
-use extents::KnownData;
-pub use held::{Displaced, HeldFile};
-pub use mark::Verdict;
-use mark::{Found, Mark, MarkedChange, Sectors};
-pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim, claim_device};
-use pieces::Pieces;
+use discard_pieces::DiscardPieces;
+use extents::DataRuns;
+pub use locked_file::{LockedFile, PathChange};
+pub use open::{CONTAINER_UNIT, Caching, FileOpenError, FileOptions, FileRole, claim_device, open_locked};
+pub use write_record::Verdict;
+use write_record::{RecordFinding, RecordedChange, SectorCount, WriteRecord};
 
 use super::image_lock;
 use crate::boot::processors;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
-use crate::event_loop::{Loop, Memory, Ring, RingIo, Transfer, yield_now};
+use crate::event_loop::{Loop, Ring, RingTransfer, TransferBuffer, TransferOptions, yield_now};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// The maximum number of times that a short read at the end of a growing file is repeated.
@@ -54,25 +54,25 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The duration above which a synchronous buffered write counts as slow: it has met a busy journal or the dirty
 /// limit.
-const SLOW_CALL: Duration = Duration::from_micros(200);
+const SLOW_CALL_MIN: Duration = Duration::from_micros(200);
 
 /// The number of writes that go through io_uring's workers after a slow one, so that the disk's thread stays
 /// responsive.
-const WRITES_OFFLOADED: u32 = 64;
+const OFFLOADED_WRITES: u32 = 64;
 
 /// A turn number that no turn of the loop has.
 const NO_TURN: u64 = u64::MAX;
 
 /// Returns how many workers can usefully copy data in addition to the disk's thread and a guest.
-fn workers_worth_having() -> u32 {
+fn useful_workers() -> u32 {
     (processors() / 2).clamp(1, 4) as u32
 }
 
 /// The transfer size, in bytes, above which copying takes longer than the hand-over to a worker.
-const LARGE_COPY: usize = 128 << 10;
+const LARGE_COPY_BYTES: usize = 128 << 10;
 
 /// The length in bytes of the zero buffer for devices that cannot write zeroes by themselves.
-const ZERO_CHUNK: usize = 1 << 20;
+const ZERO_CHUNK_BYTES: usize = 1 << 20;
 
 /// A file or block device as a disk.
 pub struct FileDevice {
@@ -82,31 +82,31 @@ pub struct FileDevice {
     /// The descriptor that claims a block device exclusively, see [`FileOptions::exclusive`].
     claimed: RefCell<Option<File>>,
     /// The purpose of the file, which log messages name.
-    role: Role,
+    role: FileRole,
     /// The state of the path that was last logged.
-    displaced: Cell<Option<Displaced>>,
+    reported_path_change: Cell<Option<PathChange>>,
     on: Loop,
     ring: Ring,
     geometry: Cell<Geometry>,
     direct: bool,
     /// See [`FileOptions::container`].
     container: bool,
-    kind: Kind,
+    kind: FileKind,
     /// The file system is known to be local to this host, so metadata queries return at once.
     is_local: bool,
     /// The number of times that this device has extended the file.
-    times_grown: Cell<u64>,
+    grow_count: Cell<u64>,
     /// The way in which a synchronous read avoids waiting: with RWF_NOWAIT, or without flags where the file is
     /// memory.
-    read_in_call: Cell<InCall>,
-    write_in_call: Cell<InCall>,
+    sync_read_mode: Cell<SyncMode>,
+    sync_write_mode: Cell<SyncMode>,
     /// The number of buffered writes that must still go through io_uring after the last slow one.
-    writes_offloaded: Cell<u32>,
+    offloaded_writes_left: Cell<u32>,
     /// The turn of the loop in which the last large synchronous transfer was made.
-    large_in_call: Cell<u64>,
+    last_large_transfer_turn: Cell<u64>,
     /// Large transfers that are with workers now, and their maximum.
-    given_to_workers: Cell<u32>,
-    given_max: u32,
+    worker_transfers: Cell<u32>,
+    worker_transfers_max: u32,
     /// The file system supports ZERO_RANGE, PUNCH_HOLE and plain fallocate, as far as is known.
     can_zero: Cell<bool>,
     can_punch: Cell<bool>,
@@ -114,14 +114,15 @@ pub struct FileDevice {
     flush_failed: Cell<Option<i32>>,
     changes: SizeChanges,
     /// Runs of data found so far.
-    known_data: KnownData,
-    /// The finding of the mark when the file was opened, and the mark since then. See [`FileOptions::mark`].
-    found: Option<Found>,
-    mark: Option<Rc<Mark>>,
+    data_runs: DataRuns,
+    /// The finding of the write record when the file was opened, and the record since then. See
+    /// [`FileOptions::write_record_directory`].
+    record_finding: Option<RecordFinding>,
+    write_record: Option<Rc<WriteRecord>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
+enum FileKind {
     Regular,
     /// A file on tmpfs, which is memory, so that a system call never waits for a device.
     Tmpfs,
@@ -130,8 +131,8 @@ enum Kind {
 
 /// The way in which a transfer may be tried synchronously.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum InCall {
-    No,
+enum SyncMode {
+    Never,
     /// With RWF_NOWAIT: the kernel refuses a transfer that would wait.
     NoWait,
     /// Without flags: the transfer is quick, or its duration is measured.
@@ -154,18 +155,18 @@ impl FileDevice {
 
     /// Rechecks the file's size and announces a change.
     pub fn check_size(&self) {
-        if let Ok(size) = size_of(&self.file) {
-            self.has_size(size);
+        if let Ok(size) = file_size(&self.file) {
+            self.apply_size(size);
         }
     }
 
     /// Applies a file size of `size` bytes: updates the geometry, logs the change and announces it.
-    fn has_size(&self, size: u64) {
+    fn apply_size(&self, size: u64) {
         let mut geometry = self.geometry.get();
         let visible = visible_size(size, geometry.block_size, self.direct, self.container);
         if visible != geometry.size {
             let (image, from, to) = (&self.name, geometry.size.get(), visible.get());
-            if let (true, Role::CacheOf(disk)) = (to < from, &self.role) {
+            if let (true, FileRole::CacheOf(disk)) = (to < from, &self.role) {
                 tracing::warn!(
                     image = %disk, cache = %image,
                     "the disk's cache has shrunk from {from} to {to} bytes while in use: the data past its new end is lost; \
@@ -210,14 +211,14 @@ impl FileDevice {
             return Ok(());
         }
         let range = ByteRange::between(ByteOffset::ZERO, size);
-        if self.kind == Kind::Block {
+        if self.kind == FileKind::Block {
             return Err(IoError::new(&self.name, Operation::Grow, range, Failure::NoSpace));
         }
-        if let Some(mark) = &self.mark {
-            mark.may_grow_to(size.get());
+        if let Some(record) = &self.write_record {
+            record.raise_size_max(size.get());
         }
-        let _begun = self.begin(0);
-        self.times_grown.set(self.times_grown.get() + 1);
+        let _change = self.start_change(0);
+        self.grow_count.set(self.grow_count.get() + 1);
         if let Err(error) = rustix::fs::ftruncate(&self.file, size.get()) {
             return Err(self.error(Operation::Grow, range, error.raw_os_error()));
         }
@@ -228,19 +229,19 @@ impl FileDevice {
 
     /// Returns true if the file of a container ends before `end`. The range may be visible nonetheless.
     fn ends_before(&self, end: ByteOffset) -> bool {
-        self.container && size_of(&self.file).is_ok_and(|size| size < end.get())
+        self.container && file_size(&self.file).is_ok_and(|size| size < end.get())
     }
 
     /// Completes a read that ended early. At the end of the file, the rest of the last sector reads as zeros. If the
     /// file has grown meanwhile, the read is repeated.
     fn finish_short_read(&self, range: ByteRange, buffer: ReadBuf<'_>, mut moved: usize) -> IoResult {
         for _ in 0..SHORT_READS_MAX {
-            let size = size_of(&self.file).map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
+            let size = file_size(&self.file).map_err(|error| self.error(Operation::Read, range, errno_of(&error)))?;
             if range.start.get() + (moved as u64) >= size {
                 return self.fill_to_end(range, buffer, moved, size);
             }
             moved = self
-                .read_again(range.start, buffer)
+                .read_blocking(range.start, buffer)
                 .map_err(|errno| self.error(Operation::Read, range, errno))?;
             if moved == buffer.len() {
                 return Ok(());
@@ -261,30 +262,30 @@ impl FileDevice {
     }
 
     /// Reads synchronously, however long that takes. Returns the number of bytes read, or the errno.
-    fn read_again(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Result<usize, i32> {
+    fn read_blocking(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Result<usize, i32> {
         let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().collect();
         let (file, count) = (self.descriptor(), pieces.len() as i32);
         // SAFETY: the pieces are valid for writes by `ReadBuf`'s contract; `IoVec` is a `struct iovec`.
         let moved = unsafe { libc::preadv(file, pieces.as_ptr().cast(), count, start.get() as i64) };
-        usize::try_from(moved).map_err(|_| os_code(&io::Error::last_os_error()))
+        usize::try_from(moved).map_err(|_| errno_of(&io::Error::last_os_error()))
     }
 
     /// Tries a transfer synchronously. Returns the number of bytes moved, or `None` if the transfer must go through
     /// io_uring.
-    fn try_in_call(&self, how: &Cell<InCall>, call: impl FnOnce(i32) -> isize) -> Option<Result<usize, i32>> {
-        let flags = match how.get() {
-            InCall::No => return None,
-            InCall::NoWait => libc::RWF_NOWAIT,
-            InCall::Plain => 0,
+    fn try_sync(&self, mode: &Cell<SyncMode>, call: impl FnOnce(i32) -> isize) -> Option<Result<usize, i32>> {
+        let flags = match mode.get() {
+            SyncMode::Never => return None,
+            SyncMode::NoWait => libc::RWF_NOWAIT,
+            SyncMode::Plain => 0,
         };
         let moved = call(flags);
         if let Ok(moved) = usize::try_from(moved) {
             return Some(Ok(moved));
         }
-        match os_code(&io::Error::last_os_error()) {
+        match errno_of(&io::Error::last_os_error()) {
             libc::EAGAIN | libc::EINTR => None,
             libc::EOPNOTSUPP => {
-                how.set(InCall::No);
+                mode.set(SyncMode::Never);
                 None
             }
             errno => Some(Err(errno)),
@@ -294,54 +295,54 @@ impl FileDevice {
     /// Returns true if a worker should make a transfer of `len` bytes that could be made synchronously. That is so if
     /// the transfer is large, another large one was made just before, and the workers are not busy: then several
     /// processors copy.
-    fn gives_to_worker(&self, len: usize) -> bool {
-        if self.direct || len < LARGE_COPY {
+    fn reserve_worker(&self, len: usize) -> bool {
+        if self.direct || len < LARGE_COPY_BYTES {
             return false;
         }
         let turn = self.ring.turn();
-        let alone = turn.wrapping_sub(self.large_in_call.replace(turn)) > 1;
-        let give = !alone && self.given_to_workers.get() < self.given_max;
-        if give {
-            self.given_to_workers.set(self.given_to_workers.get() + 1);
+        let is_isolated = turn.wrapping_sub(self.last_large_transfer_turn.replace(turn)) > 1;
+        let reserved = !is_isolated && self.worker_transfers.get() < self.worker_transfers_max;
+        if reserved {
+            self.worker_transfers.set(self.worker_transfers.get() + 1);
         }
-        give
+        reserved
     }
 
-    fn read_in_call(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Option<Result<usize, i32>> {
+    fn try_read_sync(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Option<Result<usize, i32>> {
         let (file, offset) = (self.descriptor(), start.get() as i64);
-        self.try_in_call(&self.read_in_call, |flags| match buffer.as_single() {
+        self.try_sync(&self.sync_read_mode, |flags| match buffer.as_single() {
             // SAFETY: the piece is valid for writes by `ReadBuf`'s contract.
             Some(piece) if flags == 0 => unsafe { libc::pread(file, piece.base().cast(), piece.len(), offset) },
             _ => {
-                let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().take(PIECES_IN_CALL).collect();
+                let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().take(SYNC_PIECES_MAX).collect();
                 // SAFETY: each piece is valid for writes by `ReadBuf`'s contract; `IoVec` is a `struct iovec`.
                 unsafe { libc::preadv2(file, pieces.as_ptr().cast(), pieces.len() as i32, offset, flags) }
             }
         })
     }
 
-    fn write_in_call(&self, start: ByteOffset, buffer: WriteBuf<'_>, flags: WriteFlags) -> Option<Result<usize, i32>> {
-        if let offloaded @ 1.. = self.writes_offloaded.get() {
-            self.writes_offloaded.set(offloaded - 1);
+    fn try_write_sync(&self, start: ByteOffset, buffer: WriteBuf<'_>, flags: WriteFlags) -> Option<Result<usize, i32>> {
+        if let offloaded @ 1.. = self.offloaded_writes_left.get() {
+            self.offloaded_writes_left.set(offloaded - 1);
             return None;
         }
-        if flags.fua && self.kind != Kind::Tmpfs {
+        if flags.fua && self.kind != FileKind::Tmpfs {
             return None;
         }
         let (file, offset) = (self.descriptor(), start.get() as i64);
-        let watched = self.kind != Kind::Tmpfs && self.write_in_call.get() == InCall::Plain;
-        let begin = watched.then(Instant::now);
-        let result = self.try_in_call(&self.write_in_call, |flags| {
-            let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().take(PIECES_IN_CALL).collect();
+        let timed = self.kind != FileKind::Tmpfs && self.sync_write_mode.get() == SyncMode::Plain;
+        let started = timed.then(Instant::now);
+        let result = self.try_sync(&self.sync_write_mode, |flags| {
+            let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().take(SYNC_PIECES_MAX).collect();
             // SAFETY: the pieces are valid for reads by `WriteBuf`'s contract; `IoVec` is a `struct iovec`.
             unsafe { libc::pwritev2(file, pieces.as_ptr().cast(), pieces.len() as i32, offset, flags) }
         });
-        if self.write_in_call.get() == InCall::No && !self.direct {
+        if self.sync_write_mode.get() == SyncMode::Never && !self.direct {
             // RWF_NOWAIT does not work for writes here (ext4). A plain call is used as long as it proves quick.
-            self.write_in_call.set(InCall::Plain);
+            self.sync_write_mode.set(SyncMode::Plain);
         }
-        if begin.is_some_and(|begin| begin.elapsed() > SLOW_CALL) {
-            self.writes_offloaded.set(WRITES_OFFLOADED);
+        if started.is_some_and(|begin| begin.elapsed() > SLOW_CALL_MIN) {
+            self.offloaded_writes_left.set(OFFLOADED_WRITES);
         }
         result
     }
@@ -368,8 +369,8 @@ impl FileDevice {
     }
 
     /// Calls fallocate in a mode that the file system may lack. Returns false if the file system lacks it.
-    async fn try_allocate(&self, mode: i32, can: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
-        if !can.get() {
+    async fn try_allocate(&self, mode: i32, supported: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
+        if !supported.get() {
             return Ok(false);
         }
         loop {
@@ -377,11 +378,11 @@ impl FileDevice {
                 .offset(range.start.get())
                 .mode(mode)
                 .build();
-            let begun = self.begin(range.len.get());
-            match -MarkedChange::start(&self.on, &self.ring, entry, begun).await {
+            let change = self.start_change(range.len.get());
+            match -RecordedChange::start(&self.on, &self.ring, entry, change).await {
                 libc::EINTR => {}
                 libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::ENODEV => {
-                    can.set(false);
+                    supported.set(false);
                     return Ok(false);
                 }
                 errno if errno > 0 => return Err(errno),
@@ -392,20 +393,20 @@ impl FileDevice {
 
     /// Changes the allocation of a range of any length in pieces, because other requests to the file wait while the
     /// kernel changes its allocation.
-    async fn try_allocate_pieces(&self, mode: i32, can: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
-        let mut pieces = Pieces::default();
+    async fn try_allocate_pieces(&self, mode: i32, supported: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
+        let mut pieces = DiscardPieces::default();
         let mut rest = range;
         while !rest.is_empty() {
             let piece = pieces.next(rest);
-            let began = Instant::now();
-            if !self.try_allocate(mode, can, piece).await? {
+            let started = Instant::now();
+            if !self.try_allocate(mode, supported, piece).await? {
                 return Ok(false);
             }
-            let took = began.elapsed();
-            pieces.took(piece.len, took);
+            let elapsed = started.elapsed();
+            pieces.record(piece.len, elapsed);
             rest = ByteRange::between(piece.end(), rest.end());
-            if took > pieces::LONG && !rest.is_empty() {
-                self.on.sleep(pieces::PAUSE).await;
+            if elapsed > discard_pieces::PAUSE_THRESHOLD && !rest.is_empty() {
+                self.on.sleep(discard_pieces::PAUSE_TIME).await;
             }
         }
         Ok(true)
@@ -414,7 +415,7 @@ impl FileDevice {
     async fn discard_steps(&self, range: ByteRange) -> IoResult {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let done = self.try_allocate_pieces(mode, &self.can_punch, range).await;
-        self.known_data.forget(range);
+        self.data_runs.invalidate(range);
         match done {
             Ok(_) => Ok(()),
             Err(errno) => Err(self.error(Operation::Discard, range, errno)),
@@ -442,7 +443,7 @@ impl FileDevice {
         if done == Ok(false) {
             done = self.try_allocate_pieces(zero, &self.can_zero, range).await;
         }
-        self.known_data.forget(range);
+        self.data_runs.invalidate(range);
         let done = done.map_err(failed)?;
         if !done {
             if flags.fast_only {
@@ -462,7 +463,7 @@ impl FileDevice {
     }
 
     async fn write_zero_buffers(&self, range: ByteRange) -> IoResult {
-        let zeros = AlignedBuf::zeroed(ZERO_CHUNK.min(range.len.as_usize()));
+        let zeros = AlignedBuf::zeroed(ZERO_CHUNK_BYTES.min(range.len.as_usize()));
         let mut at = range.start;
         while at < range.end() {
             let chunk = (range.end() - at).min(ByteLen::of_buffer(zeros.len()));
@@ -477,7 +478,7 @@ impl FileDevice {
 }
 
 /// The maximum number of pieces of a synchronous transfer. The rest goes through io_uring.
-const PIECES_IN_CALL: usize = 256;
+const SYNC_PIECES_MAX: usize = 256;
 
 impl BlockDevice for FileDevice {
     fn name(&self) -> &Rc<str> {
@@ -493,15 +494,15 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Read, range) {
             return Io::ready(Err(error));
         }
-        let ending = Ending {
+        let ending = TransferGuard {
             device: self,
-            by_worker: self.gives_to_worker(buffer.len()),
-            counted: None,
+            use_worker: self.reserve_worker(buffer.len()),
+            counted_sectors: None,
         };
-        let done = if ending.by_worker {
+        let done = if ending.use_worker {
             None
         } else {
-            self.read_in_call(start, buffer)
+            self.try_read_sync(start, buffer)
         };
         let moved = match done {
             Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
@@ -509,7 +510,11 @@ impl BlockDevice for FileDevice {
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Read, range, errno))),
             None => 0,
         };
-        ending.transfer(start.get() + moved as u64, Memory::Into(buffer.skip(moved)), false)
+        ending.transfer(
+            start.get() + moved as u64,
+            TransferBuffer::Read(buffer.skip(moved)),
+            false,
+        )
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
@@ -517,15 +522,15 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
-        let ending = Ending {
+        let guard = TransferGuard {
             device: self,
-            by_worker: self.gives_to_worker(buffer.len()),
-            counted: self.mark.as_ref().map(|mark| mark.begin_write(range.len.get())),
+            use_worker: self.reserve_worker(buffer.len()),
+            counted_sectors: self.write_record.as_ref().map(|mark| mark.start_write(range.len.get())),
         };
-        let done = if ending.by_worker {
+        let done = if guard.use_worker {
             None
         } else {
-            self.write_in_call(start, buffer, flags)
+            self.try_write_sync(start, buffer, flags)
         };
         let moved = match done {
             Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
@@ -533,11 +538,15 @@ impl BlockDevice for FileDevice {
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Write, range, errno))),
             None => 0,
         };
-        ending.transfer(start.get() + moved as u64, Memory::From(buffer.skip(moved)), flags.fua)
+        guard.transfer(
+            start.get() + moved as u64,
+            TransferBuffer::Write(buffer.skip(moved)),
+            flags.fua,
+        )
     }
 
     fn flush(&self) -> Io<'_> {
-        if self.kind == Kind::Tmpfs {
+        if self.kind == FileKind::Tmpfs {
             // Nothing on tmpfs survives a crash of the host.
             return Io::ready(Ok(()));
         }
@@ -582,7 +591,7 @@ impl BlockDevice for FileDevice {
                 true => Ok(()),
                 false => self.flush().await,
             };
-            if let Some(mark) = &self.mark {
+            if let Some(mark) = &self.write_record {
                 mark.close();
             }
             // The locks are released after an error too: the kernel may keep the file open, with its locks, for a
@@ -600,45 +609,45 @@ impl BlockDevice for FileDevice {
 
 /// A transfer of a file through io_uring.
 pub(crate) struct FileIo<'a> {
-    transfer: RingIo<'a>,
+    transfer: RingTransfer<'a>,
     /// Dropped after `transfer`, which waits for its completion when it is dropped.
-    ending: Ending<'a>,
+    guard: TransferGuard<'a>,
 }
 
 // Every layer moves its requests, which are as large as the largest kind of them.
 const _: () = assert!(std::mem::size_of::<FileIo<'_>>() <= 128);
 
 /// Accounts for the end of a transfer when it is dropped.
-struct Ending<'a> {
+struct TransferGuard<'a> {
     device: &'a FileDevice,
-    by_worker: bool,
+    use_worker: bool,
     /// The sectors that were counted in the mark as begun.
-    counted: Option<Sectors>,
+    counted_sectors: Option<SectorCount>,
 }
 
-impl<'a> Ending<'a> {
+impl<'a> TransferGuard<'a> {
     /// Starts the transfer of `memory`, from byte `at` of the file on.
-    fn transfer(self, at: u64, memory: Memory<'a>, durable: bool) -> Io<'a> {
-        let how = Transfer {
+    fn transfer(self, at: u64, memory: TransferBuffer<'a>, durable: bool) -> Io<'a> {
+        let how = TransferOptions {
             durable,
-            by_worker: self.by_worker,
+            uses_worker: self.use_worker,
         };
         Io::file(FileIo {
-            transfer: RingIo::start(&self.device.ring, self.device.descriptor(), at, memory, how),
-            ending: self,
+            transfer: RingTransfer::start(&self.device.ring, self.device.descriptor(), at, memory, how),
+            guard: self,
         })
     }
 }
 
-impl Drop for Ending<'_> {
+impl Drop for TransferGuard<'_> {
     #[inline]
     fn drop(&mut self) {
-        if self.by_worker {
-            let given = &self.device.given_to_workers;
+        if self.use_worker {
+            let given = &self.device.worker_transfers;
             given.set(given.get() - 1);
         }
-        if let (Some(sectors), Some(mark)) = (self.counted, &self.device.mark) {
-            mark.end_write(sectors);
+        if let (Some(sectors), Some(mark)) = (self.counted_sectors, &self.device.write_record) {
+            mark.complete_write(sectors);
         }
     }
 }
@@ -646,17 +655,17 @@ impl Drop for Ending<'_> {
 impl FileIo<'_> {
     /// Returns the result of a transfer that has failed, or has moved less than its whole memory.
     #[cold]
-    fn result_of_part(&self, result: Result<usize, i32>) -> IoResult {
-        let (device, memory) = (self.ending.device, self.transfer.memory());
-        if let (Some(_), Some(mark)) = (self.ending.counted, &device.mark) {
-            mark.set_inexact();
+    fn partial_result(&self, result: Result<usize, i32>) -> IoResult {
+        let (device, memory) = (self.guard.device, self.transfer.buffer());
+        if let (Some(_), Some(record)) = (self.guard.counted_sectors, &device.write_record) {
+            record.set_inexact();
         }
         let range = ByteOffset::new(self.transfer.offset()).range(ByteLen::of_buffer(memory.len()));
         match (result, memory) {
-            (Ok(moved), Memory::Into(buffer)) => device.finish_short_read(range, buffer, moved),
-            (Ok(_), Memory::From(_)) => Err(device.error(Operation::Write, range, libc::EIO)),
-            (Err(errno), Memory::Into(_)) => Err(device.error(Operation::Read, range, errno)),
-            (Err(errno), Memory::From(_)) => Err(device.error(Operation::Write, range, errno)),
+            (Ok(moved), TransferBuffer::Read(buffer)) => device.finish_short_read(range, buffer, moved),
+            (Ok(_), TransferBuffer::Write(_)) => Err(device.error(Operation::Write, range, libc::EIO)),
+            (Err(errno), TransferBuffer::Read(_)) => Err(device.error(Operation::Read, range, errno)),
+            (Err(errno), TransferBuffer::Write(_)) => Err(device.error(Operation::Write, range, errno)),
         }
     }
 }
@@ -667,18 +676,18 @@ impl Future for FileIo<'_> {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
         let result = std::task::ready!(Pin::new(&mut self.transfer).poll(context));
         Poll::Ready(match result {
-            Ok(moved) if moved == self.transfer.memory().len() => Ok(()),
-            _ => self.result_of_part(result),
+            Ok(moved) if moved == self.transfer.buffer().len() => Ok(()),
+            _ => self.partial_result(result),
         })
     }
 }
 
-fn os_code(error: &io::Error) -> i32 {
+fn errno_of(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
 /// Returns the size of a file or block device in bytes.
-fn size_of(file: &File) -> io::Result<u64> {
+fn file_size(file: &File) -> io::Result<u64> {
     // Unlike fstat, seeking also works for a block device, and sees a size that has changed since it was opened.
     Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
 }
@@ -698,32 +707,37 @@ fn visible_size(size: u64, block_size: u32, direct: bool, container: bool) -> By
 
 /// Rechecks the file's size and path at [`CHECK_INTERVAL`]. A file server may not answer for a long time, while the
 /// disk's cache still serves hits. So a file that is not known to be local is queried by another thread.
-async fn watch(on: Loop, device: std::rc::Weak<FileDevice>) {
+async fn recheck_periodically(on: Loop, device: std::rc::Weak<FileDevice>) {
     loop {
         on.sleep(CHECK_INTERVAL).await;
         let Some(open) = device.upgrade() else { return };
         if open.is_local {
             open.check_size();
-            open.check_path();
+            open.recheck_path();
             continue;
         }
-        let (path, times_grown) = (open.path.clone(), open.times_grown.get());
+        let (path, times_grown) = (open.path.clone(), open.grow_count.get());
         let Ok(file) = open.file.try_clone() else { continue };
         // The thread must not keep the device open.
         drop(open);
-        let look = move || (file.metadata().map(|found| found.len()), held::displaced(&file, &path));
+        let look = move || {
+            (
+                file.metadata().map(|found| found.len()),
+                locked_file::path_change(&file, &path),
+            )
+        };
         let Ok((size, displaced)) = on.run_blocking(look).await else {
             continue;
         };
         let Some(open) = device.upgrade() else { return };
         // A size that was read before this device extended the file is stale.
         if let Ok(size) = size
-            && times_grown == open.times_grown.get()
+            && times_grown == open.grow_count.get()
         {
-            open.has_size(size);
+            open.apply_size(size);
         }
-        if let Ok(displaced) = displaced {
-            open.is_displaced(displaced);
+        if let Ok(path_change) = displaced {
+            open.report_path_change(path_change);
         }
     }
 }

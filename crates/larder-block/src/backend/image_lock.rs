@@ -5,34 +5,34 @@
 //! `block/file-posix.c`, `raw_check_lock_bytes`). Because Larder takes the same locks, QEMU and its tools refuse a
 //! disk that Larder has in use, and Larder refuses one of theirs.
 //!
-//! In addition, a process that writes an image exclusively write-locks [`WRITER`], a byte that QEMU does not use.
+//! In addition, a process that writes an image exclusively write-locks [`WRITER_BYTE`], a byte that QEMU does not use.
 //!
 //! The locks belong to the open file description. When a server dies, the kernel drops them only after its last
 //! in-flight I/O has ended, so a successor that holds the writer's byte knows that no old write can still land. That
-//! holds also where the process that starts the servers keeps QEMU's locks from one server to the next ([`Claim`]).
+//! holds also where the process that starts the servers keeps QEMU's locks from one server to the next ([`LockMode`]).
 
-mod holders;
+mod owners;
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 
-pub use holders::holders_but;
-use holders::is_held_here;
+use owners::is_locked_by_this_process;
+pub use owners::owners_except;
 
-use crate::opener::{Access, NamedBy, opener};
+use crate::opener::{Access, PathSource, opener};
 
 const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
 
 /// The byte of an exclusive writer. QEMU has 64 permissions at most, so its bytes end at 263.
-pub(crate) const WRITER: i64 = 300;
+pub(crate) const WRITER_BYTE: i64 = 300;
 
 /// QEMU's `BLK_PERM_*` bits.
 const CONSISTENT_READ: u32 = 1 << 0;
 const WRITE: u32 = 1 << 1;
 const RESIZE: u32 = 1 << 3;
-const BITS: [(u32, &str); 4] = [
+const PERMISSIONS: [(u32, &str); 4] = [
     (CONSISTENT_READ, "read"),
     (WRITE, "write"),
     (1 << 2, "write unchanged data"),
@@ -54,7 +54,7 @@ pub enum Sharing {
 }
 
 impl Sharing {
-    fn uses(self) -> u32 {
+    fn used_permissions(self) -> u32 {
         match self {
             Self::Exclusive => CONSISTENT_READ | WRITE | RESIZE,
             Self::ReadOnly | Self::Shared { writable: false } => CONSISTENT_READ,
@@ -62,7 +62,7 @@ impl Sharing {
         }
     }
 
-    fn unshared(self) -> u32 {
+    fn unshared_permissions(self) -> u32 {
         match self {
             Self::Exclusive | Self::ReadOnly => WRITE | RESIZE,
             Self::Shared { .. } => 0,
@@ -72,24 +72,24 @@ impl Sharing {
 
 /// The process that keeps others from using an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Claim {
+pub enum LockMode {
     /// This process, which uses the image itself.
     #[default]
-    Own,
+    Direct,
     /// This process, for processes that it starts, which lock the writer's byte.
-    ForOthers,
+    ForChildren,
     /// The parent process, which holds QEMU's locks as long as this process lives. This process takes the same locks,
     /// in case the parent dies first, but cannot check them against those of others.
     Inherited,
     /// No process: the file is only inspected, without any lock, and its user may change it meanwhile.
-    Nobody,
+    Unlocked,
 }
 
 /// The reason why an image could not be locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     /// Another process uses the image in a conflicting way.
-    #[error("in use by another process{}: {conflict}", holders_text(holders))]
+    #[error("in use by another process{}: {conflict}", owners_text(holders))]
     InUse {
         /// The permissions that conflict.
         conflict: String,
@@ -98,13 +98,13 @@ pub enum LockError {
     },
     /// This process has the image open already, in a way that conflicts with this use.
     #[error("already in use by this process, as another disk or in the backing chain of one: {conflict}")]
-    InUseHere {
+    InUseByThisProcess {
         /// The permissions that conflict.
         conflict: String,
     },
     /// A server that was killed has writes in flight.
     #[error("writes of a killed server are still in flight")]
-    StillWritten,
+    WritesInFlight,
     /// The parent process holds QEMU's locks on another file, or on none.
     #[error("this is not the file that the parent process has locked; was it replaced just now?")]
     NotInherited,
@@ -113,7 +113,7 @@ pub enum LockError {
     Os(io::Error),
 }
 
-fn holders_text(holders: &[String]) -> String {
+fn owners_text(holders: &[String]) -> String {
     match holders {
         [] => String::new(),
         holders => format!(" ({})", holders.join("; ")),
@@ -124,37 +124,37 @@ fn holders_text(holders: &[String]) -> String {
 ///
 /// # Errors
 /// The image is in use, or cannot be locked.
-pub fn lock(file: BorrowedFd<'_>, sharing: Sharing, claim: Claim) -> Result<(), LockError> {
-    let result = try_to_lock(file, sharing, claim);
+pub fn lock(file: BorrowedFd<'_>, sharing: Sharing, mode: LockMode) -> Result<(), LockError> {
+    let result = try_lock(file, sharing, mode);
     if result.is_err() {
         unlock(file);
     }
     result
 }
 
-fn try_to_lock(file: BorrowedFd<'_>, sharing: Sharing, claim: Claim) -> Result<(), LockError> {
-    if claim == Claim::Nobody {
+fn try_lock(file: BorrowedFd<'_>, sharing: Sharing, mode: LockMode) -> Result<(), LockError> {
+    if mode == LockMode::Unlocked {
         return Ok(());
     }
-    take(file, sharing)?;
-    match claim {
-        Claim::Inherited => check_inherited(file)?,
-        _ => check(file, sharing)?,
+    lock_bytes(file, sharing)?;
+    match mode {
+        LockMode::Inherited => check_inherited(file)?,
+        _ => check_conflicts(file, sharing)?,
     }
-    match (sharing, claim) {
-        (Sharing::Exclusive, Claim::Own | Claim::Inherited) => take_writer(file),
+    match (sharing, mode) {
+        (Sharing::Exclusive, LockMode::Direct | LockMode::Inherited) => lock_writer_byte(file),
         _ => Ok(()),
     }
 }
 
 /// Releases the locks. Errors are ignored, because closing the file releases them too.
 pub fn unlock(file: BorrowedFd<'_>) {
-    for (bit, _) in BITS {
+    for (bit, _) in PERMISSIONS {
         for base in [PERMISSION_BASE, UNSHARED_BASE] {
             let _ = set_lock(file, base + i64::from(bit.trailing_zeros()), libc::F_UNLCK);
         }
     }
-    let _ = set_lock(file, WRITER, libc::F_UNLCK);
+    let _ = set_lock(file, WRITER_BYTE, libc::F_UNLCK);
 }
 
 /// Returns the processes that may write an image or keep others from writing it, as far as the kernel shows them to
@@ -163,34 +163,39 @@ pub fn unlock(file: BorrowedFd<'_>) {
 ///
 /// # Errors
 /// The image cannot be opened, or its file system cannot lock.
-pub fn used_by_others(image: &Path) -> io::Result<Option<Vec<String>>> {
-    let file = opener().open(image, Access::Read, NamedBy::User)?;
+pub fn other_users(image: &Path) -> io::Result<Option<Vec<String>>> {
+    let file = opener().open(image, Access::Read, PathSource::User)?;
     let write = i64::from(WRITE.trailing_zeros());
-    let used = is_held(file.as_fd(), PERMISSION_BASE + write)? || is_held(file.as_fd(), UNSHARED_BASE + write)?;
-    Ok(used.then(|| opener().lock_holders(file.as_fd())))
+    let used = is_locked_elsewhere(file.as_fd(), PERMISSION_BASE + write)?
+        || is_locked_elsewhere(file.as_fd(), UNSHARED_BASE + write)?;
+    Ok(used.then(|| opener().image_lock_owners(file.as_fd())))
 }
 
-fn take(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
-    for (bit, _) in BITS {
+fn lock_bytes(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
+    for (bit, _) in PERMISSIONS {
         let index = i64::from(bit.trailing_zeros());
-        if sharing.uses() & bit != 0 {
+        if sharing.used_permissions() & bit != 0 {
             set_lock(file, PERMISSION_BASE + index, libc::F_RDLCK).map_err(LockError::Os)?;
         }
-        if sharing.unshared() & bit != 0 {
+        if sharing.unshared_permissions() & bit != 0 {
             set_lock(file, UNSHARED_BASE + index, libc::F_RDLCK).map_err(LockError::Os)?;
         }
     }
     Ok(())
 }
 
-fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
-    for (bit, name) in BITS {
+fn check_conflicts(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
+    for (bit, name) in PERMISSIONS {
         let index = i64::from(bit.trailing_zeros());
-        if sharing.uses() & bit != 0 && is_held(file, UNSHARED_BASE + index).map_err(LockError::Os)? {
-            return Err(in_use(file, format!("it does not allow others to {name}")));
+        if sharing.used_permissions() & bit != 0
+            && is_locked_elsewhere(file, UNSHARED_BASE + index).map_err(LockError::Os)?
+        {
+            return Err(in_use_error(file, format!("it does not allow others to {name}")));
         }
-        if sharing.unshared() & bit != 0 && is_held(file, PERMISSION_BASE + index).map_err(LockError::Os)? {
-            return Err(in_use(file, format!("it may {name}")));
+        if sharing.unshared_permissions() & bit != 0
+            && is_locked_elsewhere(file, PERMISSION_BASE + index).map_err(LockError::Os)?
+        {
+            return Err(in_use_error(file, format!("it may {name}")));
         }
     }
     Ok(())
@@ -199,26 +204,26 @@ fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
 /// Checks that the parent process has the image locked. Any user of an image locks the read permission.
 fn check_inherited(file: BorrowedFd<'_>) -> Result<(), LockError> {
     let read = PERMISSION_BASE + i64::from(CONSISTENT_READ.trailing_zeros());
-    match is_held(file, read).map_err(LockError::Os)? {
+    match is_locked_elsewhere(file, read).map_err(LockError::Os)? {
         true => Ok(()),
         false => Err(LockError::NotInherited),
     }
 }
 
-fn take_writer(file: BorrowedFd<'_>) -> Result<(), LockError> {
-    set_lock(file, WRITER, libc::F_WRLCK).map_err(|error| match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::PermissionDenied => LockError::StillWritten,
+fn lock_writer_byte(file: BorrowedFd<'_>) -> Result<(), LockError> {
+    set_lock(file, WRITER_BYTE, libc::F_WRLCK).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::PermissionDenied => LockError::WritesInFlight,
         _ => LockError::Os(error),
     })
 }
 
-fn in_use(file: BorrowedFd<'_>, conflict: String) -> LockError {
-    if is_held_here(file) {
-        return LockError::InUseHere { conflict };
+fn in_use_error(file: BorrowedFd<'_>, conflict: String) -> LockError {
+    if is_locked_by_this_process(file) {
+        return LockError::InUseByThisProcess { conflict };
     }
     LockError::InUse {
         conflict,
-        holders: opener().lock_holders(file),
+        holders: opener().image_lock_owners(file),
     }
 }
 
@@ -243,7 +248,7 @@ fn set_lock(file: BorrowedFd<'_>, byte: i64, kind: i32) -> io::Result<()> {
 
 /// Returns true if another open file has locked the byte. The kernel does not report its process: OFD locks have
 /// none.
-fn is_held(file: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
+fn is_locked_elsewhere(file: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
     let mut lock = byte_lock(byte, libc::F_WRLCK);
     // SAFETY: the descriptor is open and `lock` is a valid `struct flock` that the kernel fills in.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
@@ -270,22 +275,25 @@ mod tests {
                 .open(image.path())
                 .expect("opens")
         };
-        let try_to = |file: &File, claim| lock(file.as_fd(), Sharing::Exclusive, claim);
-        let (holder, first, second, stranger) = (open(), open(), open(), open());
-        assert!(matches!(try_to(&first, Claim::Inherited), Err(LockError::NotInherited)));
-        try_to(&holder, Claim::ForOthers).expect("it is unlocked");
-        try_to(&first, Claim::Inherited).expect("the parent process has locked it");
+        let try_lock = |file: &File, claim| lock(file.as_fd(), Sharing::Exclusive, claim);
+        let (parent, first, second, stranger) = (open(), open(), open(), open());
         assert!(matches!(
-            try_to(&second, Claim::Inherited),
-            Err(LockError::StillWritten)
+            try_lock(&first, LockMode::Inherited),
+            Err(LockError::NotInherited)
         ));
-        assert!(try_to(&stranger, Claim::Own).is_err());
+        try_lock(&parent, LockMode::ForChildren).expect("it is unlocked");
+        try_lock(&first, LockMode::Inherited).expect("the parent process has locked it");
+        assert!(matches!(
+            try_lock(&second, LockMode::Inherited),
+            Err(LockError::WritesInFlight)
+        ));
+        assert!(try_lock(&stranger, LockMode::Direct).is_err());
         drop(first);
-        assert!(try_to(&stranger, Claim::Own).is_err());
-        try_to(&second, Claim::Inherited).expect("the first server has released its lock");
-        drop(holder);
-        assert!(try_to(&stranger, Claim::Own).is_err());
+        assert!(try_lock(&stranger, LockMode::Direct).is_err());
+        try_lock(&second, LockMode::Inherited).expect("the first server has released its lock");
+        drop(parent);
+        assert!(try_lock(&stranger, LockMode::Direct).is_err());
         unlock(second.as_fd());
-        try_to(&stranger, Claim::Own).expect("it is unlocked again");
+        try_lock(&stranger, LockMode::Direct).expect("it is unlocked again");
     }
 }

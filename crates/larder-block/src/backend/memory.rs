@@ -46,7 +46,7 @@ impl MemoryDevice {
         }
     }
 
-    fn checked(&self, operation: Operation, range: ByteRange) -> Result<*mut u8, IoError> {
+    fn checked_address(&self, operation: Operation, range: ByteRange) -> Result<*mut u8, IoError> {
         check_request(&self.name, &self.geometry, operation, range)?;
         debug_assert!(range.end().get() <= self.bytes.len() as u64);
         // The address is inside the allocation, because `check_request` has compared the range with the disk's size.
@@ -54,14 +54,14 @@ impl MemoryDevice {
     }
 
     fn zero(&self, operation: Operation, range: ByteRange) -> IoResult {
-        let at = self.checked(operation, range)?;
+        let at = self.checked_address(operation, range)?;
         // SAFETY: `checked` found the range inside our allocation, to which no reference exists.
         unsafe { std::ptr::write_bytes(at, 0, range.len.as_usize()) };
         Ok(())
     }
 
     fn read_now(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> IoResult {
-        let mut at = self.checked(Operation::Read, start.range(buffer.byte_len()))?;
+        let mut at = self.checked_address(Operation::Read, start.range(buffer.byte_len()))?;
         for piece in buffer.pieces() {
             // SAFETY: `checked` found the range inside our allocation; the piece is valid for writes by `ReadBuf`'s
             // contract. `copy`, not `copy_nonoverlapping`: a careless caller may read the disk into itself.
@@ -72,7 +72,7 @@ impl MemoryDevice {
     }
 
     fn write_now(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
-        let mut at = self.checked(Operation::Write, start.range(buffer.byte_len()))?;
+        let mut at = self.checked_address(Operation::Write, start.range(buffer.byte_len()))?;
         for piece in buffer.pieces() {
             // SAFETY: as in `read_now`, in the other direction.
             unsafe { std::ptr::copy(piece.base(), at, piece.len()) };
@@ -113,7 +113,7 @@ impl BlockDevice for MemoryDevice {
 
     fn extents(&self, range: ByteRange, _: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         Box::pin(async move {
-            self.checked(Operation::Extents, range)?;
+            self.checked_address(Operation::Extents, range)?;
             Ok(vec![Extent {
                 range,
                 kind: ExtentKind::Data,

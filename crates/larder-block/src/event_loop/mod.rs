@@ -32,14 +32,14 @@ use std::time::{Duration, Instant};
 
 pub use pool::TaskPool;
 pub use ring::RingOp;
-pub(crate) use ring::{Memory, Ring, RingIo, Transfer};
+pub(crate) use ring::{Ring, RingTransfer, TransferBuffer, TransferOptions};
 pub use slice::WorkSlice;
 pub use socket::{Listener, Socket, SocketAddress};
 pub use timer::Sleep;
 
-use spin::{Predictor, Watch};
+use spin::{PreemptionDetector, SpinPredictor};
 use timer::Timers;
-use waker::Remote;
+use waker::RemoteWakes;
 
 /// The default of the maximum time for which the loop spins for new work before it sleeps. A wake-up costs about 30
 /// us on a virtualised host; spinning longer than that costs more than it can save.
@@ -72,9 +72,9 @@ pub trait Poller {
 }
 
 /// A hook that runs once at the end of a turn of the loop, see [`Loop::call_at_turn_end`].
-pub(crate) trait TurnEnd {
+pub(crate) trait TurnEndHook {
     /// Runs after all tasks of the turn, before the loop submits and reaps again.
-    fn turn(&self);
+    fn on_turn_end(&self);
 }
 
 /// A handle to the loop of this thread. Cheap to clone.
@@ -90,14 +90,14 @@ struct Core {
     tasks: RefCell<Vec<TaskSlot>>,
     free_tasks: RefCell<Vec<TaskIndex>>,
     ready: RefCell<VecDeque<TaskIndex>>,
-    remote: Remote,
+    remote: RemoteWakes,
     timers: RefCell<Timers>,
     clock: Clock,
     /// The time of this turn, see [`Loop::turn_time`].
-    turn: Cell<Option<LoopTime>>,
+    turn_time: Cell<Option<LoopTime>>,
     ring: Option<Ring>,
     pollers: RefCell<Vec<Rc<dyn Poller>>>,
-    at_turn_end: RefCell<Vec<Rc<dyn TurnEnd>>>,
+    turn_end_hooks: RefCell<Vec<Rc<dyn TurnEndHook>>>,
     poll_max: Cell<Duration>,
     counters: Counters,
 }
@@ -198,7 +198,7 @@ impl Loop {
     /// # Errors
     /// The kernel lacks io_uring, forbids it (`kernel.io_uring_disabled`), or the process is out of descriptors.
     pub fn new(poll_max: Duration) -> io::Result<Self> {
-        let remote = Remote::new()?;
+        let remote = RemoteWakes::new()?;
         let ring = Ring::new()?;
         Ok(Self::build(Clock::Real(Instant::now()), Some(ring), remote, poll_max))
     }
@@ -209,7 +209,7 @@ impl Loop {
     /// # Errors
     /// The process is out of descriptors.
     pub fn simulated() -> io::Result<Self> {
-        let remote = Remote::new()?;
+        let remote = RemoteWakes::new()?;
         Ok(Self::build(
             Clock::Simulated(Cell::new(0)),
             None,
@@ -218,7 +218,7 @@ impl Loop {
         ))
     }
 
-    fn build(clock: Clock, ring: Option<Ring>, remote: Remote, poll_max: Duration) -> Self {
+    fn build(clock: Clock, ring: Option<Ring>, remote: RemoteWakes, poll_max: Duration) -> Self {
         let id = waker::register(&remote);
         Self(Rc::new(Core {
             id,
@@ -228,10 +228,10 @@ impl Loop {
             remote,
             timers: RefCell::default(),
             clock,
-            turn: Cell::new(None),
+            turn_time: Cell::new(None),
             ring,
             pollers: RefCell::default(),
-            at_turn_end: RefCell::default(),
+            turn_end_hooks: RefCell::default(),
             poll_max: Cell::new(poll_max),
             counters: Counters::default(),
         }))
@@ -323,8 +323,8 @@ impl Loop {
     }
 
     /// Calls `hook` once, at the end of this turn of the loop.
-    pub(crate) fn call_at_turn_end(&self, hook: Rc<dyn TurnEnd>) {
-        self.0.at_turn_end.borrow_mut().push(hook);
+    pub(crate) fn call_at_turn_end(&self, hook: Rc<dyn TurnEndHook>) {
+        self.0.turn_end_hooks.borrow_mut().push(hook);
     }
 
     /// Sets the maximum time for which the loop spins for new work before it sleeps.
@@ -346,9 +346,9 @@ impl Loop {
         let waker = waker::task_waker(core.id, main);
         let mut context = Context::from_waker(&waker);
         core.enqueue(main);
-        let mut idle = Idle::new(core);
+        let mut idle = IdlePhase::new(core);
         loop {
-            core.turn.set(None);
+            core.turn_time.set(None);
             let mut worked = false;
             let count = core.ready.borrow().len();
             for _ in 0..count {
@@ -367,7 +367,7 @@ impl Loop {
                 }
             }
             core.end_turn();
-            worked |= core.take_remote_wakes();
+            worked |= core.drain_remote_wakes();
             worked |= core.poll_sources();
             worked |= core.fire_timers();
             if worked || !core.ready.borrow().is_empty() {
@@ -440,9 +440,9 @@ impl Core {
     }
 
     fn turn_time(&self) -> LoopTime {
-        self.turn.get().unwrap_or_else(|| {
+        self.turn_time.get().unwrap_or_else(|| {
             let now = self.now();
-            self.turn.set(Some(now));
+            self.turn_time.set(Some(now));
             now
         })
     }
@@ -500,29 +500,29 @@ impl Core {
 
     #[inline]
     fn end_turn(&self) {
-        if !self.at_turn_end.borrow().is_empty() {
-            self.call_hooks();
+        if !self.turn_end_hooks.borrow().is_empty() {
+            self.run_turn_end_hooks();
         }
     }
 
     #[inline(never)]
-    fn call_hooks(&self) {
+    fn run_turn_end_hooks(&self) {
         loop {
             // A hook may register itself again.
-            let hook = self.at_turn_end.borrow_mut().pop();
+            let hook = self.turn_end_hooks.borrow_mut().pop();
             match hook {
-                Some(hook) => hook.turn(),
+                Some(hook) => hook.on_turn_end(),
                 None => return,
             }
         }
     }
 
-    fn take_remote_wakes(&self) -> bool {
-        if !self.remote.is_raised() {
+    fn drain_remote_wakes(&self) -> bool {
+        if !self.remote.has_wakes() {
             return false;
         }
         let mut any = false;
-        self.remote.take(|index| {
+        self.remote.drain(|index| {
             any = true;
             self.enqueue(index);
         });
@@ -586,100 +586,100 @@ impl Core {
 }
 
 /// The idle phase of the loop: it spins for a while where that pays, then sleeps.
-struct Idle<'a> {
+struct IdlePhase<'a> {
     core: &'a Core,
     /// One predictor for waiting for new requests alone, and one for waiting for in-flight transfers too. Between the
     /// requests of a fast guest over a slow disk, spinning pays; while the disk works, it does not.
-    predictors: [Predictor; 2],
-    watch: Watch,
-    waiting: Option<Waiting>,
+    predictors: [SpinPredictor; 2],
+    preemption: PreemptionDetector,
+    period: Option<IdlePeriod>,
 }
 
 /// A period without work.
-struct Waiting {
+struct IdlePeriod {
     since: Instant,
     /// The index of the predictor in use.
-    kind: usize,
+    predictor_index: usize,
     /// The time for which the loop had spun when it went to sleep.
     spun: Option<Duration>,
     /// The pollers were asked to recheck.
     rechecked: bool,
 }
 
-impl<'a> Idle<'a> {
+impl<'a> IdlePhase<'a> {
     fn new(core: &'a Core) -> Self {
         Self {
             core,
             predictors: Default::default(),
-            watch: Watch::new(),
-            waiting: None,
+            preemption: PreemptionDetector::new(),
+            period: None,
         }
     }
 
     /// Ends the period without work, and trains the predictor with its outcome.
     fn end(&mut self) {
-        let Some(waiting) = self.waiting.take() else { return };
-        let predictor = &mut self.predictors[waiting.kind];
+        let Some(period) = self.period.take() else { return };
+        let predictor = &mut self.predictors[period.predictor_index];
         let now = Instant::now();
-        let waited = now - waiting.since;
-        match waiting.spun {
-            None if self.watch.was_stopped(now) => predictor.stopped(),
-            None => predictor.found(waited),
-            Some(spun) => predictor.slept(spun, waited > self.core.poll_max.get() * LONG_IDLE_FACTOR),
+        let waited = now - period.since;
+        match period.spun {
+            None if self.preemption.was_preempted(now) => predictor.record_preemption(),
+            None => predictor.record_hit(waited),
+            Some(spun) => predictor.record_sleep(spun, waited > self.core.poll_max.get() * LONG_IDLE_FACTOR),
         }
     }
 
     fn wait(&mut self) {
         let core = self.core;
         let Some(ring) = &core.ring else {
-            return self.jump();
+            return self.advance_clock();
         };
         let now = Instant::now();
-        let waiting = self.waiting.get_or_insert_with(|| {
-            self.watch.begin(now);
-            Waiting {
+        let period = self.period.get_or_insert_with(|| {
+            self.preemption.start(now);
+            IdlePeriod {
                 since: now,
-                kind: usize::from(ring.has_transfers()),
+                predictor_index: usize::from(ring.has_transfers()),
                 spun: None,
                 rechecked: false,
             }
         });
-        if waiting.spun.is_none() {
-            let predictor = &mut self.predictors[waiting.kind];
-            let spun = if predictor.spins() {
-                now - waiting.since
+        if period.spun.is_none() {
+            let predictor = &mut self.predictors[period.predictor_index];
+            let spun = if predictor.should_spin() {
+                now - period.since
             } else {
                 Duration::ZERO
             };
-            if predictor.spins() && self.watch.was_stopped(now) {
-                predictor.stopped();
+            if predictor.should_spin() && self.preemption.was_preempted(now) {
+                predictor.record_preemption();
             }
-            if predictor.spins() && spun < core.poll_max.get() {
+            if predictor.should_spin() && spun < core.poll_max.get() {
                 // The caller's loop does the polling; here only the time is checked.
                 std::hint::spin_loop();
                 return;
             }
-            waiting.spun = Some(spun);
+            period.spun = Some(spun);
         }
         if !core.arm_pollers() {
             core.remote.prepare_to_sleep(ring);
-            if !core.remote.is_raised() && core.ready.borrow().is_empty() {
+            if !core.remote.has_wakes() && core.ready.borrow().is_empty() {
                 let timer = core.timers.borrow().next().map(|deadline| deadline.since(core.now()));
-                let recheck = (!waiting.rechecked && core.has_pollers()).then_some(RECHECK_AFTER);
+                let recheck = (!period.rechecked && core.has_pollers()).then_some(RECHECK_AFTER);
                 core.counters.sleeps.set(core.counters.sleeps.get() + 1);
                 ring.sleep(timer.into_iter().chain(recheck).min());
-                if recheck.is_some() && waiting.since.elapsed() >= RECHECK_AFTER {
-                    waiting.rechecked = true;
+                if recheck.is_some() && period.since.elapsed() >= RECHECK_AFTER {
+                    period.rechecked = true;
                     core.recheck_pollers();
                 }
             }
-            core.remote.woken();
+            core.remote.end_sleep();
         }
         core.disarm_pollers();
     }
 
     /// Advances simulated time to the next timer.
-    fn jump(&self) {
+    fn advance_clock(&self) {
         let Clock::Simulated(now) = &self.core.clock else {
             return;
         };

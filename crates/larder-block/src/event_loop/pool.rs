@@ -21,7 +21,7 @@ struct Slot<F> {
     future: RefCell<Option<F>>,
     index: Cell<TaskIndex>,
     idle: std::rc::Weak<IdleSlots<F>>,
-    me: std::rc::Weak<Slot<F>>,
+    self_ref: std::rc::Weak<Slot<F>>,
 }
 
 impl<F: Future<Output = ()> + 'static> Slot<F> {
@@ -35,8 +35,8 @@ impl<F: Future<Output = ()> + 'static> Slot<F> {
         if future.poll(context).is_ready() {
             *slot = None;
             drop(slot);
-            if let (Some(idle), Some(me)) = (self.idle.upgrade(), self.me.upgrade()) {
-                idle.borrow_mut().push(me);
+            if let (Some(idle), Some(idle_slot)) = (self.idle.upgrade(), self.self_ref.upgrade()) {
+                idle.borrow_mut().push(idle_slot);
             }
         }
     }
@@ -63,19 +63,19 @@ impl<F: Future<Output = ()> + 'static> TaskPool<F> {
     /// by then. The future is large, so it is made where it stays.
     pub fn start(&self, make: impl FnOnce() -> F) {
         let idle = self.idle.borrow_mut().pop();
-        let slot = idle.unwrap_or_else(|| self.make_slot());
+        let slot = idle.unwrap_or_else(|| self.create_slot());
         *slot.future.borrow_mut() = Some(make());
         let waker = waker::task_waker(self.owner.0.id, slot.index.get());
         slot.run(&mut Context::from_waker(&waker));
     }
 
     #[cold]
-    fn make_slot(&self) -> Rc<Slot<F>> {
+    fn create_slot(&self) -> Rc<Slot<F>> {
         let slot = Rc::new_cyclic(|me| Slot {
             future: RefCell::new(None),
             index: Cell::new(0),
             idle: Rc::downgrade(&self.idle),
-            me: std::rc::Weak::clone(me),
+            self_ref: std::rc::Weak::clone(me),
         });
         let task: Rc<dyn Task> = Rc::clone(&slot) as Rc<dyn Task>;
         slot.index.set(self.owner.0.insert_task(task));

@@ -7,8 +7,8 @@
 //!
 //! Submission is lazy: entries collect until the loop next processes the ring, and one system call submits them all.
 //!
-//! A ring is restricted for ever to the operations in [`OPERATIONS`]: the kernel's workers may have rights that the
-//! process has dropped since, and no entry that a guest's attack may put into the ring must open a file with them.
+//! A ring is restricted for ever to the operations in [`ALLOWED_OPERATIONS`]: the kernel's workers may have rights that
+//! the process has dropped since, and no entry that a guest's attack may put into the ring must open a file with them.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -26,13 +26,13 @@ use io_uring::{IoUring, opcode, squeue};
 use crate::buffer::{IoVec, ReadBuf, WriteBuf};
 
 /// The number of submission entries. More requests in one turn of the loop cost one more system call, nothing else.
-const RING_ENTRIES: u32 = 256;
+const SUBMISSION_ENTRIES: u32 = 256;
 
 /// The number of completion entries. The kernel stores excess completions, at a cost.
 const COMPLETION_ENTRIES: u32 = 4096;
 
 /// All operations that a ring permits.
-const OPERATIONS: [u8; 8] = [
+const ALLOWED_OPERATIONS: [u8; 8] = [
     opcode::Read::CODE,
     opcode::Write::CODE,
     opcode::Readv::CODE,
@@ -44,14 +44,18 @@ const OPERATIONS: [u8; 8] = [
 ];
 
 /// Creates a ring that is disabled at first, and restricts it before it is enabled.
-fn restricted(builder: &mut io_uring::Builder) -> io::Result<IoUring> {
+fn build_restricted(builder: &mut io_uring::Builder) -> io::Result<IoUring> {
     let uring = builder
         .setup_r_disabled()
         .setup_cqsize(COMPLETION_ENTRIES)
-        .build(RING_ENTRIES)?;
+        .build(SUBMISSION_ENTRIES)?;
     let flags = Restriction::sqe_flags_allowed(squeue::Flags::ASYNC.bits());
     // The list permits no operation of io_uring_register, so none works once the ring is enabled.
-    let mut all: Vec<Restriction> = OPERATIONS.into_iter().map(Restriction::sqe_op).chain([flags]).collect();
+    let mut all: Vec<Restriction> = ALLOWED_OPERATIONS
+        .into_iter()
+        .map(Restriction::sqe_op)
+        .chain([flags])
+        .collect();
     let submitter = uring.submitter();
     submitter.register_restrictions(&mut all)?;
     submitter.register_enable_rings()?;
@@ -95,7 +99,7 @@ impl Ring {
     pub(super) fn new() -> io::Result<Self> {
         // Without DEFER_TASKRUN (kernels before 6.1) completions interrupt the thread, which is slower but equally
         // correct.
-        let modern = restricted(
+        let modern = build_restricted(
             IoUring::builder()
                 .setup_single_issuer()
                 .setup_defer_taskrun()
@@ -103,7 +107,7 @@ impl Ring {
                 .setup_coop_taskrun(),
         );
         let uring = match modern {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => restricted(&mut IoUring::builder())?,
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => build_restricted(&mut IoUring::builder())?,
             other => other?,
         };
         Ok(Self(Rc::new(Inner {
@@ -192,7 +196,7 @@ impl Ring {
         }
     }
 
-    fn take_slot(&self) -> u32 {
+    fn allocate_slot(&self) -> u32 {
         let mut slots = self.0.slots.borrow_mut();
         let index = self.0.free.borrow_mut().pop().unwrap_or_else(|| {
             slots.push(Slot::default());
@@ -215,13 +219,13 @@ impl Ring {
     }
 
     fn start(&self, entry: squeue::Entry, uses_memory: bool) -> RingOp {
-        let index = self.take_slot();
+        let index = self.allocate_slot();
         self.push(&entry.user_data(u64::from(index)));
         RingOp {
             ring: self.clone(),
             index,
             uses_memory,
-            taken: Cell::new(false),
+            result_taken: Cell::new(false),
         }
     }
 
@@ -240,21 +244,27 @@ impl Ring {
         self.start_plain(opcode::PollAdd::new(Fd(descriptor), libc::POLLOUT as u32).build())
     }
 
-    fn start_transfer(&self, descriptor: RawFd, offset: u64, memory: Memory<'_>, how: Transfer) -> RingOp {
-        let rw_flags = if how.durable { libc::RWF_DSYNC } else { 0 };
-        let index = self.take_slot();
+    fn start_transfer(
+        &self,
+        descriptor: RawFd,
+        offset: u64,
+        buffer: TransferBuffer<'_>,
+        options: TransferOptions,
+    ) -> RingOp {
+        let rw_flags = if options.durable { libc::RWF_DSYNC } else { 0 };
+        let index = self.allocate_slot();
         self.0.slots.borrow_mut()[index as usize].is_transfer = true;
         self.0.transfers.set(self.0.transfers.get() + 1);
         let file = Fd(descriptor);
-        let single = match memory {
-            Memory::Into(buffer) => buffer.as_single(),
-            Memory::From(buffer) => buffer.as_single(),
+        let single = match buffer {
+            TransferBuffer::Read(buffer) => buffer.as_single(),
+            TransferBuffer::Write(buffer) => buffer.as_single(),
         };
-        let entry = match (single, memory) {
-            (Some(piece), Memory::Into(_)) => opcode::Read::new(file, piece.base(), to_u32(piece.len()))
+        let entry = match (single, buffer) {
+            (Some(piece), TransferBuffer::Read(_)) => opcode::Read::new(file, piece.base(), to_u32(piece.len()))
                 .offset(offset)
                 .build(),
-            (Some(piece), Memory::From(_)) => opcode::Write::new(file, piece.base(), to_u32(piece.len()))
+            (Some(piece), TransferBuffer::Write(_)) => opcode::Write::new(file, piece.base(), to_u32(piece.len()))
                 .offset(offset)
                 .rw_flags(rw_flags)
                 .build(),
@@ -262,27 +272,27 @@ impl Ring {
                 let mut slots = self.0.slots.borrow_mut();
                 let list = &mut slots[index as usize].pieces;
                 list.clear();
-                match memory {
-                    Memory::Into(buffer) => list.extend(buffer.pieces().take(MAX_PIECES)),
-                    Memory::From(buffer) => list.extend(buffer.pieces().take(MAX_PIECES)),
+                match buffer {
+                    TransferBuffer::Read(buffer) => list.extend(buffer.pieces().take(PIECES_MAX)),
+                    TransferBuffer::Write(buffer) => list.extend(buffer.pieces().take(PIECES_MAX)),
                 }
                 let (base, count) = (list.as_ptr().cast::<libc::iovec>(), to_u32(list.len()));
-                match memory {
-                    Memory::Into(_) => opcode::Readv::new(file, base, count).offset(offset).build(),
-                    Memory::From(_) => opcode::Writev::new(file, base, count)
+                match buffer {
+                    TransferBuffer::Read(_) => opcode::Readv::new(file, base, count).offset(offset).build(),
+                    TransferBuffer::Write(_) => opcode::Writev::new(file, base, count)
                         .offset(offset)
                         .rw_flags(rw_flags)
                         .build(),
                 }
             }
         };
-        let entry = if how.by_worker {
+        let entry = if options.uses_worker {
             entry.flags(squeue::Flags::ASYNC)
         } else {
             entry
         };
         self.push(&entry.user_data(u64::from(index)));
-        if how.by_worker {
+        if options.uses_worker {
             // Submitted now, not at the end of the turn, so that the worker runs in parallel.
             check_enter(self.0.uring.borrow().submit());
         }
@@ -290,23 +300,23 @@ impl Ring {
             ring: self.clone(),
             index,
             uses_memory: true,
-            taken: Cell::new(false),
+            result_taken: Cell::new(false),
         }
     }
 }
 
 /// Options of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Transfer {
+pub(crate) struct TransferOptions {
     /// Every part is on stable storage when a write completes (RWF_DSYNC).
     pub(crate) durable: bool,
     /// Uses one of the kernel's workers, even if the call could complete at once: the worker copies while the loop
     /// continues.
-    pub(crate) by_worker: bool,
+    pub(crate) uses_worker: bool,
 }
 
 /// The kernel's limit on pieces in one vectored operation (IOV_MAX); the rest is a continuation.
-const MAX_PIECES: usize = 1024;
+const PIECES_MAX: usize = 1024;
 
 const GET_EVENTS: u32 = 1; // IORING_ENTER_GETEVENTS
 
@@ -329,7 +339,7 @@ pub struct RingOp {
     ring: Ring,
     index: u32,
     uses_memory: bool,
-    taken: Cell<bool>,
+    result_taken: Cell<bool>,
 }
 
 impl RingOp {
@@ -346,7 +356,7 @@ impl RingOp {
         };
         slot.state = State::Free;
         self.ring.0.free.borrow_mut().push(self.index);
-        self.taken.set(true);
+        self.result_taken.set(true);
         Some(result)
     }
 }
@@ -371,7 +381,7 @@ impl Future for RingOp {
 
 impl Drop for RingOp {
     fn drop(&mut self) {
-        if self.taken.get() || self.take_result().is_some() {
+        if self.result_taken.get() || self.take_result().is_some() {
             return;
         }
         let cancel = opcode::AsyncCancel::new(u64::from(self.index)).build();
@@ -392,35 +402,35 @@ impl Drop for RingOp {
 
 /// The memory of a transfer.
 #[derive(Clone, Copy)]
-pub(crate) enum Memory<'a> {
-    Into(ReadBuf<'a>),
-    From(WriteBuf<'a>),
+pub(crate) enum TransferBuffer<'a> {
+    Read(ReadBuf<'a>),
+    Write(WriteBuf<'a>),
 }
 
-impl Memory<'_> {
+impl TransferBuffer<'_> {
     pub(crate) fn len(&self) -> usize {
         match self {
-            Self::Into(buffer) => buffer.len(),
-            Self::From(buffer) => buffer.len(),
+            Self::Read(buffer) => buffer.len(),
+            Self::Write(buffer) => buffer.len(),
         }
     }
 
     fn skip(self, bytes: usize) -> Self {
         match self {
-            Self::Into(buffer) => Self::Into(buffer.skip(bytes)),
-            Self::From(buffer) => Self::From(buffer.skip(bytes)),
+            Self::Read(buffer) => Self::Read(buffer.skip(bytes)),
+            Self::Write(buffer) => Self::Write(buffer.skip(bytes)),
         }
     }
 }
 
 /// A whole transfer: it continues after a short or interrupted operation until all is done, the file ends, or it
 /// fails. Its output is the number of bytes moved (short only at the end of the file), or the error number.
-pub(crate) struct RingIo<'a> {
+pub(crate) struct RingTransfer<'a> {
     op: RingOp,
     descriptor: RawFd,
     offset: u64,
-    memory: Memory<'a>,
-    how: Transfer,
+    buffer: TransferBuffer<'a>,
+    options: TransferOptions,
     moved: usize,
     retries: u32,
 }
@@ -428,14 +438,20 @@ pub(crate) struct RingIo<'a> {
 /// The number of times that an operation that the kernel did not even begin is retried before its error is reported.
 const RETRIES_MAX: u32 = 64;
 
-impl<'a> RingIo<'a> {
-    pub(crate) fn start(ring: &Ring, descriptor: RawFd, offset: u64, memory: Memory<'a>, how: Transfer) -> Self {
+impl<'a> RingTransfer<'a> {
+    pub(crate) fn start(
+        ring: &Ring,
+        descriptor: RawFd,
+        offset: u64,
+        buffer: TransferBuffer<'a>,
+        options: TransferOptions,
+    ) -> Self {
         Self {
-            op: ring.start_transfer(descriptor, offset, memory, how),
+            op: ring.start_transfer(descriptor, offset, buffer, options),
             descriptor,
             offset,
-            memory,
-            how,
+            buffer,
+            options,
             moved: 0,
             retries: 0,
         }
@@ -447,12 +463,12 @@ impl<'a> RingIo<'a> {
     }
 
     /// Returns the whole memory of the transfer.
-    pub(crate) fn memory(&self) -> Memory<'a> {
-        self.memory
+    pub(crate) fn buffer(&self) -> TransferBuffer<'a> {
+        self.buffer
     }
 }
 
-impl Future for RingIo<'_> {
+impl Future for RingTransfer<'_> {
     type Output = Result<usize, i32>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -462,7 +478,7 @@ impl Future for RingIo<'_> {
                 0 => return Poll::Ready(Ok(self.moved)),
                 count if count > 0 => {
                     self.moved += count as usize;
-                    if self.moved >= self.memory.len() {
+                    if self.moved >= self.buffer.len() {
                         return Poll::Ready(Ok(self.moved));
                     }
                 }
@@ -472,9 +488,9 @@ impl Future for RingIo<'_> {
                 error => return Poll::Ready(Err(-error)),
             }
             let offset = self.offset + self.moved as u64;
-            let rest = self.memory.skip(self.moved);
+            let rest = self.buffer.skip(self.moved);
             let ring = self.op.ring.clone();
-            self.op = ring.start_transfer(self.descriptor, offset, rest, self.how);
+            self.op = ring.start_transfer(self.descriptor, offset, rest, self.options);
         }
     }
 }
@@ -484,7 +500,7 @@ mod tests {
     use super::*;
 
     /// Runs one operation on the ring, and returns its result.
-    fn result_of(ring: &Ring, entry: squeue::Entry) -> i32 {
+    fn run_operation(ring: &Ring, entry: squeue::Entry) -> i32 {
         let op = ring.start_plain(entry);
         while !op.is_done() {
             ring.sleep(None);
@@ -497,24 +513,27 @@ mod tests {
     fn ring_refuses_operations_outside_its_list() {
         let ring = Ring::new().expect("a ring");
         let path = c"/etc/hostname".as_ptr();
-        let here = Fd(libc::AT_FDCWD);
+        let cwd = Fd(libc::AT_FDCWD);
         for (what, entry) in [
-            ("openat", opcode::OpenAt::new(here, path).build()),
+            ("openat", opcode::OpenAt::new(cwd, path).build()),
             (
                 "socket",
                 opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(),
             ),
-            ("unlinkat", opcode::UnlinkAt::new(here, path).build()),
+            ("unlinkat", opcode::UnlinkAt::new(cwd, path).build()),
             ("no-op", opcode::Nop::new().build()),
         ] {
-            assert_eq!(result_of(&ring, entry), -libc::EACCES, "{what}");
+            assert_eq!(run_operation(&ring, entry), -libc::EACCES, "{what}");
         }
-        let submits = ring.0.uring.borrow();
-        let linked = submits.submitter().register_files(&[0]);
-        assert_eq!(linked.expect_err("is refused").raw_os_error(), Some(libc::EACCES));
-        drop(submits);
-        let (_ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
-        let poll = opcode::PollAdd::new(Fd(std::os::fd::AsRawFd::as_raw_fd(&theirs)), libc::POLLOUT as u32).build();
-        assert!(result_of(&ring, poll) > 0, "operations that the loop needs are allowed");
+        let uring = ring.0.uring.borrow();
+        let result = uring.submitter().register_files(&[0]);
+        assert_eq!(result.expect_err("is refused").raw_os_error(), Some(libc::EACCES));
+        drop(uring);
+        let (_local, peer) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let poll = opcode::PollAdd::new(Fd(std::os::fd::AsRawFd::as_raw_fd(&peer)), libc::POLLOUT as u32).build();
+        assert!(
+            run_operation(&ring, poll) > 0,
+            "operations that the loop needs are allowed"
+        );
     }
 }

@@ -5,7 +5,7 @@ use super::yield_now;
 /// Divides a long loop into slices, after each of which every other ready task runs once. A request whose work grows
 /// with its length uses one, so that it does not occupy the loop's thread.
 ///
-/// Other tasks may run in [`WorkSlice::did`], so the caller must recheck all state that they may change.
+/// Other tasks may run in [`WorkSlice::complete_steps`], so the caller must recheck all state that they may change.
 #[derive(Debug)]
 pub struct WorkSlice {
     steps_max: u64,
@@ -20,7 +20,7 @@ impl WorkSlice {
 
     /// Counts `steps` completed steps, and yields at the end of a slice.
     #[inline]
-    pub async fn did(&mut self, steps: u64) {
+    pub async fn complete_steps(&mut self, steps: u64) {
         self.steps += steps;
         if self.steps >= self.steps_max {
             self.steps = 0;
@@ -41,24 +41,24 @@ mod tests {
     fn other_tasks_run_between_slices() {
         let on = Loop::simulated().expect("a loop");
         let done = Rc::new(Cell::new(0_u64));
-        let seen = Rc::clone(&done);
-        let most = on.block_on(async {
+        let observed = Rc::clone(&done);
+        let longest = on.block_on(async {
             let watch = on.spawn_with_result(async move {
-                let (mut last, mut most) = (0, 0);
+                let (mut last, mut longest) = (0, 0);
                 while last < 1000 {
-                    most = most.max(seen.get() - last);
-                    last = seen.get();
+                    longest = longest.max(observed.get() - last);
+                    last = observed.get();
                     yield_now().await;
                 }
-                most
+                longest
             });
             let mut slice = WorkSlice::new(8);
             for _ in 0..1000 {
                 done.set(done.get() + 1);
-                slice.did(1).await;
+                slice.complete_steps(1).await;
             }
             watch.await
         });
-        assert_eq!(most, 8);
+        assert_eq!(longest, 8);
     }
 }

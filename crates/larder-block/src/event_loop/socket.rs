@@ -113,12 +113,12 @@ impl Loop {
             value: None,
             waker: None,
         }));
-        let theirs = Arc::clone(&shared);
+        let thread_state = Arc::clone(&shared);
         std::thread::Builder::new()
             .name("larder-blocking".to_owned())
             .spawn(move || {
                 let value = work();
-                let mut state = theirs.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut state = thread_state.lock().unwrap_or_else(PoisonError::into_inner);
                 state.value = Some(value);
                 if let Some(waker) = state.waker.take() {
                     waker.wake();
@@ -139,22 +139,22 @@ impl Loop {
 }
 
 /// The silence of a TCP peer after which the kernel sends keepalive probes.
-const KEEPALIVE_AFTER: Duration = Duration::from_secs(60);
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
 
 /// The interval of keepalive probes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
 /// The time after which a TCP peer counts as lost, if it acknowledges nothing, or none of the waiting data can be
 /// sent: tcp(7) includes a peer that has no buffer space left.
-const VANISHED_AFTER: Duration = Duration::from_secs(300);
+const TCP_USER_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Sends written data at once, and closes the connection of a peer whose host is lost.
-fn set_up_tcp(socket: &OwnedFd) -> rustix::io::Result<()> {
+fn configure_tcp(socket: &OwnedFd) -> rustix::io::Result<()> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_socket_keepalive(socket, true)?;
-    sockopt::set_tcp_keepidle(socket, KEEPALIVE_AFTER)?;
+    sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;
     sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL)?;
-    sockopt::set_tcp_user_timeout(socket, VANISHED_AFTER.as_millis() as u32)
+    sockopt::set_tcp_user_timeout(socket, TCP_USER_TIMEOUT.as_millis() as u32)
 }
 
 fn stream_flags() -> SocketFlags {
@@ -182,21 +182,21 @@ impl Socket {
             }
             SocketAddress::Tcp { host, port } => {
                 let (host, port) = (host.clone(), *port);
-                let found = on
+                let addresses = on
                     .run_blocking(move || {
                         (host.as_str(), port)
                             .to_socket_addrs()
                             .map(|found| found.collect::<Vec<_>>())
                     })
                     .await??;
-                let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
-                for target in found {
+                let mut last_error = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
+                for target in addresses {
                     match Self::connect_tcp(on, target).await {
                         Ok(socket) => return Ok(socket),
-                        Err(error) => last = error,
+                        Err(error) => last_error = error,
                     }
                 }
-                Err(last)
+                Err(last_error)
             }
         }
     }
@@ -232,7 +232,7 @@ impl Socket {
         })
     }
 
-    async fn ready(&self, writable: bool) -> io::Result<()> {
+    async fn wait_ready(&self, writable: bool) -> io::Result<()> {
         let descriptor = self.descriptor.as_raw_fd();
         let result = if writable {
             self.ring.poll_writable(descriptor).await
@@ -250,7 +250,7 @@ impl Socket {
     /// # Errors
     /// The kernel refuses to watch the socket.
     pub async fn readable(&self) -> io::Result<()> {
-        self.ready(false).await
+        self.wait_ready(false).await
     }
 
     /// Waits until data can be written, or the connection has broken.
@@ -258,7 +258,7 @@ impl Socket {
     /// # Errors
     /// The kernel refuses to watch the socket.
     pub async fn writable(&self) -> io::Result<()> {
-        self.ready(true).await
+        self.wait_ready(true).await
     }
 
     /// Reads the available data; 0 at the end of the stream.
@@ -266,7 +266,7 @@ impl Socket {
     /// # Errors
     /// `WouldBlock` if no data is available, `Interrupted`, or the connection broke.
     pub fn try_read(&self, into: ReadBuf<'_>) -> io::Result<usize> {
-        self.read_pieces_now(into)
+        self.try_read_pieces(into)
     }
 
     /// Writes as much of `head` followed by `body` as the socket accepts, and returns the number of bytes.
@@ -274,7 +274,7 @@ impl Socket {
     /// # Errors
     /// `WouldBlock` if the socket accepts nothing now, `Interrupted`, or the connection broke.
     pub fn try_write(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
-        self.write_pieces_now(head, body)
+        self.try_write_pieces(head, body)
     }
 
     /// Reads the available data, at least one byte; 0 at the end of the stream. Dropping the future loses no data.
@@ -286,7 +286,7 @@ impl Socket {
             match rustix::net::recv(&self.descriptor, &mut *buffer, RecvFlags::empty()) {
                 Ok((count, _)) => return Ok(count),
                 Err(Errno::INTR) => {}
-                Err(error) if would_block(error) => self.ready(false).await?,
+                Err(error) if would_block(error) => self.wait_ready(false).await?,
                 Err(error) => return Err(error.into()),
             }
         }
@@ -307,18 +307,18 @@ impl Socket {
     pub async fn read_exact_into(&self, buffer: ReadBuf<'_>) -> io::Result<()> {
         let mut done = 0;
         while done < buffer.len() {
-            match self.read_pieces_now(buffer.skip(done)) {
+            match self.try_read_pieces(buffer.skip(done)) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => done += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready(false).await?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_ready(false).await?,
                 Err(error) => return Err(error),
             }
         }
         Ok(())
     }
 
-    fn read_pieces_now(&self, buffer: ReadBuf<'_>) -> io::Result<usize> {
+    fn try_read_pieces(&self, buffer: ReadBuf<'_>) -> io::Result<usize> {
         let pieces: smallvec::SmallVec<[crate::buffer::IoVec; 16]> = buffer.pieces().take(64).collect();
         // SAFETY: the pieces are valid for writes by `ReadBuf`'s contract; `IoVec` is a `struct iovec`.
         let count = unsafe { libc::readv(self.descriptor.as_raw_fd(), pieces.as_ptr().cast(), pieces.len() as i32) };
@@ -341,20 +341,20 @@ impl Socket {
         let mut done = 0;
         let total = head.len() + body.len();
         while done < total {
-            match self.write_pieces_now(
+            match self.try_write_pieces(
                 head.get(done..).unwrap_or(&[]),
                 body.skip(done.saturating_sub(head.len())),
             ) {
                 Ok(count) => done += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready(true).await?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_ready(true).await?,
                 Err(error) => return Err(error),
             }
         }
         Ok(())
     }
 
-    fn write_pieces_now(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
+    fn try_write_pieces(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
         let mut pieces: smallvec::SmallVec<[crate::buffer::IoVec; 16]> = smallvec::SmallVec::new();
         if !head.is_empty() {
             pieces.push(crate::buffer::IoVec::new(head.as_ptr().cast_mut(), head.len()));
@@ -395,7 +395,7 @@ impl Socket {
                     return Ok((message.bytes, descriptors));
                 }
                 Err(Errno::INTR) => {}
-                Err(error) if would_block(error) => self.ready(false).await?,
+                Err(error) if would_block(error) => self.wait_ready(false).await?,
                 Err(error) => return Err(error.into()),
             }
         }
@@ -417,7 +417,7 @@ impl Socket {
             match rustix::net::sendmsg(&self.descriptor, &pieces, &mut control, SendFlags::NOSIGNAL) {
                 Ok(count) => done += count,
                 Err(Errno::INTR) => {}
-                Err(error) if would_block(error) => self.ready(true).await?,
+                Err(error) if would_block(error) => self.wait_ready(true).await?,
                 Err(error) => return Err(error.into()),
             }
         }
@@ -505,7 +505,7 @@ impl Listener {
             match rustix::net::accept_with(&self.descriptor, stream_flags()) {
                 Ok(descriptor) => {
                     // Unix sockets have none of these options, and need none.
-                    let _ = set_up_tcp(&descriptor);
+                    let _ = configure_tcp(&descriptor);
                     return Socket::from_descriptor(on, descriptor);
                 }
                 // accept(2): network errors of the new connection are passed on, and should be treated like EAGAIN.

@@ -1,7 +1,7 @@
 //! The decision whether to spin for the next piece of work or to sleep at once, by comparing the saved and the wasted
 //! time of earlier spinning.
 //!
-//! Sleeping costs a wake-up when work arrives; spinning costs the time until it arrives. A [`Predictor`] keeps the
+//! Sleeping costs a wake-up when work arrives; spinning costs the time until it arrives. A [`SpinPredictor`] keeps the
 //! balance of the two. While it is positive the loop spins, up to its limit; when it is used up the loop sleeps at
 //! once, and retries spinning after a while, ever more rarely as long as that does not pay.
 //!
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const WAKE_NANOS: i64 = 32_000;
 
 /// The initial balance of a try, in nanoseconds: enough for one fruitless spin of the default limit.
-const TRY_NANOS: i64 = 60_000;
+const TRIAL_BALANCE_NANOS: i64 = 60_000;
 
 /// The maximum balance, in nanoseconds, so that a change of the load is noticed soon.
 const BALANCE_MAX_NANOS: i64 = 400_000;
@@ -29,11 +29,11 @@ const CONTENDED_SKIP_MIN: u32 = 32;
 const CONTENDED_SKIP_MAX: u32 = 4096;
 
 /// The maximum time between two checks for work of a spinning thread that is not preempted.
-const LOOK_MAX: Duration = Duration::from_micros(10);
+const CHECK_GAP_MAX: Duration = Duration::from_micros(10);
 
 /// The spin decision for one kind of waiting.
 #[derive(Debug, Default)]
-pub(super) struct Predictor {
+pub(super) struct SpinPredictor {
     spinning: bool,
     balance_nanos: i64,
     /// The number of short sleeps left before the next try.
@@ -44,15 +44,15 @@ pub(super) struct Predictor {
     contended: bool,
 }
 
-impl Predictor {
+impl SpinPredictor {
     /// Returns true if the loop should spin now.
-    pub(super) fn spins(&self) -> bool {
+    pub(super) fn should_spin(&self) -> bool {
         self.spinning
     }
 
     /// Records that work came while the loop had been spinning for `spun`.
-    pub(super) fn found(&mut self, spun: Duration) {
-        self.add(WAKE_NANOS - nanos(spun));
+    pub(super) fn record_hit(&mut self, spun: Duration) {
+        self.add_gain(WAKE_NANOS - nanos(spun));
         if self.balance_nanos == BALANCE_MAX_NANOS {
             self.skip_next = 0;
             self.contended = false;
@@ -60,7 +60,7 @@ impl Predictor {
     }
 
     /// Records that the thread was preempted while it was spinning.
-    pub(super) fn stopped(&mut self) {
+    pub(super) fn record_preemption(&mut self) {
         self.spinning = false;
         self.contended = true;
         self.skip_next = (self.skip_next * 2).clamp(CONTENDED_SKIP_MIN, CONTENDED_SKIP_MAX);
@@ -69,21 +69,21 @@ impl Predictor {
 
     /// Records that work came only after the loop had gone to sleep, having spun for `spun`. The sleep was `long` if
     /// the work belongs to another burst.
-    pub(super) fn slept(&mut self, spun: Duration, long: bool) {
+    pub(super) fn record_sleep(&mut self, spun: Duration, is_new_burst: bool) {
         if self.spinning {
-            self.add(-nanos(spun));
+            self.add_gain(-nanos(spun));
         }
-        if long && !self.contended {
+        if is_new_burst && !self.contended {
             *self = Self::default();
         } else if !self.spinning && self.skip > 0 {
             self.skip -= 1;
         } else if !self.spinning {
             self.spinning = true;
-            self.balance_nanos = TRY_NANOS;
+            self.balance_nanos = TRIAL_BALANCE_NANOS;
         }
     }
 
-    fn add(&mut self, gain_nanos: i64) {
+    fn add_gain(&mut self, gain_nanos: i64) {
         self.balance_nanos = (self.balance_nanos + gain_nanos).min(BALANCE_MAX_NANOS);
         if self.balance_nanos < 0 {
             self.spinning = false;
@@ -97,40 +97,40 @@ impl Predictor {
 
 /// Detects preemption of a spinning thread, by reading the clock as often as it checks for work.
 #[derive(Debug)]
-pub(super) struct Watch {
-    looked: Instant,
+pub(super) struct PreemptionDetector {
+    checked_at: Instant,
     /// The number of involuntary context switches when it was last read.
-    stops: libc::c_long,
+    involuntary_switches: libc::c_long,
 }
 
-impl Watch {
+impl PreemptionDetector {
     pub(super) fn new() -> Self {
         Self {
-            looked: Instant::now(),
-            stops: stops(),
+            checked_at: Instant::now(),
+            involuntary_switches: involuntary_switches(),
         }
     }
 
     /// Starts watching when the thread begins to spin.
-    pub(super) fn begin(&mut self, now: Instant) {
-        self.looked = now;
+    pub(super) fn start(&mut self, now: Instant) {
+        self.checked_at = now;
     }
 
     /// Returns true if the thread was preempted since the last call. A pause alone is no proof: it may be an
     /// interrupt, or the hypervisor below this host.
-    pub(super) fn was_stopped(&mut self, now: Instant) -> bool {
-        let pause = now - self.looked;
-        self.looked = now;
-        if pause <= LOOK_MAX {
+    pub(super) fn was_preempted(&mut self, now: Instant) -> bool {
+        let pause = now - self.checked_at;
+        self.checked_at = now;
+        if pause <= CHECK_GAP_MAX {
             return false;
         }
-        let before = std::mem::replace(&mut self.stops, stops());
-        self.stops != before
+        let before = std::mem::replace(&mut self.involuntary_switches, involuntary_switches());
+        self.involuntary_switches != before
     }
 }
 
 /// Returns the number of involuntary context switches of this thread.
-fn stops() -> libc::c_long {
+fn involuntary_switches() -> libc::c_long {
     // SAFETY: zeros are a valid `rusage`, and the kernel may fill it.
     unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
@@ -151,17 +151,17 @@ mod tests {
 
     /// Simulates work at the given intervals, and returns the percentage of time spent spinning.
     fn spinning_percent(intervals_micros: impl Iterator<Item = u64>) -> u64 {
-        let mut predictor = Predictor::default();
+        let mut predictor = SpinPredictor::default();
         let (mut spun, mut total) = (Duration::ZERO, Duration::ZERO);
         for interval in intervals_micros.map(Duration::from_micros) {
             total += interval;
-            if predictor.spins() && interval <= LIMIT {
+            if predictor.should_spin() && interval <= LIMIT {
                 spun += interval;
-                predictor.found(interval);
+                predictor.record_hit(interval);
             } else {
-                let wasted = if predictor.spins() { LIMIT } else { Duration::ZERO };
+                let wasted = if predictor.should_spin() { LIMIT } else { Duration::ZERO };
                 spun += wasted;
-                predictor.slept(wasted, interval > LIMIT * 8);
+                predictor.record_sleep(wasted, interval > LIMIT * 8);
             }
         }
         (spun.as_nanos() * 100 / total.as_nanos()) as u64
@@ -181,20 +181,20 @@ mod tests {
 
     #[test]
     fn preempted_thread_hardly_spins() {
-        let mut predictor = Predictor::default();
+        let mut predictor = SpinPredictor::default();
         let mut spins = 0;
         for index in 0..10_000 {
-            if predictor.spins() {
+            if predictor.should_spin() {
                 spins += 1;
-                predictor.stopped();
+                predictor.record_preemption();
             }
-            predictor.slept(Duration::ZERO, index % 4 == 0);
+            predictor.record_sleep(Duration::ZERO, index % 4 == 0);
         }
         assert!((1..20).contains(&spins), "{spins}");
         // No thread preempts it any more.
-        (0..5_000).for_each(|_| predictor.slept(Duration::ZERO, false));
-        (0..100).for_each(|_| predictor.found(Duration::from_micros(5)));
-        assert!(predictor.spins());
+        (0..5_000).for_each(|_| predictor.record_sleep(Duration::ZERO, false));
+        (0..100).for_each(|_| predictor.record_hit(Duration::from_micros(5)));
+        assert!(predictor.should_spin());
     }
 
     #[test]

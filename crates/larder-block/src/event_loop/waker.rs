@@ -1,7 +1,7 @@
 //! Wakers of a loop's tasks: a number, not an allocation, that may be used from any thread.
 //!
 //! A waker is the pair (loop, task). On the loop's own thread waking pushes the task onto the ready queue; from any
-//! other thread it goes through the loop's [`Remote`] queue and an eventfd. Task numbers are reused, so a late
+//! other thread it goes through the loop's [`RemoteWakes`] queue and an eventfd. Task numbers are reused, so a late
 //! wake-up may reach a later task: spurious wake-ups are allowed by `Future`'s contract.
 
 use std::cell::Cell;
@@ -19,16 +19,16 @@ use super::{Core, TaskIndex};
 pub(super) type LoopId = u32;
 
 /// The queue of wake-ups for a loop from other threads.
-pub(super) struct Remote {
+pub(super) struct RemoteWakes {
     shared: Arc<Shared>,
     /// The ring's poll of the eventfd, while there is one.
-    watch: Cell<Option<RingOp>>,
+    event_poll: Cell<Option<RingOp>>,
 }
 
 struct Shared {
     woken: Mutex<Vec<TaskIndex>>,
     /// Set while `woken` is not empty.
-    raised: AtomicBool,
+    has_woken: AtomicBool,
     /// Set while the loop sleeps or is about to, so that a wake-up must write the eventfd.
     asleep: AtomicBool,
     event: OwnedFd,
@@ -46,7 +46,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Assigns a loop the lowest free number.
-pub(super) fn register(remote: &Remote) -> LoopId {
+pub(super) fn register(remote: &RemoteWakes) -> LoopId {
     let mut loops = lock(&LOOPS);
     let entry = Some(Arc::clone(&remote.shared));
     let index = match loops.iter().position(Option::is_none) {
@@ -103,7 +103,7 @@ fn wake(data: *const ()) {
 impl Shared {
     fn push(&self, index: TaskIndex) {
         lock(&self.woken).push(index);
-        self.raised.store(true, Ordering::SeqCst);
+        self.has_woken.store(true, Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
             // The only possible error is a full counter, and then the event is raised already.
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
@@ -111,50 +111,50 @@ impl Shared {
     }
 }
 
-impl Remote {
+impl RemoteWakes {
     pub(super) fn new() -> std::io::Result<Self> {
         Ok(Self {
             shared: Arc::new(Shared {
                 woken: Mutex::default(),
-                raised: AtomicBool::new(false),
+                has_woken: AtomicBool::new(false),
                 asleep: AtomicBool::new(false),
                 event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             }),
-            watch: Cell::new(None),
+            event_poll: Cell::new(None),
         })
     }
 
-    pub(super) fn is_raised(&self) -> bool {
-        self.shared.raised.load(Ordering::SeqCst)
+    pub(super) fn has_wakes(&self) -> bool {
+        self.shared.has_woken.load(Ordering::SeqCst)
     }
 
     /// Passes the tasks that other threads have woken to `each`.
-    pub(super) fn take(&self, mut each: impl FnMut(TaskIndex)) {
-        self.shared.raised.store(false, Ordering::SeqCst);
+    pub(super) fn drain(&self, mut wake: impl FnMut(TaskIndex)) {
+        self.shared.has_woken.store(false, Ordering::SeqCst);
         let woken = std::mem::take(&mut *lock(&self.shared.woken));
-        woken.into_iter().for_each(&mut each);
+        woken.into_iter().for_each(&mut wake);
     }
 
     /// Makes wake-ups write the eventfd from now on, and the ring watch it. The caller must check `is_raised` once
     /// more before it sleeps.
     pub(super) fn prepare_to_sleep(&self, ring: &Ring) {
-        let watch = self.watch.take().filter(|watch| !watch.is_done());
-        let watch = watch.unwrap_or_else(|| {
-            let mut drained = [0; 8];
+        let poll = self.event_poll.take().filter(|watch| !watch.is_done());
+        let poll = poll.unwrap_or_else(|| {
+            let mut counter = [0; 8];
             // Resets the counter, which is empty if the last wake-up came without a write.
-            let _ = rustix::io::read(&self.shared.event, &mut drained);
+            let _ = rustix::io::read(&self.shared.event, &mut counter);
             ring.poll_readable(self.shared.event.as_raw_fd())
         });
-        self.watch.set(Some(watch));
+        self.event_poll.set(Some(poll));
         self.shared.asleep.store(true, Ordering::SeqCst);
     }
 
-    pub(super) fn woken(&self) {
+    pub(super) fn end_sleep(&self) {
         self.shared.asleep.store(false, Ordering::SeqCst);
     }
 }
 
-impl Drop for Remote {
+impl Drop for RemoteWakes {
     fn drop(&mut self) {
         for entry in lock(&LOOPS).iter_mut() {
             if entry.as_ref().is_some_and(|shared| Arc::ptr_eq(shared, &self.shared)) {

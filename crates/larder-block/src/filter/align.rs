@@ -4,7 +4,7 @@
 //! - A request that fits the device below is passed on, at the cost of a check.
 //! - Memory that the device does not accept is bounced through a bounded pool of buffers; long requests in pieces.
 //! - A partial block is written by reading the block, changing the part, and writing the whole block back. That read
-//!   bypasses a layer that caches earlier reads ([`Align::with_edges`]): stale bytes, written back, would undo
+//!   bypasses a layer that caches earlier reads ([`Align::with_rmw_source`]): stale bytes, written back, would undo
 //!   concurrent writes of other clients.
 //!
 //! Invariants:
@@ -25,7 +25,7 @@ use crate::buffer_pool::BufferPool;
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::filter::Filter;
-use crate::range_lock::{Mode, Ranges};
+use crate::range_lock::{RangeLockMode, RangeLocks};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// Options for the alignment.
@@ -67,14 +67,14 @@ impl Default for AlignOptions {
 pub struct Align {
     lower: Rc<dyn BlockDevice>,
     /// The source of the unchanged rest of a partially written block.
-    edges: Rc<dyn BlockDevice>,
+    rmw_source: Rc<dyn BlockDevice>,
     /// The block size presented, in bytes.
     block_size: u32,
     /// The block size below, in bytes.
-    unit: u64,
+    lower_block_size: u64,
     /// The memory alignment of the device below, in bytes.
     memory_alignment: usize,
-    ranges: Ranges,
+    locks: RangeLocks,
     pool: BufferPool,
 }
 
@@ -99,8 +99,8 @@ impl Align {
     /// # Panics
     /// If the block size in `options` is not a power of two.
     pub fn new(lower: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
-        let edges = Rc::clone(&lower);
-        Self::with_edges(lower, edges, options)
+        let rmw_source = Rc::clone(&lower);
+        Self::with_rmw_source(lower, rmw_source, options)
     }
 
     /// Creates a layer like [`Align::new`] over a `lower` that may cache earlier reads of the device below it,
@@ -109,24 +109,24 @@ impl Align {
     ///
     /// # Panics
     /// If the block size in `options` is not a power of two, or the two devices have different blocks.
-    pub fn with_edges(lower: Rc<dyn BlockDevice>, edges: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
+    pub fn with_rmw_source(lower: Rc<dyn BlockDevice>, rmw_source: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
         assert!(options.block_size.is_power_of_two());
         let geometry = lower.geometry();
-        assert_eq!(geometry.block_size, edges.geometry().block_size);
+        assert_eq!(geometry.block_size, rmw_source.geometry().block_size);
         let unit = u64::from(geometry.block_size);
         let bounce_len = ByteOffset::new(options.bounce_len.get().max(2 * unit)).align_up(unit);
         Self {
             lower,
-            edges,
+            rmw_source,
             block_size: options.block_size.min(geometry.block_size),
-            unit,
+            lower_block_size: unit,
             memory_alignment: geometry.memory_alignment as usize,
-            ranges: Ranges::default(),
+            locks: RangeLocks::default(),
             pool: BufferPool::new(options.bounce_count, bounce_len.get() as usize),
         }
     }
 
-    fn checked(&self, operation: Operation, range: ByteRange) -> IoResult {
+    fn check_range(&self, operation: Operation, range: ByteRange) -> IoResult {
         check_request(self.lower.name(), &Filter::geometry(self), operation, range)
     }
 
@@ -136,19 +136,19 @@ impl Align {
 
     /// Returns true if partial blocks may have to be written, so that changes must be serialised.
     fn splits_blocks(&self) -> bool {
-        u64::from(self.block_size) < self.unit
+        u64::from(self.block_size) < self.lower_block_size
     }
 
     /// Passes on a change of whole blocks, or makes it wait for requests that have locked them.
-    fn pass_change<'a>(&'a self, range: ByteRange, change: impl FnOnce() -> Io<'a> + 'a) -> Io<'a> {
+    fn forward_change<'a>(&'a self, range: ByteRange, change: impl FnOnce() -> Io<'a> + 'a) -> Io<'a> {
         // The device refuses a range past 2^64.
         if !self.splits_blocks() || range.checked_end().is_none() {
             return change();
         }
-        match self.ranges.try_share(range) {
-            Some(ticket) => change().watched(&self.ranges, ticket),
+        match self.locks.try_lock_shared(range) {
+            Some(ticket) => change().watched(&self.locks, ticket),
             None => Io::task(async move {
-                let _held = self.ranges.enter(range, Mode::Shared).await;
+                let _lock = self.locks.lock(range, RangeLockMode::Shared).await;
                 change().await
             }),
         }
@@ -157,16 +157,20 @@ impl Align {
     /// Returns the next part of `rest`; `fits` returns true if the device accepts the memory of a part.
     fn next_piece(&self, rest: ByteRange, fits: impl Fn(ByteRange) -> bool) -> Piece {
         let bounce_len = ByteLen::of_buffer(self.pool.buffer_len());
-        let whole = rest.narrowed(self.unit);
-        let direct = !whole.is_empty() && fits(whole);
-        if direct && whole.start == rest.start {
-            return Piece::Direct(whole);
+        let full_blocks = rest.narrowed(self.lower_block_size);
+        let direct = !full_blocks.is_empty() && fits(full_blocks);
+        if direct && full_blocks.start == rest.start {
+            return Piece::Direct(full_blocks);
         }
-        let wide = rest.widened(self.unit);
-        if wide.len <= bounce_len {
+        let enclosing = rest.widened(self.lower_block_size);
+        if enclosing.len <= bounce_len {
             return Piece::Bounced(rest);
         }
-        let end = if direct { whole.start } else { wide.start + bounce_len };
+        let end = if direct {
+            full_blocks.start
+        } else {
+            enclosing.start + bounce_len
+        };
         Piece::Bounced(ByteRange::between(rest.start, end.min(rest.end())))
     }
 
@@ -192,11 +196,11 @@ impl Align {
     }
 
     async fn read_bounced(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
-        let wide = range.widened(self.unit);
-        let mut bounce = self.pool.take().await;
-        let bounce = &mut bounce[..wide.len.as_usize()];
-        self.lower.read(wide.start, ReadBuf::new(bounce)).await?;
-        let from = (range.start - wide.start).as_usize();
+        let enclosing = range.widened(self.lower_block_size);
+        let mut bounce = self.pool.acquire().await;
+        let bounce = &mut bounce[..enclosing.len.as_usize()];
+        self.lower.read(enclosing.start, ReadBuf::new(bounce)).await?;
+        let from = (range.start - enclosing.start).as_usize();
         buffer.copy_from_slice(&bounce[from..][..range.len.as_usize()]);
         Ok(())
     }
@@ -209,7 +213,7 @@ impl Align {
             let fits = |part| part_of(part).is_aligned(self.memory_alignment);
             let done = match self.next_piece(rest, fits) {
                 Piece::Direct(part) => {
-                    let _held = self.ranges.enter(part, Mode::Shared).await;
+                    let _lock = self.locks.lock(part, RangeLockMode::Shared).await;
                     self.lower
                         .write(part.start, part_of(part), flags)
                         .await
@@ -229,28 +233,28 @@ impl Align {
 
     /// Writes at most a bounce buffer's length, with any start and end.
     async fn write_bounced(&self, range: ByteRange, source: Source<'_>, flags: WriteFlags) -> IoResult {
-        let wide = range.widened(self.unit);
-        let mut bounce = self.pool.take().await;
-        let bounce = &mut bounce[..wide.len.as_usize()];
-        let mode = match wide == range {
-            true => Mode::Shared,
-            false => Mode::Exclusive,
+        let enclosing = range.widened(self.lower_block_size);
+        let mut bounce = self.pool.acquire().await;
+        let bounce = &mut bounce[..enclosing.len.as_usize()];
+        let mode = match enclosing == range {
+            true => RangeLockMode::Shared,
+            false => RangeLockMode::Exclusive,
         };
-        let _held = self.ranges.enter(wide, mode).await;
-        self.read_edges(range, wide, bounce).await?;
-        let from = (range.start - wide.start).as_usize();
+        let _lock = self.locks.lock(enclosing, mode).await;
+        self.read_partial_blocks(range, enclosing, bounce).await?;
+        let from = (range.start - enclosing.start).as_usize();
         let changed = &mut bounce[from..][..range.len.as_usize()];
         match source {
             Source::Buffer(buffer) => buffer.copy_to_slice(changed),
             Source::Zeros => changed.fill(0),
         }
-        self.lower.write(wide.start, WriteBuf::new(bounce), flags).await
+        self.lower.write(enclosing.start, WriteBuf::new(bounce), flags).await
     }
 
     /// Reads the blocks of `wide` that `range` covers partially.
-    async fn read_edges(&self, range: ByteRange, wide: ByteRange, bounce: &mut [u8]) -> IoResult {
-        let unit = self.unit as usize;
-        let (head, tail) = (range.start > wide.start, range.end() < wide.end());
+    async fn read_partial_blocks(&self, range: ByteRange, enclosing: ByteRange, bounce: &mut [u8]) -> IoResult {
+        let unit = self.lower_block_size as usize;
+        let (head, tail) = (range.start > enclosing.start, range.end() < enclosing.end());
         let all = bounce.len();
         let parts = match (head, tail) {
             (true, true) if all <= 2 * unit => [0..all, 0..0],
@@ -260,16 +264,16 @@ impl Align {
             ],
         };
         for part in parts.into_iter().filter(|part| !part.is_empty()) {
-            let start = wide.start + ByteLen::of_buffer(part.start);
-            self.edges.read(start, ReadBuf::new(&mut bounce[part])).await?;
+            let start = enclosing.start + ByteLen::of_buffer(part.start);
+            self.rmw_source.read(start, ReadBuf::new(&mut bounce[part])).await?;
         }
         Ok(())
     }
 
     async fn zero_steps(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
         let failed = |error: IoError| self.error(Operation::WriteZeroes, range, error.failure());
-        let whole = range.narrowed(self.unit);
-        if whole.is_empty() {
+        let full_blocks = range.narrowed(self.lower_block_size);
+        if full_blocks.is_empty() {
             if flags.fast_only {
                 return Err(self.error(Operation::WriteZeroes, range, Failure::Unsupported));
             }
@@ -277,11 +281,11 @@ impl Align {
         }
         // The whole blocks go first, because the device may refuse them, and then nothing has been changed.
         {
-            let _held = self.ranges.enter(whole, Mode::Shared).await;
-            self.lower.write_zeroes(whole, flags).await.map_err(failed)?;
+            let _lock = self.locks.lock(full_blocks, RangeLockMode::Shared).await;
+            self.lower.write_zeroes(full_blocks, flags).await.map_err(failed)?;
         }
-        let head = ByteRange::between(range.start, whole.start);
-        let tail = ByteRange::between(whole.end(), range.end());
+        let head = ByteRange::between(range.start, full_blocks.start);
+        let tail = ByteRange::between(full_blocks.end(), range.end());
         for edge in [head, tail].into_iter().filter(|edge| !edge.is_empty()) {
             self.zero_bounced(edge, flags).await.map_err(failed)?;
         }
@@ -295,9 +299,9 @@ impl Align {
     }
 
     async fn extents_steps(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
-        self.checked(Operation::Extents, range)?;
-        let wide = range.widened(self.unit);
-        let mut found = self.lower.extents(wide, limit).await?;
+        self.check_range(Operation::Extents, range)?;
+        let enclosing = range.widened(self.lower_block_size);
+        let mut found = self.lower.extents(enclosing, limit).await?;
         for extent in &mut found {
             extent.range = extent.range.intersection(range);
         }
@@ -323,10 +327,10 @@ impl Filter for Align {
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let range = start.range(buffer.byte_len());
-        if range.is_aligned(self.unit) && buffer.is_aligned(self.memory_alignment) {
+        if range.is_aligned(self.lower_block_size) && buffer.is_aligned(self.memory_alignment) {
             return self.lower.read(start, buffer);
         }
-        match self.checked(Operation::Read, range) {
+        match self.check_range(Operation::Read, range) {
             Err(error) => Io::ready(Err(error)),
             Ok(()) => Io::task(self.read_steps(range, buffer)),
         }
@@ -334,39 +338,39 @@ impl Filter for Align {
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         let range = start.range(buffer.byte_len());
-        if range.is_aligned(self.unit) && buffer.is_aligned(self.memory_alignment) {
+        if range.is_aligned(self.lower_block_size) && buffer.is_aligned(self.memory_alignment) {
             let write = move || self.lower.write(start, buffer, flags);
-            return self.pass_change(range, write);
+            return self.forward_change(range, write);
         }
-        match self.checked(Operation::Write, range) {
+        match self.check_range(Operation::Write, range) {
             Err(error) => Io::ready(Err(error)),
             Ok(()) => Io::task(self.write_steps(range, buffer, flags)),
         }
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        let whole = match range.checked_end() {
-            Some(_) => range.narrowed(self.unit),
+        let full_blocks = match range.checked_end() {
+            Some(_) => range.narrowed(self.lower_block_size),
             None => range,
         };
         // Partial blocks at the ends are not discarded.
-        if whole != range {
-            if let Err(error) = self.checked(Operation::Discard, range) {
+        if full_blocks != range {
+            if let Err(error) = self.check_range(Operation::Discard, range) {
                 return Io::ready(Err(error));
             }
-            if whole.is_empty() {
+            if full_blocks.is_empty() {
                 return Io::ready(Ok(()));
             }
         }
-        self.pass_change(whole, move || self.lower.discard(whole))
+        self.forward_change(full_blocks, move || self.lower.discard(full_blocks))
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
-        if range.is_aligned(self.unit) {
+        if range.is_aligned(self.lower_block_size) {
             let zero = move || self.lower.write_zeroes(range, flags);
-            return self.pass_change(range, zero);
+            return self.forward_change(range, zero);
         }
-        match self.checked(Operation::WriteZeroes, range) {
+        match self.check_range(Operation::WriteZeroes, range) {
             Err(error) => Io::ready(Err(error)),
             Ok(()) => Io::task(self.zero_steps(range, flags)),
         }
@@ -374,14 +378,14 @@ impl Filter for Align {
 
     fn allocate(&self, range: ByteRange) -> Io<'_> {
         // An allocation changes no content, so it needs no lock.
-        match self.checked(Operation::Write, range) {
+        match self.check_range(Operation::Write, range) {
             Err(error) => Io::ready(Err(error)),
-            Ok(()) => self.lower.allocate(range.widened(self.unit)),
+            Ok(()) => self.lower.allocate(range.widened(self.lower_block_size)),
         }
     }
 
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
-        if range.is_aligned(self.unit) {
+        if range.is_aligned(self.lower_block_size) {
             return self.lower.extents(range, limit);
         }
         Box::pin(self.extents_steps(range, limit))

@@ -10,12 +10,12 @@ use crate::units::{ByteLen, ByteOffset};
 
 /// The bytes requested so far.
 #[derive(Default, Debug)]
-pub struct Meter {
+pub struct ByteMeter {
     read: Cell<u64>,
     written: Cell<u64>,
 }
 
-impl Meter {
+impl ByteMeter {
     /// Returns the bytes requested by reads.
     pub fn read(&self) -> ByteLen {
         ByteLen::new(self.read.get())
@@ -27,22 +27,22 @@ impl Meter {
     }
 }
 
-struct Metered {
+struct MeteredDevice {
     lower: Rc<dyn BlockDevice>,
-    meter: Rc<Meter>,
+    meter: Rc<ByteMeter>,
 }
 
 /// Returns a layer over `lower`, and its counters from now on.
-pub fn metered(lower: Rc<dyn BlockDevice>) -> (Rc<dyn BlockDevice>, Rc<Meter>) {
-    let meter = Rc::<Meter>::default();
-    let device = Metered {
+pub fn metered(lower: Rc<dyn BlockDevice>) -> (Rc<dyn BlockDevice>, Rc<ByteMeter>) {
+    let meter = Rc::<ByteMeter>::default();
+    let device = MeteredDevice {
         lower,
         meter: Rc::clone(&meter),
     };
     (Rc::new(device), meter)
 }
 
-impl Filter for Metered {
+impl Filter for MeteredDevice {
     fn lower(&self) -> &Rc<dyn BlockDevice> {
         &self.lower
     }

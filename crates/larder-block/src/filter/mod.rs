@@ -1,9 +1,9 @@
 //! The filter interface, and filters that every disk may need, whatever its format.
 
 pub mod align;
-pub mod keep_space;
+pub mod ignore_discard;
 pub mod meter;
-pub mod stay_raw;
+pub mod raw_format_guard;
 pub mod switch;
 pub mod throttle;
 
@@ -35,9 +35,9 @@ pub trait Filter {
         self.lower().write(start, buffer, flags)
     }
 
-    /// See [`BlockDevice::minds_content`].
-    fn minds_content(&self, range: ByteRange) -> bool {
-        self.lower().minds_content(range)
+    /// See [`BlockDevice::may_reject_content`].
+    fn may_reject_content(&self, range: ByteRange) -> bool {
+        self.lower().may_reject_content(range)
     }
 
     /// See [`BlockDevice::check_content`].
@@ -101,8 +101,8 @@ impl<F: Filter> BlockDevice for F {
         Filter::write(self, start, buffer, flags)
     }
 
-    fn minds_content(&self, range: ByteRange) -> bool {
-        Filter::minds_content(self, range)
+    fn may_reject_content(&self, range: ByteRange) -> bool {
+        Filter::may_reject_content(self, range)
     }
 
     fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {

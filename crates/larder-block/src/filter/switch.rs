@@ -9,93 +9,95 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, Lent, SizeChanges, WriteFlags, ZeroFlags};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SharedDevice, SizeChanges, WriteFlags, ZeroFlags};
 use crate::error::IoResult;
 use crate::event_loop::WeakLoop;
 use crate::signal::Signal;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// The interval at which requests in flight are rechecked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A layer over a disk that can be exchanged for another one over the same disk. All promises are the layer's.
-pub struct Switch {
+pub struct LayerSwitch {
     disk: Rc<dyn BlockDevice>,
-    layer: RefCell<Rc<Lent>>,
-    is_held: Cell<bool>,
+    layer: RefCell<Rc<SharedDevice>>,
+    is_paused: Cell<bool>,
     is_closed: Cell<bool>,
     /// Raised when requests are no longer held back.
-    goes_on: Signal,
+    resumed: Signal,
 }
 
-impl Switch {
+impl LayerSwitch {
     /// Creates a switch with `layer`, which is over `disk` and has its name, geometry and size changes.
     pub fn new(disk: Rc<dyn BlockDevice>, layer: Rc<dyn BlockDevice>) -> Self {
         Self {
             disk,
-            layer: RefCell::new(Rc::new(Lent(layer))),
-            is_held: Cell::new(false),
+            layer: RefCell::new(Rc::new(SharedDevice(layer))),
+            is_paused: Cell::new(false),
             is_closed: Cell::new(false),
-            goes_on: Signal::default(),
+            resumed: Signal::default(),
         }
     }
 
     /// Holds back new requests until the result is dropped. Returns `None` if they are held back already, or the disk
     /// is closed or closing.
-    pub fn hold(&self) -> Option<Held<'_>> {
-        let can_be = !self.is_closed.get() && !self.is_held.replace(true);
-        can_be.then(|| Held(self))
+    pub fn pause(&self) -> Option<RequestPause<'_>> {
+        let can_pause = !self.is_closed.get() && !self.is_paused.replace(true);
+        can_pause.then(|| RequestPause(self))
     }
 
-    /// Returns the guard that was [kept](Held::keep), so that it can be dropped.
-    pub fn held(&self) -> Option<Held<'_>> {
-        self.is_held.get().then(|| Held(self))
+    /// Returns the guard that was [retained](RequestPause::retain), so that it can be dropped.
+    pub fn retained_pause(&self) -> Option<RequestPause<'_>> {
+        self.is_paused.get().then(|| RequestPause(self))
     }
 
     /// Returns the layer, unless requests are held back.
-    fn now(&self) -> Option<Ref<'_, Rc<Lent>>> {
-        (!self.is_held.get()).then(|| self.layer.borrow())
+    fn layer_unless_paused(&self) -> Option<Ref<'_, Rc<SharedDevice>>> {
+        (!self.is_paused.get()).then(|| self.layer.borrow())
     }
 
     /// Returns the layer, once requests are not held back.
-    async fn layer(&self) -> Rc<Lent> {
-        self.goes_on.until(|| self.now().map(|layer| Rc::clone(&layer))).await
+    async fn wait_for_layer(&self) -> Rc<SharedDevice> {
+        self.resumed
+            .until(|| self.layer_unless_paused().map(|layer| Rc::clone(&layer)))
+            .await
     }
 }
 
-/// A guard that holds back new requests of a [`Switch`] until it is dropped.
-pub struct Held<'a>(&'a Switch);
+/// A guard that holds back new requests of a [`LayerSwitch`] until it is dropped.
+pub struct RequestPause<'a>(&'a LayerSwitch);
 
-impl Held<'_> {
+impl RequestPause<'_> {
     /// Completes when no request is in flight.
-    pub async fn drained(&self, on: &WeakLoop) {
+    pub async fn drain(&self, on: &WeakLoop) {
         while Rc::strong_count(&self.0.layer.borrow()) > 1 {
-            let Some(sleep) = on.upgrade().map(|on| on.sleep(LOOK_INTERVAL)) else {
+            let Some(sleep) = on.upgrade().map(|on| on.sleep(DRAIN_POLL_INTERVAL)) else {
                 return std::future::pending().await;
             };
             sleep.await;
         }
     }
 
-    /// Keeps holding back requests without the guard, until a guard from [`Switch::held`] is dropped.
-    pub fn keep(self) {
+    /// Keeps holding back requests without the guard, until a guard from [`LayerSwitch::retained_pause`] is dropped.
+    pub fn retain(self) {
         std::mem::forget(self);
     }
 
     /// Replaces the layer.
-    pub fn exchange(&self, layer: Rc<dyn BlockDevice>) {
-        self.0.layer.replace(Rc::new(Lent(layer)));
+    pub fn replace_layer(&self, layer: Rc<dyn BlockDevice>) {
+        self.0.layer.replace(Rc::new(SharedDevice(layer)));
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for RequestPause<'_> {
     fn drop(&mut self) {
-        self.0.is_held.set(false);
-        self.0.goes_on.raise();
+        self.0.is_paused.set(false);
+        self.0.resumed.raise();
     }
 }
 
-impl BlockDevice for Switch {
+impl BlockDevice for LayerSwitch {
     fn name(&self) -> &Rc<str> {
         self.disk.name()
     }
@@ -105,21 +107,21 @@ impl BlockDevice for Switch {
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
-        match self.now() {
-            Some(layer) => Io::lent(&layer, |device| device.read(start, buffer)),
-            None => Io::task(async move { self.layer().await.0.read(start, buffer).await }),
+        match self.layer_unless_paused() {
+            Some(layer) => Io::on_shared(&layer, |device| device.read(start, buffer)),
+            None => Io::task(async move { self.wait_for_layer().await.0.read(start, buffer).await }),
         }
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        match self.now() {
-            Some(layer) => Io::lent(&layer, |device| device.write(start, buffer, flags)),
-            None => Io::task(async move { self.layer().await.0.write(start, buffer, flags).await }),
+        match self.layer_unless_paused() {
+            Some(layer) => Io::on_shared(&layer, |device| device.write(start, buffer, flags)),
+            None => Io::task(async move { self.wait_for_layer().await.0.write(start, buffer, flags).await }),
         }
     }
 
-    fn minds_content(&self, range: ByteRange) -> bool {
-        self.disk.minds_content(range)
+    fn may_reject_content(&self, range: ByteRange) -> bool {
+        self.disk.may_reject_content(range)
     }
 
     fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
@@ -127,36 +129,36 @@ impl BlockDevice for Switch {
     }
 
     fn flush(&self) -> Io<'_> {
-        match self.now() {
-            Some(layer) => Io::lent(&layer, |device| device.flush()),
-            None => Io::task(async { self.layer().await.0.flush().await }),
+        match self.layer_unless_paused() {
+            Some(layer) => Io::on_shared(&layer, |device| device.flush()),
+            None => Io::task(async { self.wait_for_layer().await.0.flush().await }),
         }
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        Io::task(async move { self.layer().await.0.discard(range).await })
+        Io::task(async move { self.wait_for_layer().await.0.discard(range).await })
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
-        Io::task(async move { self.layer().await.0.write_zeroes(range, flags).await })
+        Io::task(async move { self.wait_for_layer().await.0.write_zeroes(range, flags).await })
     }
 
     fn allocate(&self, range: ByteRange) -> Io<'_> {
-        Io::task(async move { self.layer().await.0.allocate(range).await })
+        Io::task(async move { self.wait_for_layer().await.0.allocate(range).await })
     }
 
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
-        Box::pin(async move { self.layer().await.0.extents(range, limit).await })
+        Box::pin(async move { self.wait_for_layer().await.0.extents(range, limit).await })
     }
 
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
-        Box::pin(async move { self.layer().await.0.grow(size).await })
+        Box::pin(async move { self.wait_for_layer().await.0.grow(size).await })
     }
 
     fn close(&self) -> BoxFuture<'_, IoResult> {
         Box::pin(async {
             self.is_closed.set(true);
-            self.layer().await.0.close().await
+            self.wait_for_layer().await.0.close().await
         })
     }
 

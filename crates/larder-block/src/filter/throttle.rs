@@ -1,7 +1,7 @@
 //! Limits a disk's throughput per second: bytes and requests, of reads, of writes, and of both together.
 //!
-//! The limits are those of libvirt's `<iotune>` and QEMU's throttling, with the same meaning (see [`Limits`]). A
-//! request within the limits is passed on at once. Otherwise it waits, reads behind reads and writes behind writes,
+//! The limits are those of libvirt's `<iotune>` and QEMU's throttling, with the same meaning (see [`ThrottleLimits`]).
+//! A request within the limits is passed on at once. Otherwise it waits, reads behind reads and writes behind writes,
 //! in order of arrival; where both wait for the same limit they take turns. Write-zeroes counts as a write of as many
 //! bytes. Flushes and discards are not limited.
 //!
@@ -22,8 +22,8 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use bucket::Bucket;
-pub use limits::{Limit, LimitError, Limits};
+use bucket::LeakyBucket;
+pub use limits::{RateLimit, ThrottleLimitError, ThrottleLimits};
 
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, Io, WriteFlags, ZeroFlags};
@@ -57,14 +57,14 @@ pub struct Throttle {
 }
 
 struct State {
-    limits: Limits,
+    limits: ThrottleLimits,
     /// The limits of both directions together.
-    totals: [Bucket; 2],
+    total_buckets: [LeakyBucket; 2],
     /// The limits by direction.
-    parts: [[Bucket; 2]; 2],
+    direction_buckets: [[LeakyBucket; 2]; 2],
     queues: [Queue; 2],
     /// The direction whose request goes first when both could.
-    turn: Direction,
+    next_direction: Direction,
 }
 
 #[derive(Default)]
@@ -83,18 +83,18 @@ impl Throttle {
     ///
     /// # Errors
     /// The limits are invalid.
-    pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, limits: Limits) -> Result<Self, LimitError> {
+    pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, limits: ThrottleLimits) -> Result<Self, ThrottleLimitError> {
         limits.check()?;
         Ok(Self {
             lower,
             on: on.downgrade(),
-            limited: Cell::new(limits.limits_anything()),
+            limited: Cell::new(limits.is_limited()),
             state: RefCell::new(State::new(limits, on.now())),
         })
     }
 
     /// Returns the limits that are set.
-    pub fn limits(&self) -> Limits {
+    pub fn limits(&self) -> ThrottleLimits {
         self.state.borrow().limits
     }
 
@@ -102,9 +102,9 @@ impl Throttle {
     ///
     /// # Errors
     /// The limits are invalid; the old ones stay in effect.
-    pub fn set_limits(&self, limits: Limits) -> Result<(), LimitError> {
+    pub fn set_limits(&self, limits: ThrottleLimits) -> Result<(), ThrottleLimitError> {
         limits.check()?;
-        self.limited.set(limits.limits_anything());
+        self.limited.set(limits.is_limited());
         let now = self.now();
         let mut state = self.state.borrow_mut();
         let queues = std::mem::take(&mut state.queues);
@@ -127,7 +127,12 @@ impl Throttle {
 
     /// Passes a request on, now or when the limits permit.
     #[inline(never)]
-    fn pass<'a>(&'a self, direction: Direction, bytes: ByteLen, request: impl FnOnce() -> Io<'a> + 'a) -> Io<'a> {
+    fn throttle_request<'a>(
+        &'a self,
+        direction: Direction,
+        bytes: ByteLen,
+        request: impl FnOnce() -> Io<'a> + 'a,
+    ) -> Io<'a> {
         if self.state.borrow_mut().admit_first(direction, bytes, self.now()) {
             return request();
         }
@@ -136,7 +141,7 @@ impl Throttle {
                 throttle: self,
                 direction,
                 bytes,
-                place: None,
+                queue_number: None,
                 timer: None,
             };
             admission.await;
@@ -146,17 +151,17 @@ impl Throttle {
 }
 
 impl State {
-    fn new(limits: Limits, now: LoopTime) -> Self {
-        let pair = |bytes, requests| [Bucket::new(bytes, now), Bucket::new(requests, now)];
+    fn new(limits: ThrottleLimits, now: LoopTime) -> Self {
+        let pair = |bytes, requests| [LeakyBucket::new(bytes, now), LeakyBucket::new(requests, now)];
         Self {
             limits,
-            totals: pair(limits.bytes_total, limits.requests_total),
-            parts: [
+            total_buckets: pair(limits.bytes_total, limits.requests_total),
+            direction_buckets: [
                 pair(limits.bytes_read, limits.requests_read),
                 pair(limits.bytes_write, limits.requests_write),
             ],
             queues: Default::default(),
-            turn: Direction::Read,
+            next_direction: Direction::Read,
         }
     }
 
@@ -166,20 +171,20 @@ impl State {
 
     /// Returns the waiting time of the first request of a direction.
     fn wait(&mut self, direction: Direction, now: LoopTime) -> Duration {
-        let own = &mut self.parts[direction as usize];
-        let all = self.totals.iter_mut().chain(own);
-        all.map(|bucket| bucket.wait(now)).max().unwrap_or_default()
+        let buckets = &mut self.direction_buckets[direction as usize];
+        let all_buckets = self.total_buckets.iter_mut().chain(buckets);
+        all_buckets.map(|bucket| bucket.wait(now)).max().unwrap_or_default()
     }
 
     /// Returns `Ok` if the first request of a direction may start. Otherwise returns the time after which to check
     /// again, or `None` to be woken.
-    fn may_go(&mut self, direction: Direction, now: LoopTime) -> Result<(), Option<Duration>> {
+    fn may_start(&mut self, direction: Direction, now: LoopTime) -> Result<(), Option<Duration>> {
         let wait = self.wait(direction, now);
         if !wait.is_zero() {
             return Err(Some(wait));
         }
         let other = direction.other();
-        if self.turn == other && !self.queue(other).waiting.is_empty() && self.wait(other, now).is_zero() {
+        if self.next_direction == other && !self.queue(other).waiting.is_empty() && self.wait(other, now).is_zero() {
             // The other request now leaves its queue and wakes this one.
             if let Some(first) = self.queue(other).waiting.front() {
                 first.waker.wake_by_ref();
@@ -190,23 +195,23 @@ impl State {
     }
 
     /// Counts a request that starts now.
-    fn count(&mut self, direction: Direction, bytes: ByteLen, now: LoopTime) {
-        let amounts = [bytes.get() as f64, self.limits.requests(bytes)];
-        for buckets in [&mut self.totals, &mut self.parts[direction as usize]] {
+    fn charge(&mut self, direction: Direction, bytes: ByteLen, now: LoopTime) {
+        let amounts = [bytes.get() as f64, self.limits.request_cost(bytes)];
+        for buckets in [&mut self.total_buckets, &mut self.direction_buckets[direction as usize]] {
             for (bucket, amount) in buckets.iter_mut().zip(amounts) {
                 bucket.fill(amount, now);
             }
         }
-        self.turn = direction.other();
+        self.next_direction = direction.other();
     }
 
     /// Admits a new request at once, if none waits before it and the limits permit. Returns true if it was admitted.
     fn admit_first(&mut self, direction: Direction, bytes: ByteLen, now: LoopTime) -> bool {
-        let goes = self.queue(direction).waiting.is_empty() && self.may_go(direction, now).is_ok();
-        if goes {
-            self.count(direction, bytes, now);
+        let admitted = self.queue(direction).waiting.is_empty() && self.may_start(direction, now).is_ok();
+        if admitted {
+            self.charge(direction, bytes, now);
         }
-        goes
+        admitted
     }
 
     fn wake_first(&self) {
@@ -224,16 +229,16 @@ struct Admission<'a> {
     direction: Direction,
     bytes: ByteLen,
     /// The request's number in its queue, once it has one.
-    place: Option<u64>,
+    queue_number: Option<u64>,
     /// Set while the request is the first and has to wait for the limits.
     timer: Option<Sleep>,
 }
 
 impl Admission<'_> {
     /// Enters the queue, or renews the waker. Returns true if the request is the first.
-    fn queue_up(&mut self, state: &mut State, waker: &Waker) -> bool {
+    fn enqueue(&mut self, state: &mut State, waker: &Waker) -> bool {
         let queue = state.queue(self.direction);
-        let number = *self.place.get_or_insert_with(|| {
+        let number = *self.queue_number.get_or_insert_with(|| {
             let number = queue.next_number;
             queue.next_number += 1;
             queue.waiting.push_back(Waiter {
@@ -253,8 +258,8 @@ impl Admission<'_> {
         false
     }
 
-    fn leave(&mut self, state: &mut State) {
-        let Some(number) = self.place.take() else {
+    fn dequeue(&mut self, state: &mut State) {
+        let Some(number) = self.queue_number.take() else {
             return;
         };
         let waiting = &mut state.queue(self.direction).waiting;
@@ -273,15 +278,15 @@ impl Future for Admission<'_> {
         loop {
             let now = this.throttle.now();
             let state = &mut *this.throttle.state.borrow_mut();
-            let first = this.queue_up(state, context.waker());
+            let first = this.enqueue(state, context.waker());
             this.timer = None;
             if !first {
                 return Poll::Pending;
             }
-            let wait = match state.may_go(this.direction, now) {
+            let wait = match state.may_start(this.direction, now) {
                 Ok(()) => {
-                    state.count(this.direction, this.bytes, now);
-                    this.leave(state);
+                    state.charge(this.direction, this.bytes, now);
+                    this.dequeue(state);
                     return Poll::Ready(());
                 }
                 Err(None) => return Poll::Pending,
@@ -300,9 +305,9 @@ impl Future for Admission<'_> {
 
 impl Drop for Admission<'_> {
     fn drop(&mut self) {
-        if self.place.is_some() {
+        if self.queue_number.is_some() {
             let throttle = self.throttle;
-            self.leave(&mut throttle.state.borrow_mut());
+            self.dequeue(&mut throttle.state.borrow_mut());
         }
     }
 }
@@ -316,7 +321,7 @@ impl Filter for Throttle {
         if !self.limited.get() {
             return self.lower.read(start, buffer);
         }
-        self.pass(Direction::Read, buffer.byte_len(), move || {
+        self.throttle_request(Direction::Read, buffer.byte_len(), move || {
             self.lower.read(start, buffer)
         })
     }
@@ -325,7 +330,7 @@ impl Filter for Throttle {
         if !self.limited.get() {
             return self.lower.write(start, buffer, flags);
         }
-        self.pass(Direction::Write, buffer.byte_len(), move || {
+        self.throttle_request(Direction::Write, buffer.byte_len(), move || {
             self.lower.write(start, buffer, flags)
         })
     }
@@ -334,7 +339,7 @@ impl Filter for Throttle {
         if !self.limited.get() {
             return self.lower.write_zeroes(range, flags);
         }
-        self.pass(Direction::Write, range.len, move || {
+        self.throttle_request(Direction::Write, range.len, move || {
             self.lower.write_zeroes(range, flags)
         })
     }

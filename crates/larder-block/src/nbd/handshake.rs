@@ -82,7 +82,7 @@ pub fn option_name(option: u32) -> &'static str {
 }
 
 /// Returns the meaning of an error reply to an option.
-pub fn reply_error_name(kind: u32) -> &'static str {
+pub fn reply_error_text(kind: u32) -> &'static str {
     match kind {
         replies::ERR_UNSUP => "it does not support that option",
         replies::ERR_POLICY => "its configuration forbids that",
@@ -115,7 +115,7 @@ pub fn encode_greeting(flags: u16) -> [u8; GREETING_LEN] {
 /// # Errors
 /// The message does not come from a newstyle NBD server.
 pub fn parse_greeting(message: &[u8; GREETING_LEN]) -> Result<u16, Malformed> {
-    let mut fields = Fields::of("the server's greeting", message);
+    let mut fields = Fields::new("the server's greeting", message);
     fields.magic(INIT_MAGIC)?;
     fields.magic(OPTION_MAGIC)?;
     fields.u16("flags")
@@ -139,7 +139,7 @@ impl OptionHeader {
     /// # Errors
     /// The magic number is wrong.
     pub fn parse(message: &[u8; OPTION_HEADER_LEN]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("an option", message);
+        let mut fields = Fields::new("an option", message);
         fields.magic(OPTION_MAGIC)?;
         Ok(Self {
             option: fields.u32("number")?,
@@ -178,7 +178,7 @@ impl OptionReplyHeader {
     /// # Errors
     /// The magic number is wrong.
     pub fn parse(message: &[u8; OPTION_REPLY_HEADER_LEN]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("a reply to an option", message);
+        let mut fields = Fields::new("a reply to an option", message);
         fields.magic(OPTION_REPLY_MAGIC)?;
         Ok(Self {
             option: fields.u32("option")?,
@@ -224,7 +224,7 @@ impl BlockSizes {
 
 /// A piece of information about an export (spec, `NBD_REP_INFO`).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Info<'a> {
+pub enum ExportInfo<'a> {
     /// The size and features of the export.
     Export {
         /// The size in bytes.
@@ -239,16 +239,16 @@ pub enum Info<'a> {
     /// The sizes of requests.
     BlockSize(BlockSizes),
     /// Information of an unknown type.
-    Other(u16),
+    Unknown(u16),
 }
 
-impl<'a> Info<'a> {
+impl<'a> ExportInfo<'a> {
     /// Parses the data of an `NBD_REP_INFO`.
     ///
     /// # Errors
     /// The length does not match the type, or a text is not UTF-8.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("information about the export", data);
+        let mut fields = Fields::new("information about the export", data);
         let kind = fields.u16("kind")?;
         let text_len = data.len() - 2;
         let info = match kind {
@@ -263,7 +263,7 @@ impl<'a> Info<'a> {
                 preferred: fields.u32("preferred block size")?,
                 payload_max: fields.u32("maximum payload")?,
             }),
-            other => return Ok(Self::Other(other)),
+            other => return Ok(Self::Unknown(other)),
         };
         fields.end()?;
         Ok(info)
@@ -292,7 +292,7 @@ impl<'a> Info<'a> {
                 data.extend(sizes.preferred.to_be_bytes());
                 data.extend(sizes.payload_max.to_be_bytes());
             }
-            Self::Other(kind) => data.extend(kind.to_be_bytes()),
+            Self::Unknown(kind) => data.extend(kind.to_be_bytes()),
         }
         data
     }
@@ -304,7 +304,7 @@ pub struct ExportRequest<'a> {
     /// The export's name; empty for the default one.
     pub name: &'a str,
     /// The requested [`infos`], as big-endian pairs of bytes.
-    wanted: &'a [u8],
+    requested: &'a [u8],
 }
 
 impl<'a> ExportRequest<'a> {
@@ -313,26 +313,26 @@ impl<'a> ExportRequest<'a> {
     /// # Errors
     /// A length does not match, or the name is not UTF-8.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("the request for an export", data);
+        let mut fields = Fields::new("the request for an export", data);
         let name = fields.counted_string("name")?;
         let count = fields.u16("number of information requests")?;
-        let wanted = fields.bytes(2 * usize::from(count), "information requests")?;
+        let requested = fields.bytes(2 * usize::from(count), "information requests")?;
         fields.end()?;
-        Ok(Self { name, wanted })
+        Ok(Self { name, requested })
     }
 
     /// Encodes the data of the option.
-    pub fn encode(name: &str, wanted: &[u16]) -> Vec<u8> {
+    pub fn encode(name: &str, requested: &[u16]) -> Vec<u8> {
         let mut data = Vec::new();
         push_counted_string(&mut data, name);
-        data.extend(u16::try_from(wanted.len()).unwrap_or(u16::MAX).to_be_bytes());
-        data.extend(wanted.iter().flat_map(|kind| kind.to_be_bytes()));
+        data.extend(u16::try_from(requested.len()).unwrap_or(u16::MAX).to_be_bytes());
+        data.extend(requested.iter().flat_map(|kind| kind.to_be_bytes()));
         data
     }
 
     /// Returns true if a type of [`infos`] is requested.
-    pub fn wants(&self, kind: u16) -> bool {
-        self.wanted.chunks_exact(2).any(|pair| pair == kind.to_be_bytes())
+    pub fn requests(&self, kind: u16) -> bool {
+        self.requested.chunks_exact(2).any(|pair| pair == kind.to_be_bytes())
     }
 }
 
@@ -354,7 +354,7 @@ impl<'a> MetaContextRequest<'a> {
     /// # Errors
     /// A length does not match, a text is not UTF-8, or there are more than 1024 queries.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("the request for metadata contexts", data);
+        let mut fields = Fields::new("the request for metadata contexts", data);
         let name = fields.counted_string("name")?;
         let count = fields.u32("number of queries")?;
         if count > META_CONTEXT_QUERIES_MAX {
@@ -388,7 +388,7 @@ impl<'a> MetaContextRequest<'a> {
 /// # Errors
 /// The data is too short or too long, or the name is not UTF-8.
 pub fn parse_meta_context(data: &[u8]) -> Result<(u32, &str), Malformed> {
-    let mut fields = Fields::of("a metadata context", data);
+    let mut fields = Fields::new("a metadata context", data);
     let id = fields.u32("number")?;
     let name = fields.string(fields.rest().len(), "name")?;
     Ok((id, name))
@@ -429,7 +429,7 @@ mod tests {
     proptest! {
         #[test]
         fn garbage_never_panics(data in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = Info::parse(&data);
+            let _ = ExportInfo::parse(&data);
             let _ = ExportRequest::parse(&data);
             let _ = MetaContextRequest::parse(&data);
             let _ = parse_meta_context(&data);
@@ -450,22 +450,25 @@ mod tests {
         let data = ExportRequest::encode("disk", &[infos::BLOCK_SIZE, infos::NAME]);
         let request = ExportRequest::parse(&data).expect("is well-formed");
         assert_eq!(request.name, "disk");
-        assert!(request.wants(infos::BLOCK_SIZE) && !request.wants(infos::DESCRIPTION));
+        assert!(request.requests(infos::BLOCK_SIZE) && !request.requests(infos::DESCRIPTION));
     }
 
     #[test]
     fn texts_may_end_with_a_nul() {
         for (kind, info) in [
-            (infos::NAME, Info::Name("disk")),
-            (infos::DESCRIPTION, Info::Description("disk")),
+            (infos::NAME, ExportInfo::Name("disk")),
+            (infos::DESCRIPTION, ExportInfo::Description("disk")),
         ] {
             let data = |text: &[u8]| [&kind.to_be_bytes(), text].concat();
-            assert_eq!(Info::parse(&data(b"disk\0")), Ok(info));
-            assert!(matches!(Info::parse(&data(b"disk\0\0")), Err(Malformed::Nul { .. })));
+            assert_eq!(ExportInfo::parse(&data(b"disk\0")), Ok(info));
+            assert!(matches!(
+                ExportInfo::parse(&data(b"disk\0\0")),
+                Err(Malformed::Nul { .. })
+            ));
         }
         assert_eq!(
-            Info::parse(&infos::DESCRIPTION.to_be_bytes()),
-            Ok(Info::Description(""))
+            ExportInfo::parse(&infos::DESCRIPTION.to_be_bytes()),
+            Ok(ExportInfo::Description(""))
         );
     }
 

@@ -12,12 +12,12 @@ use std::str::FromStr;
 
 pub mod flags;
 pub mod handshake;
-pub mod input;
+pub mod stream_reader;
 pub mod transmission;
 pub mod uri;
 
 pub use flags::{Command, CommandFlags, TransmissionFlags};
-pub use input::Input;
+pub use stream_reader::StreamReader;
 pub use uri::{NbdUri, NbdUriError};
 
 /// The port that IANA has assigned to NBD.
@@ -104,7 +104,7 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    pub(crate) fn of(what: &'static str, message: &'a [u8]) -> Self {
+    pub(crate) fn new(what: &'static str, message: &'a [u8]) -> Self {
         Self { what, rest: message }
     }
 

@@ -50,7 +50,7 @@ pub const REQUEST_HEADER_LEN_MAX: usize = 32;
 
 /// A request's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct RequestHeader {
     /// The options of the command.
     pub flags: CommandFlags,
     /// The command's code, which may be unknown.
@@ -81,13 +81,13 @@ impl Framing {
     }
 }
 
-impl Request {
+impl RequestHeader {
     /// Parses a header of [`Framing::request_header_len`] bytes.
     ///
     /// # Errors
     /// The magic number is wrong.
     pub fn parse(framing: Framing, message: &[u8]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("a request", message);
+        let mut fields = Fields::new("a request", message);
         let magic = match framing {
             Framing::Simple | Framing::Structured => REQUEST_MAGIC,
             Framing::Extended => EXTENDED_REQUEST_MAGIC,
@@ -135,8 +135,8 @@ impl Request {
     /// Returns the length in bytes of the payload after the header. With extended headers a write should announce it
     /// by a flag. QEMU's client (seen in 10.0) omits the flag; QEMU's server and this code accept that.
     pub fn payload_len(&self, framing: Framing) -> u64 {
-        let says_so = framing == Framing::Extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
-        if says_so || self.command == Command::Write.code() {
+        let is_announced = framing == Framing::Extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
+        if is_announced || self.command == Command::Write.code() {
             self.len
         } else {
             0
@@ -200,7 +200,7 @@ impl ReplyHeader {
     /// # Errors
     /// The header is shorter than its type requires.
     pub fn parse(message: &[u8]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("a reply", message);
+        let mut fields = Fields::new("a reply", message);
         let magic = fields.u32("magic")?;
         if magic == SIMPLE_REPLY_MAGIC {
             return Ok(Self::Simple {
@@ -235,7 +235,7 @@ pub fn push_simple_reply(message: &mut impl Extend<u8>, error: u32, cookie: u64)
 pub fn push_chunk_header(
     message: &mut impl Extend<u8>,
     framing: Framing,
-    request: &Request,
+    request: &RequestHeader,
     kind: u16,
     done: bool,
     len: u64,
@@ -260,7 +260,13 @@ pub fn push_chunk_header(
 }
 
 /// Appends an error chunk, the last of its reply, to `message`.
-pub fn push_error_chunk(message: &mut impl Extend<u8>, framing: Framing, request: &Request, error: u32, text: &str) {
+pub fn push_error_chunk(
+    message: &mut impl Extend<u8>,
+    framing: Framing,
+    request: &RequestHeader,
+    error: u32,
+    text: &str,
+) {
     let mut end = text.len().min(super::STRING_LEN_MAX);
     while !text.is_char_boundary(end) {
         end -= 1;
@@ -290,7 +296,7 @@ impl ErrorChunk {
     /// # Errors
     /// The text is longer than the payload, or there is no error number.
     pub fn parse(payload: &[u8]) -> Result<Self, Malformed> {
-        let mut fields = Fields::of("an error chunk", payload);
+        let mut fields = Fields::new("an error chunk", payload);
         let error = fields.u32("error")?;
         let len = fields.u16("message length")?;
         let text = fields.bytes(usize::from(len), "message")?;
@@ -317,7 +323,7 @@ impl StatusLayout {
     ///
     /// # Errors
     /// The length is no whole number of descriptors, none, or more than the spec allows.
-    pub fn of_chunk(kind: u16, len: u64) -> Result<Self, Malformed> {
+    pub fn from_chunk(kind: u16, len: u64) -> Result<Self, Malformed> {
         let (head_len, descriptor_len) = if kind == chunks::BLOCK_STATUS_EXT {
             (8, 16)
         } else {
@@ -344,7 +350,7 @@ impl StatusLayout {
     /// # Errors
     /// The count in an extended chunk does not agree with its length.
     pub fn parse_head(&self, head: &[u8]) -> Result<u32, Malformed> {
-        let mut fields = Fields::of("a block status chunk", head);
+        let mut fields = Fields::new("a block status chunk", head);
         let context = fields.u32("metadata context")?;
         if self.descriptor_len == 16 && fields.u32("descriptor count")? != self.count {
             return Err(Malformed::Length {
@@ -361,7 +367,7 @@ impl StatusLayout {
     /// # Errors
     /// The length is zero.
     pub fn parse_descriptor(&self, descriptor: &[u8]) -> Result<(u64, u64), Malformed> {
-        let mut fields = Fields::of("a block status descriptor", descriptor);
+        let mut fields = Fields::new("a block status descriptor", descriptor);
         let (len, status) = if self.descriptor_len == 16 {
             (fields.u64("length")?, fields.u64("status")?)
         } else {
@@ -389,13 +395,13 @@ mod tests {
             flags in 0u16..32, command in 0u16..10, cookie: u64, offset: u64, len: u32, pick in 0..2,
         ) {
             let framing = [Framing::Structured, Framing::Extended][pick as usize];
-            let request = Request {
+            let request = RequestHeader {
                 flags: CommandFlags(flags), command, cookie, offset, len: u64::from(len),
             };
             let mut message = Vec::new();
             request.push(framing, &mut message);
             prop_assert_eq!(message.len(), framing.request_header_len());
-            let mut back = Request::parse(framing, &message).expect("is well-formed");
+            let mut back = RequestHeader::parse(framing, &message).expect("is well-formed");
             prop_assert_eq!(back.payload_len(framing) > 0, command == 1 && len > 0);
             back.flags = back.flags.without(CommandFlags::PAYLOAD_LEN);
             prop_assert_eq!(back, request);
@@ -405,12 +411,12 @@ mod tests {
         fn garbage_never_panics(data in prop::collection::vec(any::<u8>(), 4..64), kind: u16, len: u64) {
             let start = [data[0], data[1], data[2], data[3]];
             for framing in [Framing::Simple, Framing::Structured, Framing::Extended] {
-                let _ = Request::parse(framing, &data);
+                let _ = RequestHeader::parse(framing, &data);
                 let _ = ReplyHeader::len(framing, start);
             }
             let _ = ReplyHeader::parse(&data);
             let _ = ErrorChunk::parse(&data);
-            if let Ok(layout) = StatusLayout::of_chunk(kind, len) {
+            if let Ok(layout) = StatusLayout::from_chunk(kind, len) {
                 let _ = layout.parse_head(&data);
                 let _ = layout.parse_descriptor(&data);
             }
@@ -419,7 +425,7 @@ mod tests {
 
     #[test]
     fn error_chunk_round_trips() {
-        let request = Request {
+        let request = RequestHeader {
             flags: CommandFlags::NONE,
             command: 0,
             cookie: 7,

@@ -17,12 +17,12 @@ pub struct NbdUri {
     /// The export's name; empty for the server's default one.
     pub export: String,
     /// TLS options if TLS is required; `None` for an unencrypted connection.
-    pub tls: Option<UriTls>,
+    pub tls: Option<NbdTlsOptions>,
 }
 
 /// The TLS options of a URI.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct UriTls {
+pub struct NbdTlsOptions {
     /// The directory of `ca-cert.pem` and, to present a client certificate, of `client-cert.pem` and `client-key.pem`
     /// (`tls-certificates=`).
     pub certificates: Option<PathBuf>,
@@ -43,7 +43,7 @@ pub enum NbdUriError {
     #[error(
         "'{uri}': '{host}' is for TCP; a unix socket's URI has three slashes, as in nbd+unix:///EXPORT?socket=PATH"
     )]
-    HostOfUnix { uri: String, host: String },
+    HostWithUnix { uri: String, host: String },
     #[error("'{uri}' names no host, as in nbd://HOST/EXPORT")]
     NoHost { uri: String },
     #[error("'{uri}': '{port}' is not a port, a number from 1 to 65535")]
@@ -57,7 +57,7 @@ pub enum NbdUriError {
     #[error("'{uri}': '{key}' is not known; the known keys are socket, tls-certificates and tls-hostname")]
     UnknownKey { uri: String, key: String },
     #[error("'{uri}': '{key}' is valid only with {scheme}")]
-    KeyOfOther {
+    KeyOfOtherScheme {
         uri: String,
         key: &'static str,
         scheme: &'static str,
@@ -86,7 +86,7 @@ impl FromStr for NbdUri {
             .find_map(|(prefix, unix, tls)| Some((strip_prefix(uri, prefix)?, *unix, *tls)))
         else {
             return match strip_prefix(uri, "nbd:") {
-                Some(rest) => parse_older(uri, rest),
+                Some(rest) => parse_legacy(uri, rest),
                 None => Err(NbdUriError::Scheme { uri: text }),
             };
         };
@@ -100,7 +100,7 @@ impl FromStr for NbdUri {
             unix_address(uri, authority, query.socket)?
         } else {
             if query.socket.is_some() {
-                return Err(NbdUriError::KeyOfOther {
+                return Err(NbdUriError::KeyOfOtherScheme {
                     uri: text,
                     key: "socket",
                     scheme: "nbd+unix or nbds+unix",
@@ -114,7 +114,7 @@ impl FromStr for NbdUri {
             (None, None) => None,
         };
         if let (false, Some(key)) = (tls, key) {
-            return Err(NbdUriError::KeyOfOther {
+            return Err(NbdUriError::KeyOfOtherScheme {
                 uri: text,
                 key,
                 scheme: "nbds or nbds+unix",
@@ -123,7 +123,7 @@ impl FromStr for NbdUri {
         Ok(Self {
             address,
             export: export_name(uri, decode(uri, path)?)?,
-            tls: tls.then_some(UriTls {
+            tls: tls.then_some(NbdTlsOptions {
                 certificates: query.certificates.map(PathBuf::from),
                 hostname: query.hostname,
             }),
@@ -132,7 +132,7 @@ impl FromStr for NbdUri {
 }
 
 /// Parses the part after `nbd:` of QEMU's older names. The export's name begins after the first `:exportname=`.
-fn parse_older(uri: &str, rest: &str) -> Result<NbdUri, NbdUriError> {
+fn parse_legacy(uri: &str, rest: &str) -> Result<NbdUri, NbdUriError> {
     let (server, export) = rest.split_once(":exportname=").unwrap_or((rest, ""));
     let address = match server.strip_prefix("unix:") {
         Some(path) => unix_address(uri, "", Some(path.to_owned()))?,
@@ -189,7 +189,7 @@ impl Query {
 
 fn unix_address(uri: &str, authority: &str, socket: Option<String>) -> Result<SocketAddress, NbdUriError> {
     if !authority.is_empty() {
-        return Err(NbdUriError::HostOfUnix {
+        return Err(NbdUriError::HostWithUnix {
             uri: uri.to_owned(),
             host: authority.to_owned(),
         });
@@ -249,7 +249,7 @@ fn strip_prefix<'a>(text: &'a str, prefix: &str) -> Option<&'a str> {
 }
 
 fn decode(uri: &str, text: &str) -> Result<String, NbdUriError> {
-    let wrong = || NbdUriError::Percent { uri: uri.to_owned() };
+    let malformed = || NbdUriError::Percent { uri: uri.to_owned() };
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {
@@ -260,13 +260,13 @@ fn decode(uri: &str, text: &str) -> Result<String, NbdUriError> {
         let mut digit = || rest.next().and_then(|byte| char::from(byte).to_digit(16));
         match (digit(), digit()) {
             (Some(high), Some(low)) => bytes.push((high * 16 + low) as u8),
-            _ => return Err(wrong()),
+            _ => return Err(malformed()),
         }
     }
     if bytes.contains(&0) {
         return Err(NbdUriError::Nul { uri: uri.to_owned() });
     }
-    String::from_utf8(bytes).map_err(|_| wrong())
+    String::from_utf8(bytes).map_err(|_| malformed())
 }
 
 /// Writes `text` with all characters percent-encoded that may have a meaning in a URI, except `plain`: slashes have
@@ -309,9 +309,9 @@ impl fmt::Display for NbdUri {
             }
         }
         let tls = self.tls.clone().unwrap_or_default();
-        if let Some(folder) = tls.certificates {
+        if let Some(directory) = tls.certificates {
             write!(f, "{separator}tls-certificates=")?;
-            encode(f, &folder.to_string_lossy(), b'/')?;
+            encode(f, &directory.to_string_lossy(), b'/')?;
             separator = '&';
         }
         if let Some(name) = tls.hostname {
@@ -419,7 +419,7 @@ mod tests {
             let uri = NbdUri {
                 address: if unix { SocketAddress::Unix(socket.into()) } else { tcp(&host, port) },
                 export,
-                tls: secure.then_some(UriTls { certificates: name.clone().map(PathBuf::from), hostname: name }),
+                tls: secure.then_some(NbdTlsOptions { certificates: name.clone().map(PathBuf::from), hostname: name }),
             };
             prop_assert_eq!(uri.to_string().parse::<NbdUri>(), Ok(uri));
         }

@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::{Access, Itself, NamedBy, Opener};
+use super::{Access, DirectOpener, Opener, PathSource};
 
 /// Names of devices to whose storage other hosts or programs can write, without a trace in the device's counters.
 const REMOTE_NAMES: [&str; 5] = ["nbd", "rbd", "drbd", "ublkb", "etherd"];
@@ -41,13 +41,13 @@ impl FileTimes {
 }
 
 impl From<&fs::Metadata> for FileTimes {
-    fn from(found: &fs::Metadata) -> Self {
-        let ns = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
+    fn from(metadata: &fs::Metadata) -> Self {
+        let ns = |seconds: i64, nanoseconds: i64| seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds);
         Self {
-            inode: found.ino(),
-            size: found.size(),
-            mtime_ns: ns(found.mtime(), found.mtime_nsec()),
-            ctime_ns: ns(found.ctime(), found.ctime_nsec()),
+            inode: metadata.ino(),
+            size: metadata.size(),
+            mtime_ns: ns(metadata.mtime(), metadata.mtime_nsec()),
+            ctime_ns: ns(metadata.ctime(), metadata.ctime_nsec()),
         }
     }
 }
@@ -58,9 +58,9 @@ pub struct DiskCounters {
     /// The sequence number of the disk, which no other disk gets until a reboot (`diskseq`); 0 if unknown.
     pub sequence: u64,
     /// Sectors of 512 bytes that were written or discarded through the device.
-    pub written: u64,
+    pub written_sectors: u64,
     /// For a partition: sectors that were written through the whole disk's device.
-    pub beside: u64,
+    pub written_through_disk: u64,
     /// All writes to the storage are counted: the device is local, and statistics are enabled.
     pub is_reliable: bool,
     /// For a loop device: the state of its backing file.
@@ -70,7 +70,11 @@ pub struct DiskCounters {
 impl fmt::Display for DiskCounters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let reliable = u8::from(self.is_reliable);
-        write!(f, "{} {} {} {reliable}", self.sequence, self.written, self.beside)?;
+        write!(
+            f,
+            "{} {} {} {reliable}",
+            self.sequence, self.written_sectors, self.written_through_disk
+        )?;
         match &self.backing {
             None => Ok(()),
             Some(file) => write!(f, " {} {} {} {}", file.inode, file.size, file.mtime_ns, file.ctime_ns),
@@ -83,30 +87,30 @@ impl FromStr for DiskCounters {
 
     fn from_str(text: &str) -> io::Result<Self> {
         let fields: Vec<&str> = text.split(' ').collect();
-        let (own, backing) = match fields.len() {
+        let (counters, backing) = match fields.len() {
             4 => (&fields[..4], None),
             8 => (&fields[..4], Some(&fields[4..])),
             _ => return Err(io::ErrorKind::InvalidData.into()),
         };
         let backing = backing.map(|file| {
             Ok::<_, io::Error>(FileTimes {
-                inode: number(file[0])?,
-                size: number(file[1])?,
-                mtime_ns: number(file[2])?,
-                ctime_ns: number(file[3])?,
+                inode: parse_number(file[0])?,
+                size: parse_number(file[1])?,
+                mtime_ns: parse_number(file[2])?,
+                ctime_ns: parse_number(file[3])?,
             })
         });
         Ok(Self {
-            sequence: number(own[0])?,
-            written: number(own[1])?,
-            beside: number(own[2])?,
-            is_reliable: number::<u8>(own[3])? == 1,
+            sequence: parse_number(counters[0])?,
+            written_sectors: parse_number(counters[1])?,
+            written_through_disk: parse_number(counters[2])?,
+            is_reliable: parse_number::<u8>(counters[3])? == 1,
             backing: backing.transpose()?,
         })
     }
 }
 
-fn number<T: FromStr>(text: &str) -> io::Result<T> {
+fn parse_number<T: FromStr>(text: &str) -> io::Result<T> {
     text.trim()
         .parse()
         .map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
@@ -115,17 +119,17 @@ fn number<T: FromStr>(text: &str) -> io::Result<T> {
 /// Reads the counters of `device`, to which `devices` (`/sys/dev/block`) has a link.
 pub(super) fn read(devices: &Path, device: u64) -> io::Result<DiskCounters> {
     let name = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-    let place = devices.join(name).canonicalize()?;
-    let is_partition = place.join("partition").exists();
+    let sysfs_path = devices.join(name).canonicalize()?;
+    let is_partition = sysfs_path.join("partition").exists();
     let disk = match is_partition {
-        true => place.parent().unwrap_or(&place).to_owned(),
-        false => place.clone(),
+        true => sysfs_path.parent().unwrap_or(&sysfs_path).to_owned(),
+        false => sysfs_path.clone(),
     };
-    let beside = match is_partition {
+    let written_through_disk = match is_partition {
         true => {
             // The partitions are read first: concurrent writes make the difference larger, never negative.
-            let parts = written_by_partitions(&disk)?;
-            written(&disk)?.saturating_sub(parts)
+            let by_partitions = written_by_partitions(&disk)?;
+            written_sectors(&disk)?.saturating_sub(by_partitions)
         }
         false => 0,
     };
@@ -134,32 +138,32 @@ pub(super) fn read(devices: &Path, device: u64) -> io::Result<DiskCounters> {
     let sequence = fs::read_to_string(disk.join("diskseq")).ok();
     let is_counted = fs::read_to_string(disk.join("queue/iostats")).is_ok_and(|text| text.trim() == "1");
     Ok(DiskCounters {
-        sequence: sequence.map_or(Ok(0), |text| number(&text))?,
-        written: written(&place)?,
-        beside,
+        sequence: sequence.map_or(Ok(0), |text| parse_number(&text))?,
+        written_sectors: written_sectors(&sysfs_path)?,
+        written_through_disk,
         is_reliable: is_counted && is_local(&disk, 0) && (!is_loop || backing.is_some()),
         backing,
     })
 }
 
 /// Returns the sectors written and discarded (Documentation/block/stat.rst).
-fn written(place: &Path) -> io::Result<u64> {
+fn written_sectors(sysfs_path: &Path) -> io::Result<u64> {
     const WRITTEN: usize = 6;
     const DISCARDED: usize = 13;
-    let text = fs::read_to_string(place.join("stat"))?;
+    let text = fs::read_to_string(sysfs_path.join("stat"))?;
     let fields: Vec<&str> = text.split_whitespace().collect();
-    let written: u64 = number(fields.get(WRITTEN).copied().unwrap_or_default())?;
+    let written: u64 = parse_number(fields.get(WRITTEN).copied().unwrap_or_default())?;
     // Kernels before 4.18 do not count discards.
-    let discarded: u64 = fields.get(DISCARDED).map_or(Ok(0), |text| number(text))?;
+    let discarded: u64 = fields.get(DISCARDED).map_or(Ok(0), |text| parse_number(text))?;
     Ok(written.wrapping_add(discarded))
 }
 
 fn written_by_partitions(disk: &Path) -> io::Result<u64> {
     let mut sum = 0_u64;
     for entry in fs::read_dir(disk)? {
-        let place = entry?.path();
-        if place.join("partition").exists() {
-            sum = sum.wrapping_add(written(&place)?);
+        let entry_path = entry?.path();
+        if entry_path.join("partition").exists() {
+            sum = sum.wrapping_add(written_sectors(&entry_path)?);
         }
     }
     Ok(sum)
@@ -169,10 +173,10 @@ fn written_by_partitions(disk: &Path) -> io::Result<u64> {
 fn backing_file(disk: &Path) -> Option<FileTimes> {
     let text = fs::read_to_string(disk.join("loop/backing_file")).ok()?;
     let path = PathBuf::from(text.trim_end_matches('\n'));
-    let file = Itself.open(&path, Access::Look, NamedBy::User).ok()?;
-    let found = file.metadata().ok()?;
-    let is_local = rustix::fs::fstatfs(&file).is_ok_and(|found| crate::boot::is_local(&found));
-    (found.is_file() && is_local).then(|| FileTimes::from(&found))
+    let file = DirectOpener.open(&path, Access::Inspect, PathSource::User).ok()?;
+    let metadata = file.metadata().ok()?;
+    let is_local = rustix::fs::fstatfs(&file).is_ok_and(|found| crate::boot::is_local_file_system(&found));
+    (metadata.is_file() && is_local).then(|| FileTimes::from(&metadata))
 }
 
 /// Returns true if a disk and all devices below it are local to this host.
@@ -185,8 +189,8 @@ fn is_local(disk: &Path, depth: u32) -> bool {
     {
         return false;
     }
-    let below = fs::read_dir(disk.join("slaves")).into_iter().flatten().flatten();
-    below.map(|entry| entry.path().canonicalize()).all(|below| {
+    let lower_devices = fs::read_dir(disk.join("slaves")).into_iter().flatten().flatten();
+    lower_devices.map(|entry| entry.path().canonicalize()).all(|below| {
         below.is_ok_and(|below| {
             // The file below a loop device has no counters of its own.
             let is_file = below.join("loop").is_dir();
@@ -214,8 +218,8 @@ mod tests {
         for backing in [None, Some(file)] {
             let counters = DiskCounters {
                 sequence: 3086,
-                written: u64::MAX,
-                beside: 9,
+                written_sectors: u64::MAX,
+                written_through_disk: 9,
                 is_reliable: backing.is_none(),
                 backing,
             };
@@ -242,14 +246,14 @@ mod tests {
         fs::write(at("sda/queue/iostats"), "1\n").expect("a file");
         std::os::unix::fs::symlink("sda/sda1", at("8:1")).expect("a link");
         let device = rustix::fs::makedev(8, 1);
-        let wanted = DiskCounters {
+        let expected = DiskCounters {
             sequence: 12,
-            written: 101,
-            beside: 4,
+            written_sectors: 101,
+            written_through_disk: 4,
             is_reliable: true,
             backing: None,
         };
-        assert_eq!(read(sys.path(), device).expect("is there"), wanted);
+        assert_eq!(read(sys.path(), device).expect("is there"), expected);
         fs::write(at("sda/queue/iostats"), "0\n").expect("a file");
         assert!(!read(sys.path(), device).expect("is there").is_reliable);
         assert!(!is_local(

@@ -1,4 +1,4 @@
-//! TLS for streams on the loop: certificates from PEM files, and [`Stream`], a socket that may be encrypted.
+//! TLS for streams on the loop: certificates from PEM files, and [`MaybeTlsStream`], a socket that may be encrypted.
 //!
 //! TLS 1.2 and 1.3 by rustls, with certificates only (it has no pre-shared keys). The trusted authorities come from
 //! files with the names that libnbd, QEMU and nbdkit use: `ca-cert.pem`, `server-cert.pem`, `server-key.pem`,
@@ -15,10 +15,10 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-use crate::opener::{self, Access, NamedBy, opener};
+use crate::opener::{self, Access, PathSource, opener};
 use crate::small_file::{self, CONFIG_BYTES_MAX};
 
-pub use stream::Stream;
+pub use stream::MaybeTlsStream;
 
 /// The reason why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
@@ -71,22 +71,22 @@ impl ClientTls {
     ///
     /// # Errors
     /// A file is missing or damaged, or `server` is not a valid name.
-    pub fn load(folder: Option<&Path>, server: &str) -> Result<Self, TlsError> {
+    pub fn load(directory: Option<&Path>, server: &str) -> Result<Self, TlsError> {
         let server = ServerName::try_from(server.to_owned()).map_err(|_| TlsError::Name {
             name: server.to_owned(),
         })?;
-        let roots = match folder {
-            Some(folder) => authorities(&folder.join("ca-cert.pem"))?,
+        let roots = match directory {
+            Some(directory) => authorities(&directory.join("ca-cert.pem"))?,
             None => host_authorities()?,
         };
         let builder = ClientConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
             .map_err(TlsError::Setup)?
             .with_root_certificates(roots);
-        let own = folder
-            .map(|folder| (folder.join("client-cert.pem"), folder.join("client-key.pem")))
+        let client_files = directory
+            .map(|directory| (directory.join("client-cert.pem"), directory.join("client-key.pem")))
             .filter(|(certificate, _)| opener::metadata(certificate).is_ok());
-        let config = match own {
+        let config = match client_files {
             None => builder.with_no_client_auth(),
             Some((path, key)) => builder
                 .with_client_auth_cert(certificates(&path)?, private_key(&key)?)
@@ -144,11 +144,11 @@ impl ServerTls {
     ///
     /// # Errors
     /// See [`ServerTls::load`].
-    pub fn load_folder(folder: &Path, require_clients: bool) -> Result<Self, TlsError> {
-        let authorities = folder.join("ca-cert.pem");
+    pub fn load_directory(directory: &Path, require_clients: bool) -> Result<Self, TlsError> {
+        let authorities = directory.join("ca-cert.pem");
         Self::load(
-            &folder.join("server-cert.pem"),
-            &folder.join("server-key.pem"),
+            &directory.join("server-cert.pem"),
+            &directory.join("server-key.pem"),
             require_clients.then_some(&authorities),
         )
     }
@@ -212,7 +212,7 @@ pub fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
 }
 
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    small_file::all_of(opener().open(path, Access::Read, NamedBy::User)?, CONFIG_BYTES_MAX)
+    small_file::read_open(opener().open(path, Access::Read, PathSource::User)?, CONFIG_BYTES_MAX)
 }
 
 fn host_authorities() -> Result<RootCertStore, TlsError> {

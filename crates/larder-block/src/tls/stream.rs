@@ -22,12 +22,12 @@ const SEND_BUFFER_LEN_MAX: usize = 128 << 10;
 const RECORD_LEN: usize = 16 << 10;
 
 /// A connected stream, plain or encrypted.
-pub struct Stream {
+pub struct MaybeTlsStream {
     socket: Socket,
     session: OnceCell<Box<RefCell<Connection>>>,
 }
 
-impl Stream {
+impl MaybeTlsStream {
     /// Creates an unencrypted stream.
     pub fn plain(socket: Socket) -> Self {
         Self {
@@ -49,7 +49,7 @@ impl Stream {
     /// Encrypts all further data, as the server.
     ///
     /// # Errors
-    /// See [`Stream::start_client`].
+    /// See [`MaybeTlsStream::start_client`].
     pub async fn start_server(&self, tls: &ServerTls) -> Result<(), TlsError> {
         let session = ServerConnection::new(tls.config.clone()).map_err(TlsError::Setup)?;
         self.encrypt(session.into()).await
@@ -86,8 +86,8 @@ impl Stream {
         self.session.get().is_some()
     }
 
-    /// Waits until the socket is readable. Call this only after [`Stream::try_read`] found no data: data that has
-    /// been decrypted already does not make the socket readable.
+    /// Waits until the socket is readable. Call this only after [`MaybeTlsStream::try_read`] found no data: data that
+    /// has been decrypted already does not make the socket readable.
     ///
     /// # Errors
     /// The kernel refuses to watch the socket.
@@ -228,7 +228,7 @@ fn accept_plaintext(session: &mut Connection, head: &[u8], body: WriteBuf<'_>) -
 /// Passes received records from the socket to the session; 0 at the end of the stream, which the session then
 /// reports.
 fn receive_records(socket: &Socket, session: &mut Connection) -> io::Result<usize> {
-    let count = session.read_tls(&mut FromSocket(socket))?;
+    let count = session.read_tls(&mut SocketReader(socket))?;
     let state = session.process_new_packets();
     // Answers to the received records, or an alert. If the socket does not accept them now, the next write sends
     // them.
@@ -242,22 +242,22 @@ fn receive_records(socket: &Socket, session: &mut Connection) -> io::Result<usiz
 
 fn send_records(socket: &Socket, session: &mut Connection) -> io::Result<()> {
     while session.wants_write() {
-        session.write_tls(&mut ToSocket(socket))?;
+        session.write_tls(&mut SocketWriter(socket))?;
     }
     Ok(())
 }
 
-struct FromSocket<'a>(&'a Socket);
+struct SocketReader<'a>(&'a Socket);
 
-impl io::Read for FromSocket<'_> {
+impl io::Read for SocketReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.0.try_read(ReadBuf::new(buffer))
     }
 }
 
-struct ToSocket<'a>(&'a Socket);
+struct SocketWriter<'a>(&'a Socket);
 
-impl Write for ToSocket<'_> {
+impl Write for SocketWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.try_write(bytes, WriteBuf::new(&[]))
     }

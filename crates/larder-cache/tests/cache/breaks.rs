@@ -2,11 +2,11 @@
 
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Effect, Fault, Medium, SimulatedDevice, Stop};
+use larder_block::backend::simulated::{DeviceStop, FaultEffect, InjectedFault, SimulatedDevice, SimulatedMedium};
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
 };
-use larder_cache::{Cache, Mode, OpenOptions};
+use larder_cache::{Cache, CacheMode, CacheOpenOptions};
 
 use super::devices::{self, LINE, Notes, device, make};
 
@@ -26,7 +26,7 @@ struct Rig {
 }
 
 fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes, boot: u8) -> Rc<Cache> {
-    let options = OpenOptions {
+    let options = CacheOpenOptions {
         boot: [boot; 16],
         ..devices::options(notes)
     };
@@ -34,10 +34,13 @@ fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes
 }
 
 impl Rig {
-    fn new(mode: Mode, disk: ByteLen, fast: ByteLen) -> Self {
+    fn new(mode: CacheMode, disk: ByteLen, fast: ByteLen) -> Self {
         let on = Loop::simulated().expect("no kernel is needed");
-        let (disk, fast) = (device(&on, Medium::new(disk, 512)), device(&on, Medium::new(fast, 512)));
-        on.block_on(make(&fast, 1, Mode::WriteThrough, disk.geometry().size));
+        let (disk, fast) = (
+            device(&on, SimulatedMedium::new(disk, 512)),
+            device(&on, SimulatedMedium::new(fast, 512)),
+        );
+        on.block_on(make(&fast, 1, CacheMode::WriteThrough, disk.geometry().size));
         let notes = Notes::default();
         let cache = open(&on, &disk, &fast, &notes, 1);
         on.block_on(cache.set_mode(mode)).expect("noted");
@@ -53,9 +56,9 @@ impl Rig {
     }
 
     /// Kills the process or cuts the host's power, and opens the cache that is left.
-    fn restart(&mut self, how: Stop) {
+    fn restart(&mut self, how: DeviceStop) {
         let (disk, fast) = (self.disk.stop(how), self.fast.stop(how));
-        self.boot += u8::from(how == Stop::PowerLoss);
+        self.boot += u8::from(how == DeviceStop::PowerLoss);
         self.disk = device(&self.on, disk);
         self.fast = device(&self.on, fast);
         self.cache = open(&self.on, &self.disk, &self.fast, &self.notes, self.boot);
@@ -100,7 +103,7 @@ impl Rig {
 
 /// Writes lines and sectors, reads and flushes on a disk of 48 lines.
 fn work(rig: &mut Rig) {
-    let is_written_back = rig.cache.mode() == Mode::WriteBack;
+    let is_written_back = rig.cache.mode() == CacheMode::WriteBack;
     let mut state = 1_u32;
     for step in 0..90 {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -128,19 +131,19 @@ fn work(rig: &mut Rig) {
 /// After the failure of any single request to the cache device and a restart, all data is right.
 #[test]
 fn any_single_cache_request_may_fail() {
-    for mode in [Mode::WriteThrough, Mode::WriteBack, Mode::WriteAround] {
+    for mode in [CacheMode::WriteThrough, CacheMode::WriteBack, CacheMode::WriteAround] {
         let mut failing = 0;
         loop {
             let mut rig = Rig::new(mode, ByteLen::kib(192), ByteLen::kib(160));
-            let fault = Fault::once(Effect::Fail(larder_block::Failure::Os(5)));
+            let fault = InjectedFault::once(FaultEffect::Fail(larder_block::Failure::Os(5)));
             rig.fast.inject(fault.after(failing));
             work(&mut rig);
             let has_failed = rig.fast.failures() > 0;
-            let how = [Stop::Kill, Stop::PowerLoss][failing as usize % 2];
+            let how = [DeviceStop::Kill, DeviceStop::PowerLoss][failing as usize % 2];
             rig.restart(how);
             rig.read_all();
             work(&mut rig);
-            rig.restart(Stop::PowerLoss);
+            rig.restart(DeviceStop::PowerLoss);
             rig.read_all();
             if !has_failed {
                 break;
@@ -155,14 +158,14 @@ fn any_single_cache_request_may_fail() {
 #[test]
 fn recreated_cache_has_no_old_lines() {
     for uuid in [1, 2] {
-        let mut rig = Rig::new(Mode::WriteThrough, ByteLen::kib(192), ByteLen::kib(256));
+        let mut rig = Rig::new(CacheMode::WriteThrough, ByteLen::kib(192), ByteLen::kib(256));
         work(&mut rig);
         rig.on.block_on(rig.cache.close()).expect("closed");
-        rig.restart(Stop::Kill);
+        rig.restart(DeviceStop::Kill);
         assert!(rig.cache.statistics().lines > 0 || rig.on.block_on(rig.cache.load_all()).is_ok());
         assert!(rig.cache.statistics().lines > 0);
         rig.on.block_on(rig.cache.close()).expect("closed");
-        let (disk, fast) = (rig.disk.stop(Stop::Kill), rig.fast.stop(Stop::Kill));
+        let (disk, fast) = (rig.disk.stop(DeviceStop::Kill), rig.fast.stop(DeviceStop::Kill));
         (rig.disk, rig.fast) = (device(&rig.on, disk), device(&rig.on, fast));
         // The disk is replaced by another one.
         let whole = ByteRange::new(0, rig.disk.geometry().size.get());
@@ -170,13 +173,13 @@ fn recreated_cache_has_no_old_lines() {
         rig.on.block_on(cleared).expect("cleared");
         rig.wanted.fill(0);
         let size = rig.disk.geometry().size;
-        rig.on.block_on(make(&rig.fast, uuid, Mode::WriteThrough, size));
+        rig.on.block_on(make(&rig.fast, uuid, CacheMode::WriteThrough, size));
         rig.cache = open(&rig.on, &rig.disk, &rig.fast, &rig.notes, 1);
         rig.on.block_on(rig.cache.load_all()).expect("loaded");
         assert_eq!(rig.cache.statistics().lines, 0);
         rig.read_all();
         work(&mut rig);
-        rig.restart(Stop::Kill);
+        rig.restart(DeviceStop::Kill);
         rig.read_all();
     }
 }
@@ -184,7 +187,7 @@ fn recreated_cache_has_no_old_lines() {
 /// Requests that are larger than the whole cache are served right in all modes.
 #[test]
 fn requests_may_exceed_cache_size() {
-    for mode in [Mode::WriteThrough, Mode::WriteBack, Mode::WriteAround] {
+    for mode in [CacheMode::WriteThrough, CacheMode::WriteBack, CacheMode::WriteAround] {
         let mut rig = Rig::new(mode, ByteLen::mib(2), ByteLen::kib(160));
         let all = rig.wanted.len();
         for byte in 1..4 {
@@ -194,10 +197,10 @@ fn requests_may_exceed_cache_size() {
             rig.read(0, all).expect("read");
         }
         rig.flush().expect("flushed");
-        rig.restart(Stop::PowerLoss);
+        rig.restart(DeviceStop::PowerLoss);
         rig.read(0, all).expect("read");
         rig.write(7, all - 9, 77).expect("written");
-        rig.restart(Stop::Kill);
+        rig.restart(DeviceStop::Kill);
         rig.read(0, all).expect("read");
     }
 }
@@ -209,15 +212,19 @@ fn line_supports_any_sector_mix() {
     const MIXED: u32 = 6;
     let mix = |line: usize, sector: u32| line / 3_usize.pow(sector) % 3;
     let lines = 3_usize.pow(MIXED);
-    for how in [None, Some(Stop::Kill), Some(Stop::PowerLoss)] {
+    for how in [None, Some(DeviceStop::Kill), Some(DeviceStop::PowerLoss)] {
         let len = ByteLen::new((lines * LINE) as u64);
-        let mut rig = Rig::new(Mode::WriteThrough, len, ByteLen::mib(8));
-        rig.on.block_on(rig.cache.set_mode(Mode::WriteAround)).expect("noted");
+        let mut rig = Rig::new(CacheMode::WriteThrough, len, ByteLen::mib(8));
+        rig.on
+            .block_on(rig.cache.set_mode(CacheMode::WriteAround))
+            .expect("noted");
         for line in 0..lines {
             rig.write(line * PER_LINE, PER_LINE, 1 + (line % 100) as u8)
                 .expect("written");
         }
-        rig.on.block_on(rig.cache.set_mode(Mode::WriteBack)).expect("noted");
+        rig.on
+            .block_on(rig.cache.set_mode(CacheMode::WriteBack))
+            .expect("noted");
         for line in 0..lines {
             for sector in 0..MIXED {
                 let at = line * PER_LINE + sector as usize;
@@ -256,16 +263,16 @@ fn line_supports_any_sector_mix() {
 #[test]
 fn resized_disk_is_read_right() {
     for (mode, is_larger) in [
-        (Mode::WriteThrough, true),
-        (Mode::WriteThrough, false),
-        (Mode::WriteBack, true),
-        (Mode::WriteBack, false),
+        (CacheMode::WriteThrough, true),
+        (CacheMode::WriteThrough, false),
+        (CacheMode::WriteBack, true),
+        (CacheMode::WriteBack, false),
     ] {
         let mut rig = Rig::new(mode, ByteLen::kib(192), ByteLen::kib(160));
         work(&mut rig);
         let size = ByteLen::kib(if is_larger { 256 } else { 128 });
-        let (old, fast) = (rig.disk.stop(Stop::Kill), rig.fast.stop(Stop::Kill));
-        let mut medium = Medium::new(size, 512);
+        let (old, fast) = (rig.disk.stop(DeviceStop::Kill), rig.fast.stop(DeviceStop::Kill));
+        let mut medium = SimulatedMedium::new(size, 512);
         let kept = old.size().min(size).as_usize();
         let mut bytes = vec![0; kept];
         old.read(ByteOffset::ZERO, &mut bytes);
@@ -275,7 +282,7 @@ fn resized_disk_is_read_right() {
         rig.cache = open(&rig.on, &rig.disk, &rig.fast, &rig.notes, rig.boot);
         rig.read_all();
         rig.on.block_on(rig.cache.close()).expect("closed");
-        rig.restart(Stop::Kill);
+        rig.restart(DeviceStop::Kill);
         rig.read_all();
     }
 }

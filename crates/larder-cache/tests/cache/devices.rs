@@ -4,10 +4,11 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Latency, Medium, Options, SimulatedDevice};
+use larder_block::backend::simulated::{LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteRange, Loop};
 use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Verdict, Witness, create,
+    Cache, CacheCreateOptions, CacheMode, CacheOpenOptions, CleanOptions, DiskId, FailureLog, FailureRecord,
+    PersistOptions, Verdict, create,
 };
 
 pub(crate) const LINE: usize = 4096;
@@ -18,12 +19,12 @@ pub(crate) struct Notes(Rc<Noted>);
 
 #[derive(Default)]
 struct Noted {
-    detached: RefCell<Option<Detached>>,
+    detached: RefCell<Option<FailureRecord>>,
     detaches: Cell<u32>,
 }
 
 impl Notes {
-    pub(crate) fn detached(&self) -> Option<Detached> {
+    pub(crate) fn detached(&self) -> Option<FailureRecord> {
         self.0.detached.borrow().clone()
     }
 
@@ -33,20 +34,20 @@ impl Notes {
     }
 }
 
-impl Witness for Notes {
-    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
+impl FailureLog for Notes {
+    fn record_failed(&self) -> BoxFuture<'_, io::Result<()>> {
         self.0.detached.borrow_mut().get_or_insert_default();
         self.0.detaches.set(self.0.detaches.get() + 1);
         Box::pin(std::future::ready(Ok(())))
     }
 
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
+    fn record_superseded(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
         let mut detached = self.0.detached.borrow_mut();
         detached.get_or_insert_default().superseded.push(range);
         Box::pin(std::future::ready(Ok(())))
     }
 
-    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
+    fn clear(&self) -> BoxFuture<'_, io::Result<()>> {
         self.0.detached.take();
         self.0.detaches.set(0);
         Box::pin(std::future::ready(Ok(())))
@@ -54,17 +55,17 @@ impl Witness for Notes {
 }
 
 /// Opens a device without latency.
-pub(crate) fn device(on: &Loop, medium: Medium) -> Rc<SimulatedDevice> {
-    let options = Options {
-        latency: Latency::NONE,
-        ..Options::default()
+pub(crate) fn device(on: &Loop, medium: SimulatedMedium) -> Rc<SimulatedDevice> {
+    let options = SimulatedOptions {
+        latency: LatencyDistribution::NONE,
+        ..SimulatedOptions::default()
     };
     SimulatedDevice::open(on, medium, options)
 }
 
 /// Creates a cache on `fast`.
-pub(crate) async fn make(fast: &Rc<SimulatedDevice>, uuid: u8, mode: Mode, disk_size: ByteLen) {
-    let options = CreateOptions {
+pub(crate) async fn make(fast: &Rc<SimulatedDevice>, uuid: u8, mode: CacheMode, disk_size: ByteLen) {
+    let options = CacheCreateOptions {
         line_bits: LINE.trailing_zeros(),
         mode,
         uuid: [uuid; 16],
@@ -75,19 +76,19 @@ pub(crate) async fn make(fast: &Rc<SimulatedDevice>, uuid: u8, mode: Mode, disk_
     create(&fast, &options).await.expect("has room");
 }
 
-pub(crate) fn options(notes: &Notes) -> OpenOptions {
-    OpenOptions {
+pub(crate) fn options(notes: &Notes) -> CacheOpenOptions {
+    CacheOpenOptions {
         mode: None,
         disk: DiskId::default(),
-        verdict: Verdict::Proven,
-        stamp: Box::new(Vec::new),
-        detached: notes.detached(),
-        witness: Box::new(notes.clone()),
+        verdict: Verdict::Unchanged,
+        fingerprint: Box::new(Vec::new),
+        failure: notes.detached(),
+        failure_log: Box::new(notes.clone()),
         boot: [1; 16],
         endurance: None,
         cleaning: CleanOptions::default(),
         load_ahead: true,
-        settling: SettleOptions::default(),
+        persist: PersistOptions::default(),
     }
 }
 
@@ -95,7 +96,7 @@ pub(crate) async fn open(
     on: &Loop,
     disk: &Rc<SimulatedDevice>,
     fast: &Rc<SimulatedDevice>,
-    options: OpenOptions,
+    options: CacheOpenOptions,
 ) -> Rc<Cache> {
     let opened = Cache::open(on, Rc::clone(disk) as _, Rc::clone(fast) as _, options).await;
     opened.expect("can be opened")

@@ -5,22 +5,22 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Medium, Stop};
+use larder_block::backend::simulated::{DeviceStop, SimulatedMedium};
 use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Geometry, Io, IoResult,
     Loop, ReadBuf, SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
 };
-use larder_cache::{Cache, Mode, OpenOptions, SettleOptions};
+use larder_cache::{Cache, CacheMode, CacheOpenOptions, PersistOptions};
 
 use super::devices::{LINE, Notes, device, make, options};
 
 const SMALL: ByteLen = ByteLen::mib(16 << 10);
 const HUGE: ByteLen = ByteLen::mib(8 << 20);
-const MODES: [Mode; 4] = [
-    Mode::WriteThrough,
-    Mode::WriteBack,
-    Mode::WriteAround,
-    Mode::PassThrough,
+const MODES: [CacheMode; 4] = [
+    CacheMode::WriteThrough,
+    CacheMode::WriteBack,
+    CacheMode::WriteAround,
+    CacheMode::PassThrough,
 ];
 /// Lines in use, spread over the disk.
 const LINES: u64 = 300;
@@ -125,10 +125,10 @@ impl BlockDevice for SparseDisk {
 }
 
 /// Returns options without background work, which would be counted.
-fn quiet(notes: &Notes) -> OpenOptions {
-    OpenOptions {
-        settling: SettleOptions {
-            after: Duration::from_secs(1 << 20),
+fn quiet(notes: &Notes) -> CacheOpenOptions {
+    CacheOpenOptions {
+        persist: PersistOptions {
+            delay_max: Duration::from_secs(1 << 20),
             lines_max: Some(1 << 20),
         },
         ..options(notes)
@@ -175,11 +175,11 @@ impl Clear {
 
 /// Returns the cost of clearing a disk with some cached lines: requests to the disk, bytes written to the cache
 /// device, and polls of tasks.
-fn cost(size: ByteLen, mode: Mode, clear: Clear) -> [u64; 3] {
+fn cost(size: ByteLen, mode: CacheMode, clear: Clear) -> [u64; 3] {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
         let disk = SparseDisk::new(size);
-        let fast = device(&on, Medium::new(ByteLen::mib(64), 512));
+        let fast = device(&on, SimulatedMedium::new(ByteLen::mib(64), 512));
         make(&fast, 7, mode, size).await;
         let lower: Rc<dyn BlockDevice> = Rc::clone(&disk) as _;
         let opened = Cache::open(&on, lower, fast as _, quiet(&Notes::default())).await;
@@ -192,7 +192,7 @@ fn cost(size: ByteLen, mode: Mode, clear: Clear) -> [u64; 3] {
             assert_eq!(read(&cache, at).await, 1);
             on.sleep(Duration::from_millis(1)).await;
         }
-        let is_used = mode != Mode::PassThrough;
+        let is_used = mode != CacheMode::PassThrough;
         assert_eq!(cache.statistics().lines > 0, is_used, "{mode:?}");
         cache.load_all().await.expect("the cache device works");
         let now = || {
@@ -229,13 +229,13 @@ fn discard_during_reads_leaves_nothing_stale() {
         let on = Loop::simulated().expect("no kernel is needed");
         on.block_on(async {
             let disk = SparseDisk::new(HUGE);
-            let fast = device(&on, Medium::new(ByteLen::mib(64), 512));
+            let fast = device(&on, SimulatedMedium::new(ByteLen::mib(64), 512));
             make(&fast, 7, mode, HUGE).await;
             let notes = Notes::default();
-            let few = || OpenOptions {
-                settling: SettleOptions {
+            let few = || CacheOpenOptions {
+                persist: PersistOptions {
                     lines_max: Some(4),
-                    ..SettleOptions::default()
+                    ..PersistOptions::default()
                 },
                 ..options(&notes)
             };
@@ -249,7 +249,7 @@ fn discard_during_reads_leaves_nothing_stale() {
                 read(&cache, at).await;
                 on.sleep(Duration::from_millis(1)).await;
             }
-            let is_used = mode != Mode::PassThrough;
+            let is_used = mode != CacheMode::PassThrough;
             assert_eq!(cache.statistics().lines > 0, is_used, "{mode:?}");
             cache.flush().await.expect("flushed");
             let rewritten: Vec<u64> = places(HUGE).step_by(7).collect();
@@ -279,7 +279,7 @@ fn discard_during_reads_leaves_nothing_stale() {
             }
             cache.flush().await.expect("flushed");
             drop(cache);
-            let medium = fast.stop(Stop::Kill);
+            let medium = fast.stop(DeviceStop::Kill);
             let fast = device(&on, medium);
             let opened = Cache::open(&on, lower(), fast as _, few()).await;
             let cache = opened.expect("can be opened");

@@ -2,17 +2,17 @@
 
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Effect, Fault, Medium, SimulatedDevice};
+use larder_block::backend::simulated::{FaultEffect, InjectedFault, SimulatedDevice, SimulatedMedium};
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
 };
-use larder_cache::{Cache, Mode, OpenOptions};
+use larder_cache::{Cache, CacheMode, CacheOpenOptions};
 
 use super::devices::{self, LINE, Notes, device, make};
 
 async fn opened(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes) -> Rc<Cache> {
-    let options = OpenOptions {
-        mode: Some(Mode::WriteBack),
+    let options = CacheOpenOptions {
+        mode: Some(CacheMode::WriteBack),
         load_ahead: false,
         ..devices::options(notes)
     };
@@ -22,8 +22,8 @@ async fn opened(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice
 /// Returns a disk of 1 MiB, and a device of `fast` bytes with a write-back cache for it.
 async fn made(on: &Loop, fast: ByteLen) -> (Rc<SimulatedDevice>, Rc<SimulatedDevice>) {
     let size = ByteLen::mib(1);
-    let [disk, fast] = [size, fast].map(|size| device(on, Medium::new(size, 512)));
-    make(&fast, 7, Mode::WriteBack, size).await;
+    let [disk, fast] = [size, fast].map(|size| device(on, SimulatedMedium::new(size, 512)));
+    make(&fast, 7, CacheMode::WriteBack, size).await;
     (disk, fast)
 }
 
@@ -56,9 +56,9 @@ fn unreadable_dirty_data_can_be_overwritten() {
         }
         assert_eq!(cache.statistics().dirty_lines, 4);
         let error = Failure::Os(5);
-        fast.inject(Fault::always(Effect::Fail(error)).on(Operation::Read));
+        fast.inject(InjectedFault::always(FaultEffect::Fail(error)).on(Operation::Read));
         assert_eq!(read(&cache, 0).await, Err(error), "only the cache has it");
-        assert!(!cache.works());
+        assert!(!cache.is_working());
 
         // A whole line, a part of another, and a part that is cleared.
         write(&cache, 0, 2, LINE).await.expect("it need not be read");
@@ -81,7 +81,7 @@ fn unreadable_dirty_data_can_be_overwritten() {
         drop(cache);
 
         // Once the device works again, the data that was not overwritten is there.
-        fast.heal();
+        fast.clear_faults();
         let cache = opened(&on, &disk, &fast, &notes).await;
         assert_eq!(found(&cache).await, [Ok(2), Ok(1), Ok(2), Ok(1), Ok(0), Ok(1)]);
         cache.close().await.expect("both devices work");
@@ -102,7 +102,11 @@ fn bad_sector_leaves_other_lines_cleaned() {
         let error = Failure::Os(5);
         for line in bad {
             let range = ByteRange::new(line * LINE as u64, 512);
-            disk.inject(Fault::always(Effect::Fail(error)).on(Operation::Write).within(range));
+            disk.inject(
+                InjectedFault::always(FaultEffect::Fail(error))
+                    .on(Operation::Write)
+                    .within(range),
+            );
         }
         for line in 0..LINES {
             write(&cache, line * LINE as u64, 1 + line as u8, LINE)
@@ -114,14 +118,14 @@ fn bad_sector_leaves_other_lines_cleaned() {
             assert_eq!(cleaned, Err(error));
             assert_eq!(cache.statistics().dirty_lines, bad.len() as u64);
         }
-        disk.inject(Fault::always(Effect::Fail(error)).on(Operation::Write));
+        disk.inject(InjectedFault::always(FaultEffect::Fail(error)).on(Operation::Write));
         let begin = on.now();
         assert!(cache.clean().await.is_err());
         assert!(
             on.now().since(begin).as_secs() < 5,
             "a disk that takes nothing is not asked for each line"
         );
-        disk.heal();
+        disk.clear_faults();
         cache.clean().await.expect("it takes everything");
         assert_eq!(cache.statistics().dirty_lines, 0);
         cache.close().await.expect("both devices work");

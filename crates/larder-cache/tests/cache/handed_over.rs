@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Latency, Medium, Options, SimulatedDevice};
+use larder_block::backend::simulated::{LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions};
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
-use larder_cache::Mode;
+use larder_cache::CacheMode;
 
 use super::devices::{LINE, Notes, device, make, open, options};
 
@@ -17,18 +17,18 @@ const LINES: u64 = 40;
 fn filling_line_counts_as_handed_over() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
-        let timed = Options {
-            latency: Latency {
-                in_call_per_mille: 0,
-                least: Duration::from_millis(1),
-                most: Duration::from_millis(9),
-                ..Latency::NONE
+        let timed = SimulatedOptions {
+            latency: LatencyDistribution {
+                synchronous_per_mille: 0,
+                min: Duration::from_millis(1),
+                max: Duration::from_millis(9),
+                ..LatencyDistribution::NONE
             },
-            ..Options::default()
+            ..SimulatedOptions::default()
         };
-        let disk = device(&on, Medium::new(DISK, 512));
-        let fast = SimulatedDevice::open(&on, Medium::new(ByteLen::mib(16), 512), timed);
-        make(&fast, 7, Mode::WriteBack, DISK).await;
+        let disk = device(&on, SimulatedMedium::new(DISK, 512));
+        let fast = SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::mib(16), 512), timed);
+        make(&fast, 7, CacheMode::WriteBack, DISK).await;
         let cache = open(&on, &disk, &fast, options(&Notes::default())).await;
         let mut bytes = AlignedBuf::zeroed(HALF);
         bytes.fill(1);
@@ -39,12 +39,12 @@ fn filling_line_counts_as_handed_over() {
                 .await
                 .expect("written");
         }
-        cache.hand_over().await.expect("both devices work");
+        cache.flush_dirty().await.expect("both devices work");
         for at in lines {
             let rest = at + ByteLen::of_buffer(HALF);
             cache.read(rest, ReadBuf::new(&mut bytes)).await.expect("read");
-            cache.hand_over().await.expect("both devices work");
-            assert!(cache.has_handed_over().await, "line at {at}");
+            cache.flush_dirty().await.expect("both devices work");
+            assert!(cache.disk_has_all_data().await, "line at {at}");
         }
         cache.close().await.expect("both devices work");
     });

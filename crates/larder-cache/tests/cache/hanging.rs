@@ -5,12 +5,14 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Effect, Fault, Medium, Options, SimulatedDevice, Stop};
+use larder_block::backend::simulated::{
+    DeviceStop, FaultEffect, InjectedFault, SimulatedDevice, SimulatedMedium, SimulatedOptions,
+};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoResult, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
     ZeroFlags, join,
 };
-use larder_cache::{Cache, Mode, OpenOptions, SettleOptions};
+use larder_cache::{Cache, CacheMode, CacheOpenOptions, PersistOptions};
 use smallvec::SmallVec;
 
 use super::devices::{self, Notes, make};
@@ -26,16 +28,22 @@ struct Stack {
 }
 
 /// Opens a device with latency.
-fn device(on: &Loop, name: &str, medium: Medium) -> Rc<SimulatedDevice> {
-    let options = Options {
+fn device(on: &Loop, name: &str, medium: SimulatedMedium) -> Rc<SimulatedDevice> {
+    let options = SimulatedOptions {
         name: name.to_owned(),
-        ..Options::default()
+        ..SimulatedOptions::default()
     };
     SimulatedDevice::open(on, medium, options)
 }
 
-fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes, mode: Mode) -> Rc<Cache> {
-    let options = OpenOptions {
+fn open(
+    on: &Loop,
+    disk: &Rc<SimulatedDevice>,
+    fast: &Rc<SimulatedDevice>,
+    notes: &Notes,
+    mode: CacheMode,
+) -> Rc<Cache> {
+    let options = CacheOpenOptions {
         mode: Some(mode),
         ..devices::options(notes)
     };
@@ -44,10 +52,10 @@ fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes
 
 impl Stack {
     /// Returns a stack with lines 0 to 15 cached.
-    fn new(mode: Mode) -> Self {
+    fn new(mode: CacheMode) -> Self {
         let on = Loop::simulated().expect("a loop");
-        let disk = device(&on, "disk", Medium::new(ByteLen::mib(1), 512));
-        let fast = device(&on, "fast", Medium::new(ByteLen::kib(512), 512));
+        let disk = device(&on, "disk", SimulatedMedium::new(ByteLen::mib(1), 512));
+        let fast = device(&on, "fast", SimulatedMedium::new(ByteLen::kib(512), 512));
         on.block_on(make(&fast, 1, mode, disk.geometry().size));
         let notes = Notes::default();
         let cache = open(&on, &disk, &fast, &notes, mode);
@@ -89,14 +97,14 @@ impl Stack {
 
     /// Makes the cache device answer no request, or none of one kind.
     fn hang(&self, operation: Option<Operation>) {
-        let fault = Fault::always(Effect::Stick);
+        let fault = InjectedFault::always(FaultEffect::Hang);
         self.fast
             .inject(operation.map_or(fault, |operation| fault.on(operation)));
     }
 
     /// Makes the cache device answer again, also the earlier requests.
     fn answer(&self) {
-        self.fast.heal();
+        self.fast.clear_faults();
         self.fast.release();
         self.on.block_on(self.on.sleep(Duration::from_secs(2)));
     }
@@ -138,13 +146,13 @@ fn spawn_read(stack: &Stack, line: u64) -> Rc<Cell<Option<u8>>> {
 #[test]
 fn hanging_device_is_bypassed() {
     let kinds = [None, Some(Operation::Write), Some(Operation::Flush)];
-    for mode in [Mode::WriteThrough, Mode::WriteAround] {
+    for mode in [CacheMode::WriteThrough, CacheMode::WriteAround] {
         for kind in kinds {
             let stack = Stack::new(mode);
             stack.hang(kind);
             // Until the timeout, a line is written and read again and again.
             let mut byte = 1;
-            while stack.cache.works() {
+            while stack.cache.is_working() {
                 byte = byte % 200 + 1;
                 stack.write(3, byte).expect("written");
                 assert_eq!(stack.on_disk(3), byte);
@@ -178,12 +186,12 @@ fn hanging_device_is_bypassed() {
 /// While a read waits for a device that hangs, writes and other reads of the same line complete.
 #[test]
 fn waiting_read_blocks_no_other_request() {
-    let stack = Stack::new(Mode::WriteThrough);
+    let stack = Stack::new(CacheMode::WriteThrough);
     stack.hang(Some(Operation::Read));
     let found = spawn_read(&stack, 5);
     // The write waits for the reader of the slot, until the cache has failed.
     stack.write(5, 2).expect("written");
-    assert!(!stack.cache.works());
+    assert!(!stack.cache.is_working());
     assert_eq!((found.get(), stack.read(5).expect("read")), (None, 2));
     stack.write(5, 3).expect("written");
     stack.answer();
@@ -195,25 +203,25 @@ fn waiting_read_blocks_no_other_request() {
 /// Reads that come while others have waited for seconds go to the disk, and the cache is used again afterwards.
 #[test]
 fn reads_bypass_late_device() {
-    let stack = Stack::new(Mode::WriteThrough);
+    let stack = Stack::new(CacheMode::WriteThrough);
     stack.hang(Some(Operation::Read));
     let found = spawn_read(&stack, 5);
     stack.on.block_on(stack.on.sleep(Duration::from_secs(5)));
-    assert!(stack.cache.works());
+    assert!(stack.cache.is_working());
     assert_eq!(stack.read(6).expect("read"), 1);
-    assert!(stack.cache.works() && found.get().is_none());
+    assert!(stack.cache.is_working() && found.get().is_none());
     // The device was only slow.
     stack.answer();
     assert_eq!(found.get(), Some(1));
     let hits = stack.cache.statistics().hits;
     assert_eq!(stack.read(6).expect("read"), 1);
-    assert!(stack.cache.works() && stack.cache.statistics().hits > hits);
+    assert!(stack.cache.is_working() && stack.cache.statistics().hits > hits);
 }
 
 /// Requests that a hanging device completes late do not affect any data that is read, in this process or the next.
 #[test]
 fn late_completions_are_not_trusted() {
-    for mode in [Mode::WriteThrough, Mode::WriteBack] {
+    for mode in [CacheMode::WriteThrough, CacheMode::WriteBack] {
         let stack = Stack::new(mode);
         stack.on.block_on(stack.cache.set_mode(mode)).expect("noted");
         stack.on.block_on(stack.cache.clean()).expect("clean");
@@ -224,7 +232,7 @@ fn late_completions_are_not_trusted() {
             stack.write(line, 3).expect("written");
             wanted.insert(line, 3);
         }
-        assert!(!stack.cache.works());
+        assert!(!stack.cache.is_working());
         // Now the device completes the first writes.
         stack.answer();
         let check = |cache: &Rc<Cache>| {
@@ -235,7 +243,7 @@ fn late_completions_are_not_trusted() {
         };
         check(&stack.cache);
         stack.flush().expect("flushed");
-        let (disk, fast) = (stack.disk.stop(Stop::Kill), stack.fast.stop(Stop::Kill));
+        let (disk, fast) = (stack.disk.stop(DeviceStop::Kill), stack.fast.stop(DeviceStop::Kill));
         let (disk, fast) = (device(&stack.on, "disk", disk), device(&stack.on, "fast", fast));
         let next = open(&stack.on, &disk, &fast, &stack.notes, mode);
         check(&next);
@@ -244,7 +252,7 @@ fn late_completions_are_not_trusted() {
 
 /// Lets the device hang while lines 2, 3 and 9 are dirty, then overwrites line 2 and the first sector of line 3.
 fn lose_some() -> Stack {
-    let stack = Stack::new(Mode::WriteBack);
+    let stack = Stack::new(CacheMode::WriteBack);
     stack.on.block_on(stack.cache.clean()).expect("clean");
     for line in [2, 3, 9] {
         stack.write(line, 2).expect("written");
@@ -253,7 +261,7 @@ fn lose_some() -> Stack {
     stack.flush().expect("flushed");
     stack.hang(None);
     stack.write(20, 4).expect("goes to the disk");
-    assert!(!stack.cache.works());
+    assert!(!stack.cache.is_working());
     for line in 0..32 {
         let is_lost = [2, 3, 9].contains(&line);
         assert_eq!(stack.read(line).is_err(), is_lost, "line {line}");
@@ -289,7 +297,7 @@ fn hanging_device_fails_only_dirty_reads() {
     check_rescued(&stack.on, &*stack.cache);
     check_rescued(&stack.on, &*stack.disk);
     stack.flush().expect("flushed");
-    assert!(!stack.cache.works());
+    assert!(!stack.cache.is_working());
 }
 
 /// Many concurrent flushes on a failed cache all fail in bounded time.
@@ -307,12 +315,12 @@ fn concurrent_failing_flushes_complete() {
 fn persisted_cache_flushes_no_more() {
     let on = Loop::simulated().expect("a loop");
     on.block_on(async {
-        let disk = devices::device(&on, Medium::new(ByteLen::mib(1), 512));
-        let fast = devices::device(&on, Medium::new(ByteLen::kib(512), 512));
-        make(&fast, 1, Mode::WriteThrough, disk.geometry().size).await;
-        let options = OpenOptions {
-            settling: SettleOptions {
-                after: Duration::from_secs(5),
+        let disk = devices::device(&on, SimulatedMedium::new(ByteLen::mib(1), 512));
+        let fast = devices::device(&on, SimulatedMedium::new(ByteLen::kib(512), 512));
+        make(&fast, 1, CacheMode::WriteThrough, disk.geometry().size).await;
+        let options = CacheOpenOptions {
+            persist: PersistOptions {
+                delay_max: Duration::from_secs(5),
                 lines_max: Some(2),
             },
             ..devices::options(&Notes::default())
@@ -324,10 +332,10 @@ fn persisted_cache_flushes_no_more() {
         }
         on.sleep(Duration::from_secs(1)).await;
         let counts = cache.statistics();
-        assert_eq!((counts.lines, counts.unsettled), (2, 0));
-        fast.inject(Fault::always(Effect::Stick).on(Operation::Flush));
+        assert_eq!((counts.lines, counts.unpersisted), (2, 0));
+        fast.inject(InjectedFault::always(FaultEffect::Hang).on(Operation::Flush));
         on.sleep(Duration::from_secs(60)).await;
-        assert!(cache.works(), "a flush has no answer");
+        assert!(cache.is_working(), "a flush has no answer");
     });
 }
 
@@ -345,12 +353,12 @@ fn check_rescued(on: &Loop, device: &dyn BlockDevice) {
 /// Writes made while the device hangs survive a kill and a power loss, and so does the dirty data before.
 #[test]
 fn writes_past_hanging_device_survive_crash() {
-    for how in [Stop::Kill, Stop::PowerLoss] {
+    for how in [DeviceStop::Kill, DeviceStop::PowerLoss] {
         let stack = lose_some();
         let (disk, fast) = (stack.disk.stop(how), stack.fast.stop(how));
         let disk = device(&stack.on, "disk", disk);
         let fast = device(&stack.on, "fast", fast);
-        let next = open(&stack.on, &disk, &fast, &stack.notes, Mode::WriteBack);
+        let next = open(&stack.on, &disk, &fast, &stack.notes, CacheMode::WriteBack);
         check_rescued(&stack.on, &*next);
     }
 }
@@ -358,7 +366,7 @@ fn writes_past_hanging_device_survive_crash() {
 /// A cache whose device hangs can be closed; that fails only if dirty data cannot be read.
 #[test]
 fn cache_closes_while_device_hangs() {
-    for mode in [Mode::WriteThrough, Mode::WriteBack] {
+    for mode in [CacheMode::WriteThrough, CacheMode::WriteBack] {
         for kind in [None, Some(Operation::Flush), Some(Operation::Write)] {
             let stack = Stack::new(mode);
             stack.write(40, 2).expect("written");
@@ -367,7 +375,7 @@ fn cache_closes_while_device_hangs() {
             let closed = stack.wait(stack.cache.close());
             // Readable dirty data is on the disk then.
             assert_eq!(closed.is_err(), is_dirty && kind.is_none(), "{mode:?} {kind:?}");
-            assert!(!stack.cache.works());
+            assert!(!stack.cache.is_working());
             assert_eq!(stack.notes.detaches(), 1);
         }
     }

@@ -4,11 +4,13 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Latency, Medium, Options, SimulatedDevice, Stop};
+use larder_block::backend::simulated::{
+    DeviceStop, LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions,
+};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Io, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags, join,
 };
-use larder_cache::{Cache, Mode};
+use larder_cache::{Cache, CacheMode};
 use smallvec::SmallVec;
 
 use super::devices::{Notes, make, open, options};
@@ -19,10 +21,10 @@ const FAST: ByteLen = ByteLen::mib(12);
 const WRITERS: usize = 8;
 const CHANGES: usize = 60;
 
-fn timed(on: &Loop, medium: Medium) -> Rc<SimulatedDevice> {
-    let options = Options {
-        latency: Latency::VARIED,
-        ..Options::default()
+fn timed(on: &Loop, medium: SimulatedMedium) -> Rc<SimulatedDevice> {
+    let options = SimulatedOptions {
+        latency: LatencyDistribution::VARIED,
+        ..SimulatedOptions::default()
     };
     SimulatedDevice::open(on, medium, options)
 }
@@ -69,9 +71,12 @@ fn check(on: &Loop, cache: &Cache, wanted: &Wanted, what: &str) {
 /// All changes of concurrent writers are read right after each of many kills.
 #[test]
 fn concurrent_changes_survive_repeated_kills() {
-    for mode in [Mode::WriteThrough, Mode::WriteBack] {
+    for mode in [CacheMode::WriteThrough, CacheMode::WriteBack] {
         let on = Loop::simulated().expect("no kernel is needed");
-        let (mut disk, mut fast) = (timed(&on, Medium::new(DISK, 512)), timed(&on, Medium::new(FAST, 512)));
+        let (mut disk, mut fast) = (
+            timed(&on, SimulatedMedium::new(DISK, 512)),
+            timed(&on, SimulatedMedium::new(FAST, 512)),
+        );
         on.block_on(make(&fast, 1, mode, DISK));
         let wanted: Wanted = RefCell::new(vec![0; DISK.as_usize() / SECTOR]);
         for round in 0..12 {
@@ -90,8 +95,8 @@ fn concurrent_changes_survive_repeated_kills() {
                 .collect();
             on.block_on(join(writers)).expect("both devices work");
             drop(cache);
-            disk = timed(&on, disk.stop(Stop::Kill));
-            fast = timed(&on, fast.stop(Stop::Kill));
+            disk = timed(&on, disk.stop(DeviceStop::Kill));
+            fast = timed(&on, fast.stop(DeviceStop::Kill));
         }
     }
 }

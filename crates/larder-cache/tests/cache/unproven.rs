@@ -4,12 +4,16 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice, Stop};
+use larder_block::backend::simulated::{
+    DeviceStop, FaultEffect, InjectedFault, LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions,
+};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Io, Loop, Operation, ReadBuf, WriteBuf,
     WriteFlags, join,
 };
-use larder_cache::{Cache, Mode, OpenError, OpenOptions, SettleOptions, Superblock, Verdict, copy, read_superblock};
+use larder_cache::{
+    Cache, CacheMode, CacheOpenError, CacheOpenOptions, PersistOptions, Superblock, Verdict, copy, read_superblock,
+};
 use smallvec::SmallVec;
 
 use super::devices::{self, LINE, Notes, device, make};
@@ -20,18 +24,18 @@ const PER_LINE: usize = LINE / SECTOR;
 const LINES: usize = 128;
 const DISK: ByteLen = ByteLen::mib(1);
 const FAST: ByteLen = ByteLen::mib(2);
-const MODES: [Mode; 3] = [Mode::WriteThrough, Mode::WriteAround, Mode::WriteBack];
+const MODES: [CacheMode; 3] = [CacheMode::WriteThrough, CacheMode::WriteAround, CacheMode::WriteBack];
 
 fn at(sector: usize) -> ByteOffset {
     ByteOffset::new((sector * SECTOR) as u64)
 }
 
-fn options(verdict: Verdict) -> OpenOptions {
-    OpenOptions {
+fn options(verdict: Verdict) -> CacheOpenOptions {
+    CacheOpenOptions {
         verdict,
-        settling: SettleOptions {
+        persist: PersistOptions {
             lines_max: Some(4096),
-            ..SettleOptions::default()
+            ..PersistOptions::default()
         },
         ..devices::options(&Notes::default())
     }
@@ -48,11 +52,11 @@ struct Rig {
 
 impl Rig {
     /// Returns a rig with lines 0 to [`LINES`] cached, clean and persisted.
-    fn new(mode: Mode) -> Self {
+    fn new(mode: CacheMode) -> Self {
         let on = Loop::simulated().expect("no kernel is needed");
-        let [disk, fast] = [DISK, FAST].map(|size| device(&on, Medium::new(size, 512)));
+        let [disk, fast] = [DISK, FAST].map(|size| device(&on, SimulatedMedium::new(size, 512)));
         on.block_on(make(&fast, 1, mode, DISK));
-        let cache = on.block_on(devices::open(&on, &disk, &fast, options(Verdict::Proven)));
+        let cache = on.block_on(devices::open(&on, &disk, &fast, options(Verdict::Unchanged)));
         let mut rig = Self {
             on,
             disk,
@@ -106,7 +110,7 @@ impl Rig {
 
     /// Kills the process, changes some sectors of the disk as another program would, and opens the cache again.
     fn restart(&mut self, changed: &[usize], byte: u8, verdict: Verdict) {
-        let (mut disk, fast) = (self.disk.stop(Stop::Kill), self.fast.stop(Stop::Kill));
+        let (mut disk, fast) = (self.disk.stop(DeviceStop::Kill), self.fast.stop(DeviceStop::Kill));
         for sector in changed {
             disk.write_durably(at(*sector), &[byte; SECTOR]);
             self.wanted[*sector] = byte;
@@ -114,7 +118,7 @@ impl Rig {
         self.disk = device(&self.on, disk);
         self.fast = device(&self.on, fast);
         // The first read of the disk is that of the first piece to compare.
-        let late = Fault::once(Effect::Delay(Duration::from_secs(60)));
+        let late = InjectedFault::once(FaultEffect::Delay(Duration::from_secs(60)));
         self.disk.inject(late.on(Operation::Read));
         let opened = devices::open(&self.on, &self.disk, &self.fast, options(verdict));
         self.cache = self.on.block_on(opened);
@@ -154,7 +158,7 @@ fn changed_sectors_are_never_read_stale() {
         rig.compared();
         rig.read_all();
         // The next process trusts the remaining lines.
-        rig.restart(&[], 0, Verdict::Proven);
+        rig.restart(&[], 0, Verdict::Unchanged);
         assert_eq!(rig.unproven(), 0);
         rig.read_all();
     }
@@ -168,7 +172,7 @@ fn comparing_unchanged_disk_keeps_all_hits() {
         rig.restart(&[], 0, Verdict::Unproven);
         rig.compared();
         assert_eq!(rig.hits(), LINES as u64, "{mode:?}");
-        rig.restart(&[], 0, Verdict::Proven);
+        rig.restart(&[], 0, Verdict::Unchanged);
         assert_eq!((rig.hits(), rig.unproven()), (LINES as u64, 0), "{mode:?}");
     }
 }
@@ -176,7 +180,7 @@ fn comparing_unchanged_disk_keeps_all_hits() {
 /// Only sectors that differ are dropped.
 #[test]
 fn comparing_keeps_equal_sectors() {
-    let mut rig = Rig::new(Mode::WriteThrough);
+    let mut rig = Rig::new(CacheMode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Unproven);
     rig.compared();
     let before = rig.cache.statistics().hits;
@@ -194,7 +198,7 @@ fn kill_during_comparing_keeps_lines_unproven() {
         let mut rig = Rig::new(mode);
         rig.restart(&CHANGED, 9, Verdict::Unproven);
         for _ in 0..2 {
-            rig.restart(&[], 0, Verdict::Proven);
+            rig.restart(&[], 0, Verdict::Unchanged);
             assert!(rig.superblock().unproven);
             assert!(rig.unproven() > 0);
             rig.read_all();
@@ -207,12 +211,12 @@ fn kill_during_comparing_keeps_lines_unproven() {
 /// A clean stop during the comparison makes no line trusted that was not compared.
 #[test]
 fn clean_stop_keeps_uncompared_lines_unproven() {
-    let mut rig = Rig::new(Mode::WriteThrough);
+    let mut rig = Rig::new(CacheMode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Unproven);
     rig.on.block_on(rig.cache.close()).expect("both devices work");
     let superblock = rig.superblock();
     assert!(superblock.clean && superblock.unproven);
-    rig.restart(&[], 0, Verdict::Proven);
+    rig.restart(&[], 0, Verdict::Unchanged);
     assert!(rig.unproven() > 0);
     rig.read_all();
     rig.compared();
@@ -222,16 +226,16 @@ fn clean_stop_keeps_uncompared_lines_unproven() {
 /// A cache of another size is as unproven as its source.
 #[test]
 fn copied_cache_stays_unproven() {
-    let mut rig = Rig::new(Mode::WriteThrough);
+    let mut rig = Rig::new(CacheMode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Unproven);
     rig.on.block_on(rig.cache.close()).expect("both devices work");
-    let old: Rc<dyn BlockDevice> = device(&rig.on, rig.fast.stop(Stop::Kill)) as _;
-    let larger = device(&rig.on, Medium::new(ByteLen::mib(4), 512));
+    let old: Rc<dyn BlockDevice> = device(&rig.on, rig.fast.stop(DeviceStop::Kill)) as _;
+    let larger = device(&rig.on, SimulatedMedium::new(ByteLen::mib(4), 512));
     let to: Rc<dyn BlockDevice> = Rc::clone(&larger) as _;
     rig.on.block_on(copy(&old, &to, [2; 16])).expect("has room");
     rig.fast = larger;
     assert!(rig.superblock().unproven);
-    rig.restart(&[], 0, Verdict::Proven);
+    rig.restart(&[], 0, Verdict::Unchanged);
     assert!(rig.unproven() > 0);
     rig.read_all();
 }
@@ -239,7 +243,7 @@ fn copied_cache_stays_unproven() {
 /// Dirty data is trusted, and the rest of the same line is not.
 #[test]
 fn dirty_sectors_survive_unproven_opening() {
-    let mut rig = Rig::new(Mode::WriteBack);
+    let mut rig = Rig::new(CacheMode::WriteBack);
     rig.write(4 * PER_LINE, 4 * PER_LINE, 2);
     rig.write(70 * PER_LINE + 3, 1, 2);
     rig.on.block_on(rig.cache.flush()).expect("flushed");
@@ -267,7 +271,7 @@ fn interrupted_write_leaves_nothing_stale() {
         rig.restart(&[sector, sector + 1], 9, Verdict::Unproven);
         // The data does not reach the cache device, nor the disk.
         let data = ByteRange::new(128 << 10, FAST.get() - (128 << 10));
-        let stuck = Fault::always(Effect::Stick).on(Operation::Write);
+        let stuck = InjectedFault::always(FaultEffect::Hang).on(Operation::Write);
         rig.fast.inject(stuck.within(data));
         rig.disk.inject(stuck);
         let cache = Rc::clone(&rig.cache);
@@ -276,7 +280,7 @@ fn interrupted_write_leaves_nothing_stale() {
             let _ = cache.write(at(sector), WriteBuf::new(&bytes), WriteFlags::NONE).await;
         });
         rig.sleep(1);
-        rig.restart(&[], 0, Verdict::Proven);
+        rig.restart(&[], 0, Verdict::Unchanged);
         let mut found = [0; SECTOR];
         let read = rig.cache.read(at(sector), ReadBuf::new(&mut found));
         rig.on.block_on(read).expect("both devices work");
@@ -288,16 +292,16 @@ fn interrupted_write_leaves_nothing_stale() {
 /// Lines of a disk that cannot be read stay unproven, and are compared once it can be read.
 #[test]
 fn unreadable_lines_are_compared_later() {
-    let mut rig = Rig::new(Mode::WriteThrough);
+    let mut rig = Rig::new(CacheMode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Unproven);
     rig.disk
-        .inject(Fault::always(Effect::Fail(Failure::Os(5))).on(Operation::Read));
+        .inject(InjectedFault::always(FaultEffect::Fail(Failure::Os(5))).on(Operation::Read));
     rig.sleep(100);
     assert!(rig.unproven() > 0 && rig.superblock().unproven);
     let mut bytes = [0; SECTOR];
     let read = rig.cache.read(at(CHANGED[0]), ReadBuf::new(&mut bytes));
     assert!(rig.on.block_on(read).is_err());
-    rig.disk.heal();
+    rig.disk.clear_faults();
     rig.compared();
     rig.read_all();
 }
@@ -305,17 +309,17 @@ fn unreadable_lines_are_compared_later() {
 /// A disk that was certainly changed is handled like one whose stamp differs.
 #[test]
 fn changed_verdict_empties_or_refuses_cache() {
-    let mut rig = Rig::new(Mode::WriteThrough);
+    let mut rig = Rig::new(CacheMode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Changed);
     assert_eq!((rig.cache.statistics().lines, rig.unproven()), (0, 0));
     rig.read_all();
-    let mut rig = Rig::new(Mode::WriteBack);
+    let mut rig = Rig::new(CacheMode::WriteBack);
     rig.write(0, 1, 2);
-    let disk = device(&rig.on, rig.disk.stop(Stop::Kill));
-    let fast = device(&rig.on, rig.fast.stop(Stop::Kill));
+    let disk = device(&rig.on, rig.disk.stop(DeviceStop::Kill));
+    let fast = device(&rig.on, rig.fast.stop(DeviceStop::Kill));
     let opened = Cache::open(&rig.on, disk, fast, options(Verdict::Changed));
     let refused = rig.on.block_on(opened).err();
-    assert!(matches!(refused, Some(OpenError::Diverged { .. })), "{refused:?}");
+    assert!(matches!(refused, Some(CacheOpenError::Diverged { .. })), "{refused:?}");
 }
 
 /// The guest's changes and kills at any moment during the comparison leave no stale data. In between, another program
@@ -325,14 +329,14 @@ fn writes_race_with_comparing() {
     let sectors = DISK.as_usize() / SECTOR;
     for mode in MODES {
         let on = Loop::simulated().expect("no kernel is needed");
-        let timed = |medium: Medium| {
-            let options = Options {
-                latency: Latency::VARIED,
-                ..Options::default()
+        let timed = |medium: SimulatedMedium| {
+            let options = SimulatedOptions {
+                latency: LatencyDistribution::VARIED,
+                ..SimulatedOptions::default()
             };
             SimulatedDevice::open(&on, medium, options)
         };
-        let [mut disk, mut fast] = [DISK, FAST].map(|size| timed(Medium::new(size, 512)));
+        let [mut disk, mut fast] = [DISK, FAST].map(|size| timed(SimulatedMedium::new(size, 512)));
         on.block_on(make(&fast, 1, mode, DISK));
         let wanted = RefCell::new(vec![0_u8; sectors]);
         for round in 0..40_usize {
@@ -372,7 +376,7 @@ fn writes_race_with_comparing() {
                 on.block_on(on.sleep(Duration::from_secs(20)));
             }
             drop(cache);
-            let mut medium = disk.stop(Stop::Kill);
+            let mut medium = disk.stop(DeviceStop::Kill);
             for step in 0..20 {
                 let sector = sectors / 2 + (round * 7919 + step * 104_729) % (sectors / 2);
                 let byte = 1 + ((round + step) % 255) as u8;
@@ -380,7 +384,7 @@ fn writes_race_with_comparing() {
                 wanted.borrow_mut()[sector] = byte;
             }
             disk = timed(medium);
-            fast = timed(fast.stop(Stop::Kill));
+            fast = timed(fast.stop(DeviceStop::Kill));
         }
     }
 }

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice};
+use larder_block::backend::simulated::{
+    FaultEffect, InjectedFault, LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions,
+};
 use larder_block::{BlockDevice, ByteLen, ByteRange, Failure, Loop, Operation};
-use larder_cache::{Cache, Mode};
+use larder_cache::{Cache, CacheMode};
 
 use super::devices::{LINE, Notes, device, make, open, options};
 
@@ -27,19 +29,19 @@ async fn warm(cache: &Cache) -> ByteLen {
 fn slow_flushes_do_not_limit_warming() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
-        let slow = Latency {
-            in_call_per_mille: 0,
-            least: Duration::from_millis(50),
-            most: Duration::from_millis(60),
-            ..Latency::NONE
+        let slow = LatencyDistribution {
+            synchronous_per_mille: 0,
+            min: Duration::from_millis(50),
+            max: Duration::from_millis(60),
+            ..LatencyDistribution::NONE
         };
-        let timed = Options {
+        let timed = SimulatedOptions {
             latency: slow,
-            ..Options::default()
+            ..SimulatedOptions::default()
         };
-        let disk = device(&on, Medium::new(DISK, 512));
-        let fast = SimulatedDevice::open(&on, Medium::new(ByteLen::mib(16), 512), timed);
-        make(&fast, 7, Mode::WriteThrough, DISK).await;
+        let disk = device(&on, SimulatedMedium::new(DISK, 512));
+        let fast = SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::mib(16), 512), timed);
+        make(&fast, 7, CacheMode::WriteThrough, DISK).await;
         let cache = open(&on, &disk, &fast, options(&Notes::default())).await;
         let all = ByteLen::new(LINES * LINE as u64);
         assert_eq!(warm(&cache).await, all);
@@ -54,10 +56,10 @@ fn slow_flushes_do_not_limit_warming() {
 fn unstored_lines_are_not_counted() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
-        let [disk, fast] = [DISK, ByteLen::mib(16)].map(|size| device(&on, Medium::new(size, 512)));
-        make(&fast, 7, Mode::WriteThrough, DISK).await;
+        let [disk, fast] = [DISK, ByteLen::mib(16)].map(|size| device(&on, SimulatedMedium::new(size, 512)));
+        make(&fast, 7, CacheMode::WriteThrough, DISK).await;
         let cache = open(&on, &disk, &fast, options(&Notes::default())).await;
-        fast.inject(Fault::always(Effect::Fail(Failure::Os(5))).on(Operation::Write));
+        fast.inject(InjectedFault::always(FaultEffect::Fail(Failure::Os(5))).on(Operation::Write));
         assert_eq!(warm(&cache).await, ByteLen::ZERO);
         assert_eq!(cache.statistics().warmed, 0);
     });

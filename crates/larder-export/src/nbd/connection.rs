@@ -7,10 +7,10 @@ use std::time::Duration;
 use larder_block::ReadBuf;
 use larder_block::event_loop::{Socket, TaskPool};
 use larder_block::nbd::flags::errors;
-use larder_block::nbd::transmission::{REQUEST_HEADER_LEN_MAX, Request};
-use larder_block::nbd::{Command, Input, Malformed, PAYLOAD_LEN_MAX};
+use larder_block::nbd::transmission::{REQUEST_HEADER_LEN_MAX, RequestHeader};
+use larder_block::nbd::{Command, Malformed, PAYLOAD_LEN_MAX, StreamReader};
 use larder_block::signal::first_of;
-use larder_block::tls::Stream;
+use larder_block::tls::MaybeTlsStream;
 
 use super::Shared;
 use super::admission::{Member, NoRoom};
@@ -52,8 +52,8 @@ enum Ended {
 
 /// Serves a connected client until it or the server ends.
 pub(super) async fn serve(shared: Rc<Shared>, socket: Socket, member: &Rc<Member>) {
-    let stream = Rc::new(Stream::plain(socket));
-    let mut input = Input::new(Rc::clone(&stream));
+    let stream = Rc::new(MaybeTlsStream::plain(socket));
+    let mut input = StreamReader::new(Rc::clone(&stream));
     let evicted = shared.changed.until(|| member.is_evicted().then_some(None));
     if let Some(agreed) = first_of(shake_hands(&shared, &stream, &mut input), evicted).await {
         transmission(&shared, agreed, &stream, input, member).await;
@@ -61,7 +61,7 @@ pub(super) async fn serve(shared: Rc<Shared>, socket: Socket, member: &Rc<Member
     stream.shutdown();
 }
 
-async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<Stream>, input: &mut Input) -> Option<Agreed> {
+async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<MaybeTlsStream>, input: &mut StreamReader) -> Option<Agreed> {
     let limit = shared.options.handshake_timeout;
     let handshake = shared.on.timeout(limit, Handshake::new(shared, stream, input).run());
     let stopped = async {
@@ -85,7 +85,13 @@ async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<Stream>, input: &mut Input
     }
 }
 
-async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, input: Input, member: &Rc<Member>) {
+async fn transmission(
+    shared: &Rc<Shared>,
+    agreed: Agreed,
+    stream: &Rc<MaybeTlsStream>,
+    input: StreamReader,
+    member: &Rc<Member>,
+) {
     tracing::debug!(
         export = shared.options.export,
         ?agreed,
@@ -135,7 +141,7 @@ impl Connection {
     }
 
     /// Receives requests until the client disconnects or violates the protocol; returns the reason.
-    async fn receive(self: &Rc<Self>, mut input: Input) -> Ended {
+    async fn receive(self: &Rc<Self>, mut input: StreamReader) -> Ended {
         let pool = TaskPool::new(&self.shared.on);
         loop {
             let (request, taken) = match self.request(&mut input).await {
@@ -156,11 +162,11 @@ impl Connection {
     }
 
     /// Reads the next request with its payload; returns `None` if the client sent a disconnect request.
-    async fn request(&self, input: &mut Input) -> Result<Option<(Request, Taken)>, Ended> {
+    async fn request(&self, input: &mut StreamReader) -> Result<Option<(RequestHeader, Taken)>, Ended> {
         let framing = self.agreed.framing;
         let header_len = framing.request_header_len();
         const { assert!(REQUEST_HEADER_LEN_MAX <= 64) };
-        let request = Request::parse(framing, input.peek(header_len).await?)?;
+        let request = RequestHeader::parse(framing, input.peek(header_len).await?)?;
         input.consume(header_len);
         if request.command == Command::Disconnect.code() {
             return Ok(None);
@@ -204,7 +210,7 @@ impl Connection {
         Ok(Some((request, Taken::Do(command, Some(buffer), permit))))
     }
 
-    async fn payload(&self, input: &mut Input, into: &mut [u8]) -> io::Result<()> {
+    async fn payload(&self, input: &mut StreamReader, into: &mut [u8]) -> io::Result<()> {
         let into = ReadBuf::new(into);
         let mut done = 0;
         while done < into.len() {

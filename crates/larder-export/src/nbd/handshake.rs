@@ -4,13 +4,13 @@ use std::io;
 use std::rc::Rc;
 
 use larder_block::nbd::handshake::{
-    self, BlockSizes, EXPORT_NAME_PADDING, ExportRequest, FIXED_NEWSTYLE, Info, MetaContextRequest, NO_ZEROES,
+    self, BlockSizes, EXPORT_NAME_PADDING, ExportInfo, ExportRequest, FIXED_NEWSTYLE, MetaContextRequest, NO_ZEROES,
     OPTION_HEADER_LEN, OptionHeader, infos, options, push_option_reply, replies,
 };
 use larder_block::nbd::transmission::Framing;
-use larder_block::nbd::{BASE_ALLOCATION, Input, Malformed, PAYLOAD_LEN_MAX, STRING_LEN_MAX, TransmissionFlags};
+use larder_block::nbd::{BASE_ALLOCATION, Malformed, PAYLOAD_LEN_MAX, STRING_LEN_MAX, StreamReader, TransmissionFlags};
 use larder_block::printable;
-use larder_block::tls::{Stream, TlsError};
+use larder_block::tls::{MaybeTlsStream, TlsError};
 
 use super::Shared;
 
@@ -63,8 +63,8 @@ enum Step {
 
 pub(super) struct Handshake<'a> {
     shared: &'a Shared,
-    stream: &'a Rc<Stream>,
-    input: &'a mut Input,
+    stream: &'a Rc<MaybeTlsStream>,
+    input: &'a mut StreamReader,
     fixed: bool,
     no_zeroes: bool,
     framing: Framing,
@@ -73,7 +73,7 @@ pub(super) struct Handshake<'a> {
 }
 
 impl<'a> Handshake<'a> {
-    pub(super) fn new(shared: &'a Shared, stream: &'a Rc<Stream>, input: &'a mut Input) -> Self {
+    pub(super) fn new(shared: &'a Shared, stream: &'a Rc<MaybeTlsStream>, input: &'a mut StreamReader) -> Self {
         Self {
             shared,
             stream,
@@ -212,8 +212,8 @@ impl<'a> Handshake<'a> {
             }
         };
         // Unencrypted data after the option must not be treated as sent under TLS.
-        if !self.input.arrived().is_empty() {
-            return Err(HandshakeError::Injected(self.input.arrived().len()));
+        if !self.input.buffered().is_empty() {
+            return Err(HandshakeError::Injected(self.input.buffered().len()));
         }
         self.reply(option, replies::ACK, &[]);
         let answer = std::mem::take(&mut self.answer);
@@ -245,15 +245,15 @@ impl<'a> Handshake<'a> {
         }
         let (size, flags) = self.size_and_flags();
         let shared = self.shared;
-        let mut told = vec![Info::Export { size, flags }];
-        if request.wants(infos::NAME) {
-            told.push(Info::Name(&shared.options.export));
+        let mut told = vec![ExportInfo::Export { size, flags }];
+        if request.requests(infos::NAME) {
+            told.push(ExportInfo::Name(&shared.options.export));
         }
-        if request.wants(infos::DESCRIPTION) && !shared.options.description.is_empty() {
-            told.push(Info::Description(&shared.options.description));
+        if request.requests(infos::DESCRIPTION) && !shared.options.description.is_empty() {
+            told.push(ExportInfo::Description(&shared.options.description));
         }
         // Sent to every client: one that did not request it may still respect it.
-        told.push(Info::BlockSize(self.block_sizes()));
+        told.push(ExportInfo::BlockSize(self.block_sizes()));
         for info in told {
             self.reply(option, replies::INFO, &info.encode());
         }

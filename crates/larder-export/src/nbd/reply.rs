@@ -8,10 +8,10 @@ use std::rc::Rc;
 
 use larder_block::nbd::flags::errors;
 use larder_block::nbd::transmission::{
-    Framing, Request, chunks, push_chunk_header, push_error_chunk, push_simple_reply,
+    Framing, RequestHeader, chunks, push_chunk_header, push_error_chunk, push_simple_reply,
 };
 use larder_block::signal::Signal;
-use larder_block::tls::Stream;
+use larder_block::tls::MaybeTlsStream;
 use larder_block::{IoVec, WriteBuf};
 use smallvec::SmallVec;
 
@@ -40,13 +40,13 @@ enum Part {
 /// Builder of the reply to one request, chunk by chunk.
 pub(super) struct ReplyBuilder<'a> {
     framing: Framing,
-    request: &'a Request,
+    request: &'a RequestHeader,
     head: SmallVec<[u8; 64]>,
     parts: SmallVec<[Part; 3]>,
 }
 
 impl<'a> ReplyBuilder<'a> {
-    pub(super) fn new(framing: Framing, request: &'a Request) -> Self {
+    pub(super) fn new(framing: Framing, request: &'a RequestHeader) -> Self {
         Self {
             framing,
             request,
@@ -209,7 +209,7 @@ impl Outgoing {
     }
 
     /// Sends replies until the connection breaks; returns the error.
-    pub(super) async fn send_all(&self, stream: &Rc<Stream>, limits: &Limits) -> io::Error {
+    pub(super) async fn send_all(&self, stream: &Rc<MaybeTlsStream>, limits: &Limits) -> io::Error {
         let mut batch: Vec<Reply> = Vec::with_capacity(BATCH_MAX);
         let mut pieces: Vec<IoVec> = Vec::new();
         loop {
@@ -234,7 +234,7 @@ impl Outgoing {
 }
 
 /// Sends pieces of memory. They belong to replies that the caller keeps alive until this has ended.
-async fn send_pieces(stream: &Stream, limits: &Limits, pieces: &[IoVec]) -> io::Result<()> {
+async fn send_pieces(stream: &MaybeTlsStream, limits: &Limits, pieces: &[IoVec]) -> io::Result<()> {
     let mut done = 0;
     loop {
         // SAFETY: the replies that own the memory live, unmoved and unchanged, until the caller drops them after this

@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::task::Poll;
 
 use larder_block::nbd::flags::{error_of, errors};
-use larder_block::nbd::transmission::{Framing, Request};
+use larder_block::nbd::transmission::{Framing, RequestHeader};
 use larder_block::nbd::{Command, CommandFlags, PAYLOAD_LEN_MAX, STATE_HOLE, STATE_ZERO, STATUS_DESCRIPTORS_MAX};
 use larder_block::{
     ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, IoError, IoResult, ReadBuf, WriteBuf, WriteFlags,
@@ -52,7 +52,7 @@ pub(super) fn reply_room(command: Command) -> usize {
 pub(super) struct Refused(pub(super) u32);
 
 /// Checks a request before any payload is read. A refusal is sent when the payload has been consumed.
-pub(super) fn check(connection: &Connection, request: &Request) -> Result<Command, Refused> {
+pub(super) fn check(connection: &Connection, request: &RequestHeader) -> Result<Command, Refused> {
     let framing = connection.agreed.framing;
     let command = Command::from_code(request.command).ok_or(Refused(errors::EINVAL))?;
     let none = CommandFlags::NONE;
@@ -91,7 +91,7 @@ pub(super) fn check(connection: &Connection, request: &Request) -> Result<Comman
 }
 
 /// Builds the reply to a refused request.
-pub(super) fn refuse(connection: &Connection, request: &Request, refused: &Refused, permit: Permit) -> Reply {
+pub(super) fn refuse(connection: &Connection, request: &RequestHeader, refused: &Refused, permit: Permit) -> Reply {
     connection.shared.counters.failed();
     ReplyBuilder::new(connection.agreed.framing, request).error(refused.0, error_text(refused.0), permit)
 }
@@ -110,7 +110,7 @@ enum Answer {
 /// Executes a request and queues the reply. `buffer` is a write's payload, or memory for a read's data.
 pub(super) async fn execute(
     connection: Rc<Connection>,
-    request: Request,
+    request: RequestHeader,
     command: Command,
     buffer: Option<Buffer>,
     permit: Permit,
@@ -147,7 +147,7 @@ fn kind_of(command: Command) -> Option<Kind> {
 
 async fn carry_out(
     connection: &Connection,
-    request: &Request,
+    request: &RequestHeader,
     command: Command,
     buffer: Option<Buffer>,
 ) -> IoResult<Answer> {
@@ -160,7 +160,13 @@ async fn carry_out(
     }
 }
 
-fn failed(connection: &Connection, request: &Request, command: Command, error: &IoError, permit: Permit) -> Reply {
+fn failed(
+    connection: &Connection,
+    request: &RequestHeader,
+    command: Command,
+    error: &IoError,
+    permit: Permit,
+) -> Reply {
     connection.shared.counters.failed();
     // With FAST_ZERO, "not faster than data" is a regular result that the client asked for.
     let answers = request.flags.contains(CommandFlags::FAST_ZERO) && error.failure() == Failure::Unsupported;
@@ -172,12 +178,17 @@ fn failed(connection: &Connection, request: &Request, command: Command, error: &
     ReplyBuilder::new(connection.agreed.framing, request).error(number, &error.to_string(), permit)
 }
 
-fn range_of(request: &Request) -> ByteRange {
+fn range_of(request: &RequestHeader) -> ByteRange {
     ByteRange::new(request.offset, request.len)
 }
 
 /// Executes a command whose reply is only success or failure.
-async fn change(connection: &Connection, request: &Request, command: Command, buffer: Option<Buffer>) -> IoResult {
+async fn change(
+    connection: &Connection,
+    request: &RequestHeader,
+    command: Command,
+    buffer: Option<Buffer>,
+) -> IoResult {
     let device = &*connection.shared.device;
     let range = range_of(request);
     let fua = request.flags.contains(CommandFlags::FUA);
@@ -228,7 +239,7 @@ async fn cache(connection: &Connection, range: ByteRange, buffer: &mut Buffer) -
     Ok(())
 }
 
-async fn read(connection: &Connection, request: &Request, buffer: Option<Buffer>) -> IoResult<Answer> {
+async fn read(connection: &Connection, request: &RequestHeader, buffer: Option<Buffer>) -> IoResult<Answer> {
     let Some(mut buffer) = buffer else {
         return Ok(Answer::Done);
     };
@@ -341,7 +352,7 @@ fn sparse_reply(mut reply: ReplyBuilder<'_>, runs: &[Run], buffer: Buffer, permi
     reply.finish(Some(buffer), permit)
 }
 
-async fn block_status(connection: &Connection, request: &Request) -> IoResult<Answer> {
+async fn block_status(connection: &Connection, request: &RequestHeader) -> IoResult<Answer> {
     const { assert!(STATUS_EXTENTS_MAX <= STATUS_DESCRIPTORS_MAX as usize) };
     let one = request.flags.contains(CommandFlags::REQ_ONE);
     let limit = if one { 1 } else { STATUS_EXTENTS_MAX };

@@ -195,7 +195,7 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
         Err(Refusal::Failed(error)) if error.failure() == Failure::Unsupported => (S_UNSUPP, Some(error)),
         Err(Refusal::Failed(error)) => (S_IOERR, Some(error)),
     };
-    if error.as_ref().is_some_and(|error| error.failure().is_of_memory()) {
+    if error.as_ref().is_some_and(|error| error.failure().is_memory_fault()) {
         for segment in chain
             .readable()
             .iter()

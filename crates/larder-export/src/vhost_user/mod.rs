@@ -459,7 +459,7 @@ async fn announce_sizes(shared: Rc<Shared>, channel: Rc<RefCell<Option<Socket>>>
     let changes = shared.device.size_changes();
     let mut generation = changes.generation();
     while !done.get() {
-        changes.after_or(generation, || done.get()).await;
+        changes.changed_after_or(generation, || done.get()).await;
         if changes.generation() == generation {
             continue;
         }

@@ -10,7 +10,7 @@ use crate::userfaultfd::{Range, Userfaultfd};
 use crate::views::View;
 
 impl Attached {
-    /// Unregisters the memory. All pages must be in memory ([`Pager::bring_back`]), or they are lost.
+    /// Unregisters the memory. All pages must be in memory (`Pager::bring_back`), or they are lost.
     pub(super) fn unregister(&self) {
         unregister_all(self.pager.guest().userfaultfd(), &self.ranges());
     }

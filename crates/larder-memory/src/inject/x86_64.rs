@@ -41,7 +41,7 @@ const USER_CS: u64 = 0x33;
 
 const EINTR: u64 = -(libc::EINTR as i64) as u64;
 
-/// Internal error numbers that tell how an interrupted call is restarted (linux/errno.h).
+/// Internal error numbers that define how an interrupted call is restarted (linux/errno.h).
 const ERESTARTSYS: i64 = 512;
 const ERESTARTNOINTR: i64 = 513;
 const ERESTARTNOHAND: i64 = 514;

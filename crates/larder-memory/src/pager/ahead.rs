@@ -94,7 +94,7 @@ pub(super) struct Streams {
     neighbours: Neighbours,
 }
 
-/// Statistics that tell whether neighbours of wanted pages are used.
+/// Statistics on whether neighbours of wanted pages are used.
 #[derive(Default)]
 struct Neighbours {
     /// Number of faults that could prefetch neighbours.

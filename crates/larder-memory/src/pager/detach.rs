@@ -1,9 +1,9 @@
 //! Detaching: pages everything in, so that the process can run without a pager.
 //!
 //! The process may have punched a hole for a page before the page was paged in, and not have reported that yet
-//! ([`super`]). The old content is in memory then. Without a pager nobody would hear the report, and the old content
-//! would stay. So the pager hears reports for a while after it has paged in the last page, and only then lets go. A
-//! hole that is punched later needs no report: nothing brings the old content back.
+//! ([`super`]). The old content is in memory then. Without a pager the report would have no receiver, and the old
+//! content would remain. So the pager receives reports for a while after it has paged in the last page, and only then
+//! releases the memory. A hole that is punched later needs no report: nothing brings the old content back.
 
 use std::time::{Duration, Instant};
 

@@ -2,8 +2,8 @@
 //! that were used once and lines that were used again are in separate lists, each with ghosts; a ghost hit enlarges
 //! its list.
 
-use super::list::{Lists, OUT};
-use super::{Ask, Cache, Outcome};
+use super::list::{KeyLists, NO_LIST};
+use super::{AccessOutcome, LineAccess, ReferenceCache};
 
 const T1: u8 = 0;
 const T2: u8 = 1;
@@ -15,7 +15,7 @@ pub struct Arc {
     capacity: usize,
     /// Target length of T1: the paper's p.
     target: usize,
-    lists: Lists<4>,
+    lists: KeyLists<4>,
 }
 
 impl Arc {
@@ -24,7 +24,7 @@ impl Arc {
         Self {
             capacity: capacity.max(1),
             target: 0,
-            lists: Lists::new(keys),
+            lists: KeyLists::new(keys),
         }
     }
 
@@ -42,7 +42,7 @@ impl Arc {
         }
     }
 
-    fn make_room_for_a_new_key(&mut self) {
+    fn make_room(&mut self) {
         let [t1, t2, b1, b2] = [T1, T2, B1, B2].map(|list| self.lists.len(list));
         if t1 + b1 == self.capacity {
             if t1 < self.capacity {
@@ -60,14 +60,14 @@ impl Arc {
     }
 }
 
-impl Cache for Arc {
-    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
+impl ReferenceCache for Arc {
+    fn access(&mut self, LineAccess { key, .. }: LineAccess) -> AccessOutcome {
         let (b1, b2) = (self.lists.len(B1), self.lists.len(B2));
         match self.lists.list_of(key) {
-            OUT => {
-                self.make_room_for_a_new_key();
+            NO_LIST => {
+                self.make_room();
                 self.lists.push(T1, key);
-                return Outcome::Filled;
+                return AccessOutcome::Filled;
             }
             B1 => {
                 self.target = (self.target + (b2 / b1).max(1)).min(self.capacity);
@@ -79,10 +79,10 @@ impl Cache for Arc {
             }
             _ => {
                 self.lists.push(T2, key);
-                return Outcome::Hit;
+                return AccessOutcome::Hit;
             }
         }
         self.lists.push(T2, key);
-        Outcome::Filled
+        AccessOutcome::Filled
     }
 }

@@ -1,8 +1,8 @@
 //! LARC (Huang et al., "Improving Flash-based Disk Cache with Lazy Adaptive Replacement", MSST 2013): LRU that admits
 //! only keys in a queue of ghosts. The queue's length adapts: shorter with each hit, longer with each miss.
 
-use super::list::Lists;
-use super::{Ask, Cache, Outcome};
+use super::list::KeyLists;
+use super::{AccessOutcome, LineAccess, ReferenceCache};
 
 const RESIDENT: u8 = 0;
 const GHOST: u8 = 1;
@@ -12,7 +12,7 @@ pub struct Larc {
     capacity: usize,
     /// Target number of ghosts: the paper's C_r, which is not an integer.
     ghosts: f64,
-    lists: Lists<2>,
+    lists: KeyLists<2>,
 }
 
 impl Larc {
@@ -22,19 +22,19 @@ impl Larc {
         Self {
             capacity,
             ghosts: 0.1 * capacity as f64,
-            lists: Lists::new(keys),
+            lists: KeyLists::new(keys),
         }
     }
 }
 
-impl Cache for Larc {
-    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
+impl ReferenceCache for Larc {
+    fn access(&mut self, LineAccess { key, .. }: LineAccess) -> AccessOutcome {
         let capacity = self.capacity as f64;
         let list = self.lists.list_of(key);
         if list == RESIDENT {
             self.ghosts = (self.ghosts - capacity / (capacity - self.ghosts)).max(0.1 * capacity);
             self.lists.push(RESIDENT, key);
-            return Outcome::Hit;
+            return AccessOutcome::Hit;
         }
         self.ghosts = (self.ghosts + capacity / self.ghosts).min(0.9 * capacity);
         if list == GHOST {
@@ -42,12 +42,12 @@ impl Cache for Larc {
                 self.lists.pop(RESIDENT);
             }
             self.lists.push(RESIDENT, key);
-            return Outcome::Filled;
+            return AccessOutcome::Filled;
         }
         self.lists.push(GHOST, key);
         if self.lists.len(GHOST) as f64 > self.ghosts {
             self.lists.pop(GHOST);
         }
-        Outcome::Bypassed
+        AccessOutcome::Bypassed
     }
 }

@@ -3,10 +3,10 @@
 const NONE: u32 = u32::MAX;
 
 /// Number of the list of a key that is in none.
-pub(super) const OUT: u8 = u8::MAX;
+pub(super) const NO_LIST: u8 = u8::MAX;
 
 /// `N` lists, each with its oldest key at the back.
-pub(super) struct Lists<const N: usize> {
+pub(super) struct KeyLists<const N: usize> {
     /// Next key towards the front; `older` is the next key towards the back.
     newer: Vec<u32>,
     older: Vec<u32>,
@@ -16,13 +16,13 @@ pub(super) struct Lists<const N: usize> {
     len: [usize; N],
 }
 
-impl<const N: usize> Lists<N> {
+impl<const N: usize> KeyLists<N> {
     /// Creates empty lists for keys below `keys`.
     pub(super) fn new(keys: usize) -> Self {
         Self {
             newer: vec![NONE; keys],
             older: vec![NONE; keys],
-            list: vec![OUT; keys],
+            list: vec![NO_LIST; keys],
             front: [NONE; N],
             back: [NONE; N],
             len: [0; N],
@@ -66,7 +66,7 @@ impl<const N: usize> Lists<N> {
     /// Removes a key from its list, if it is in one.
     pub(super) fn remove(&mut self, key: u32) {
         let list = self.list[key as usize];
-        if list == OUT {
+        if list == NO_LIST {
             return;
         }
         let (newer, older) = (self.newer[key as usize], self.older[key as usize]);
@@ -78,7 +78,7 @@ impl<const N: usize> Lists<N> {
             NONE => self.back[usize::from(list)] = newer,
             older => self.newer[older as usize] = newer,
         }
-        self.list[key as usize] = OUT;
+        self.list[key as usize] = NO_LIST;
         self.len[usize::from(list)] -= 1;
     }
 

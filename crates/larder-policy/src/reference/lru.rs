@@ -1,12 +1,12 @@
 //! LRU: evicts the line that was not used for longest.
 
-use super::list::{Lists, OUT};
-use super::{Ask, Cache, Outcome};
+use super::list::{KeyLists, NO_LIST};
+use super::{AccessOutcome, LineAccess, ReferenceCache};
 
 /// LRU cache. See the module.
 pub struct Lru {
     capacity: usize,
-    lists: Lists<1>,
+    lists: KeyLists<1>,
 }
 
 impl Lru {
@@ -14,18 +14,18 @@ impl Lru {
     pub fn new(capacity: usize, keys: usize) -> Self {
         Self {
             capacity: capacity.max(1),
-            lists: Lists::new(keys),
+            lists: KeyLists::new(keys),
         }
     }
 }
 
-impl Cache for Lru {
-    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
-        let hit = self.lists.list_of(key) != OUT;
+impl ReferenceCache for Lru {
+    fn access(&mut self, LineAccess { key, .. }: LineAccess) -> AccessOutcome {
+        let hit = self.lists.list_of(key) != NO_LIST;
         if !hit && self.lists.len(0) == self.capacity {
             self.lists.pop(0);
         }
         self.lists.push(0, key);
-        if hit { Outcome::Hit } else { Outcome::Filled }
+        if hit { AccessOutcome::Hit } else { AccessOutcome::Filled }
     }
 }

@@ -21,7 +21,7 @@ pub use w_tiny_lfu::WTinyLfu;
 
 /// Access to one line of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ask {
+pub struct LineAccess {
     /// Key of the line.
     pub key: u32,
     /// Number of lines of the whole request.
@@ -34,7 +34,7 @@ pub struct Ask {
 
 /// Result of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum AccessOutcome {
     /// The key was in the cache.
     Hit,
     /// The key was stored: its line was written to the SSD.
@@ -44,9 +44,9 @@ pub enum Outcome {
 }
 
 /// Cache that reports the result of each access.
-pub trait Cache {
+pub trait ReferenceCache {
     /// Accesses a key.
-    fn access(&mut self, ask: Ask) -> Outcome;
+    fn access(&mut self, access: LineAccess) -> AccessOutcome;
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 //! of a tenth of the cache. Lines that are hit there, or are known from a ghost queue as long as the main one, enter
 //! the main queue. Two bits count the hits. A line of the main queue that was hit is inserted again.
 
-use super::list::Lists;
-use super::{Ask, Cache, Outcome};
+use super::list::KeyLists;
+use super::{AccessOutcome, LineAccess, ReferenceCache};
 
 const SMALL: u8 = 0;
 const MAIN: u8 = 1;
@@ -16,7 +16,7 @@ const FREQUENCY_MAX: u8 = 3;
 pub struct S3Fifo {
     capacity: usize,
     small_max: usize,
-    lists: Lists<3>,
+    lists: KeyLists<3>,
     frequency: Vec<u8>,
 }
 
@@ -27,7 +27,7 @@ impl S3Fifo {
         Self {
             capacity,
             small_max: (capacity / 10).max(1),
-            lists: Lists::new(keys),
+            lists: KeyLists::new(keys),
             frequency: vec![0; keys],
         }
     }
@@ -72,13 +72,13 @@ impl S3Fifo {
     }
 }
 
-impl Cache for S3Fifo {
-    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
+impl ReferenceCache for S3Fifo {
+    fn access(&mut self, LineAccess { key, .. }: LineAccess) -> AccessOutcome {
         let list = self.lists.list_of(key);
         if list == SMALL || list == MAIN {
             let frequency = &mut self.frequency[key as usize];
             *frequency = (*frequency + 1).min(FREQUENCY_MAX);
-            return Outcome::Hit;
+            return AccessOutcome::Hit;
         }
         while self.resident() >= self.capacity {
             self.evict();
@@ -86,6 +86,6 @@ impl Cache for S3Fifo {
         // The eviction may have dropped the key's ghost, which counts all the same.
         self.lists.push(if list == GHOST { MAIN } else { SMALL }, key);
         self.frequency[key as usize] = 0;
-        Outcome::Filled
+        AccessOutcome::Filled
     }
 }

@@ -1,13 +1,13 @@
 //! SIEVE (Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024): one queue in order of arrival. A hand moves from the
 //! oldest to the newest, keeps lines that were hit since it passed last, and evicts the first that was not.
 
-use super::list::{Lists, OUT};
-use super::{Ask, Cache, Outcome};
+use super::list::{KeyLists, NO_LIST};
+use super::{AccessOutcome, LineAccess, ReferenceCache};
 
 /// SIEVE cache. See the module.
 pub struct Sieve {
     capacity: usize,
-    lists: Lists<1>,
+    lists: KeyLists<1>,
     visited: Vec<bool>,
     /// Key at the hand; `None` for the oldest.
     hand: Option<u32>,
@@ -18,7 +18,7 @@ impl Sieve {
     pub fn new(capacity: usize, keys: usize) -> Self {
         Self {
             capacity: capacity.max(1),
-            lists: Lists::new(keys),
+            lists: KeyLists::new(keys),
             visited: vec![false; keys],
             hand: None,
         }
@@ -38,17 +38,17 @@ impl Sieve {
     }
 }
 
-impl Cache for Sieve {
-    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
-        if self.lists.list_of(key) != OUT {
+impl ReferenceCache for Sieve {
+    fn access(&mut self, LineAccess { key, .. }: LineAccess) -> AccessOutcome {
+        if self.lists.list_of(key) != NO_LIST {
             self.visited[key as usize] = true;
-            return Outcome::Hit;
+            return AccessOutcome::Hit;
         }
         if self.lists.len(0) == self.capacity {
             self.evict();
         }
         self.lists.push(0, key);
         self.visited[key as usize] = false;
-        Outcome::Filled
+        AccessOutcome::Filled
     }
 }

@@ -2,15 +2,15 @@
 
 use proptest::prelude::*;
 
-use super::{Arc, Ask, Cache, Larc, Lru, Outcome, S3Fifo, Sieve, WTinyLfu};
+use super::{AccessOutcome, Arc, Larc, LineAccess, Lru, ReferenceCache, S3Fifo, Sieve, WTinyLfu};
 
 const KEYS: u32 = 24;
 
 /// List of keys, front first.
 type List = Vec<u32>;
 
-fn ask(key: u32) -> Ask {
-    Ask {
+fn access_to(key: u32) -> LineAccess {
+    LineAccess {
         key,
         request_lines: 1,
         write: false,
@@ -18,16 +18,16 @@ fn ask(key: u32) -> Ask {
     }
 }
 
-fn take(list: &mut List, key: u32) -> bool {
+fn remove(list: &mut List, key: u32) -> bool {
     let at = list.iter().position(|entry| *entry == key);
     at.map(|at| list.remove(at)).is_some()
 }
 
-fn lru(lists: &mut [List; 1], capacity: usize, key: u32) -> Outcome {
-    let hit = take(&mut lists[0], key);
+fn lru(lists: &mut [List; 1], capacity: usize, key: u32) -> AccessOutcome {
+    let hit = remove(&mut lists[0], key);
     lists[0].insert(0, key);
     lists[0].truncate(capacity);
-    if hit { Outcome::Hit } else { Outcome::Filled }
+    if hit { AccessOutcome::Hit } else { AccessOutcome::Filled }
 }
 
 /// State of SIEVE: the queue with its bits, newest first, and the key at the hand.
@@ -38,14 +38,14 @@ struct SieveModel {
 }
 
 impl SieveModel {
-    fn access(&mut self, capacity: usize, key: u32) -> Outcome {
+    fn access(&mut self, capacity: usize, key: u32) -> AccessOutcome {
         if let Some(entry) = self.queue.iter_mut().find(|entry| entry.0 == key) {
             entry.1 = true;
-            return Outcome::Hit;
+            return AccessOutcome::Hit;
         }
         if self.queue.len() == capacity {
-            let place = |queue: &[(u32, bool)], key| queue.iter().position(|entry| Some(entry.0) == key);
-            let mut at = place(&self.queue, self.hand).unwrap_or(capacity - 1);
+            let position = |queue: &[(u32, bool)], key| queue.iter().position(|entry| Some(entry.0) == key);
+            let mut at = position(&self.queue, self.hand).unwrap_or(capacity - 1);
             while self.queue[at].1 {
                 self.queue[at].1 = false;
                 at = at.checked_sub(1).unwrap_or(capacity - 1);
@@ -54,12 +54,12 @@ impl SieveModel {
             self.queue.remove(at);
         }
         self.queue.insert(0, (key, false));
-        Outcome::Filled
+        AccessOutcome::Filled
     }
 }
 
 /// ARC by the paper's figure 4, step by step: T1, T2, B1, B2, and p.
-fn arc(lists: &mut [List; 4], p: &mut usize, c: usize, key: u32) -> Outcome {
+fn arc(lists: &mut [List; 4], p: &mut usize, c: usize, key: u32) -> AccessOutcome {
     fn replace(lists: &mut [List; 4], p: usize, in_b2: bool) {
         let t1 = lists[0].len();
         let from = usize::from(!(t1 >= 1 && (t1 > p || in_b2 && t1 == p)));
@@ -68,19 +68,19 @@ fn arc(lists: &mut [List; 4], p: &mut usize, c: usize, key: u32) -> Outcome {
         }
     }
     let (b1, b2) = (lists[2].len(), lists[3].len());
-    if lists[..2].iter_mut().any(|list| take(list, key)) {
+    if lists[..2].iter_mut().any(|list| remove(list, key)) {
         lists[1].insert(0, key);
-        return Outcome::Hit;
+        return AccessOutcome::Hit;
     }
     if lists[2].contains(&key) {
         *p = (*p + (b2 / b1).max(1)).min(c);
         replace(lists, *p, false);
-        take(&mut lists[2], key);
+        remove(&mut lists[2], key);
         lists[1].insert(0, key);
     } else if lists[3].contains(&key) {
         *p = p.saturating_sub((b1 / b2).max(1));
         replace(lists, *p, true);
-        take(&mut lists[3], key);
+        remove(&mut lists[3], key);
         lists[1].insert(0, key);
     } else {
         let l1 = lists[0].len() + b1;
@@ -98,28 +98,28 @@ fn arc(lists: &mut [List; 4], p: &mut usize, c: usize, key: u32) -> Outcome {
         }
         lists[0].insert(0, key);
     }
-    Outcome::Filled
+    AccessOutcome::Filled
 }
 
 /// LARC: resident lines, ghosts, and the target number of ghosts.
-fn larc(lists: &mut [List; 2], ghosts: &mut f64, capacity: usize, key: u32) -> Outcome {
+fn larc(lists: &mut [List; 2], ghosts: &mut f64, capacity: usize, key: u32) -> AccessOutcome {
     let c = capacity as f64;
-    if take(&mut lists[0], key) {
+    if remove(&mut lists[0], key) {
         *ghosts = (*ghosts - c / (c - *ghosts)).max(0.1 * c);
         lists[0].insert(0, key);
-        return Outcome::Hit;
+        return AccessOutcome::Hit;
     }
     *ghosts = (*ghosts + c / *ghosts).min(0.9 * c);
-    if take(&mut lists[1], key) {
+    if remove(&mut lists[1], key) {
         lists[0].insert(0, key);
         lists[0].truncate(capacity);
-        return Outcome::Filled;
+        return AccessOutcome::Filled;
     }
     lists[1].insert(0, key);
     if lists[1].len() as f64 > *ghosts {
         lists[1].pop();
     }
-    Outcome::Bypassed
+    AccessOutcome::Bypassed
 }
 
 /// State of S3-FIFO: small, main and ghost queue, newest first, with frequencies.
@@ -152,11 +152,11 @@ impl S3Model {
         }
     }
 
-    fn access(&mut self, capacity: usize, key: u32) -> Outcome {
+    fn access(&mut self, capacity: usize, key: u32) -> AccessOutcome {
         let small_max = (capacity / 10).max(1);
         if let Some(entry) = self.small.iter_mut().chain(&mut self.main).find(|entry| entry.0 == key) {
             entry.1 = (entry.1 + 1).min(3);
-            return Outcome::Hit;
+            return AccessOutcome::Hit;
         }
         let known = self.ghosts.contains(&key);
         if self.small.len() + self.main.len() == capacity {
@@ -166,10 +166,10 @@ impl S3Model {
                 self.evict_main();
             }
         }
-        take(&mut self.ghosts, key);
+        remove(&mut self.ghosts, key);
         let queue = if known { &mut self.main } else { &mut self.small };
         queue.insert(0, (key, 0));
-        Outcome::Filled
+        AccessOutcome::Filled
     }
 }
 
@@ -183,7 +183,7 @@ proptest! {
         let mut cache = Lru::new(capacity, KEYS as usize);
         let mut lists = Default::default();
         for key in keys {
-            prop_assert_eq!(cache.access(ask(key)), lru(&mut lists, capacity, key));
+            prop_assert_eq!(cache.access(access_to(key)), lru(&mut lists, capacity, key));
         }
     }
 
@@ -192,7 +192,7 @@ proptest! {
         let mut cache = Sieve::new(capacity, KEYS as usize);
         let mut model = SieveModel::default();
         for key in keys {
-            prop_assert_eq!(cache.access(ask(key)), model.access(capacity, key));
+            prop_assert_eq!(cache.access(access_to(key)), model.access(capacity, key));
         }
     }
 
@@ -201,7 +201,7 @@ proptest! {
         let mut cache = S3Fifo::new(capacity, KEYS as usize);
         let mut model = S3Model::default();
         for key in keys {
-            prop_assert_eq!(cache.access(ask(key)), model.access(capacity, key));
+            prop_assert_eq!(cache.access(access_to(key)), model.access(capacity, key));
         }
     }
 
@@ -210,7 +210,7 @@ proptest! {
         let mut cache = Arc::new(capacity, KEYS as usize);
         let (mut lists, mut p) = Default::default();
         for key in keys {
-            prop_assert_eq!(cache.access(ask(key)), arc(&mut lists, &mut p, capacity, key));
+            prop_assert_eq!(cache.access(access_to(key)), arc(&mut lists, &mut p, capacity, key));
         }
     }
 
@@ -219,7 +219,7 @@ proptest! {
         let mut cache = Larc::new(capacity, KEYS as usize);
         let (mut lists, mut ghosts) = (Default::default(), 0.1 * capacity as f64);
         for key in keys {
-            prop_assert_eq!(cache.access(ask(key)), larc(&mut lists, &mut ghosts, capacity, key));
+            prop_assert_eq!(cache.access(access_to(key)), larc(&mut lists, &mut ghosts, capacity, key));
         }
     }
 
@@ -230,9 +230,9 @@ proptest! {
         let mut seen = vec![false; KEYS as usize];
         let mut before = None;
         for key in keys {
-            let outcome = cache.access(ask(key));
-            prop_assert!(outcome != Outcome::Hit || seen[key as usize]);
-            prop_assert!(before != Some(key) || outcome == Outcome::Hit);
+            let outcome = cache.access(access_to(key));
+            prop_assert!(outcome != AccessOutcome::Hit || seen[key as usize]);
+            prop_assert!(before != Some(key) || outcome == AccessOutcome::Hit);
             seen[key as usize] = true;
             before = Some(key);
             prop_assert!(cache.resident() <= capacity);
@@ -245,9 +245,11 @@ proptest! {
 fn w_tiny_lfu_resists_scans() {
     let mut cache = WTinyLfu::new(10, 10_000);
     for round in 0..50 {
-        (0..8).for_each(|key| _ = cache.access(ask(key)));
-        (0..12).for_each(|key| _ = cache.access(ask(1_000 + round * 12 + key)));
+        (0..8).for_each(|key| _ = cache.access(access_to(key)));
+        (0..12).for_each(|key| _ = cache.access(access_to(1_000 + round * 12 + key)));
     }
-    let hits = (0..8).filter(|key| cache.access(ask(*key)) == Outcome::Hit).count();
+    let hits = (0..8)
+        .filter(|key| cache.access(access_to(*key)) == AccessOutcome::Hit)
+        .count();
     assert!(hits >= 7, "{hits} of 8");
 }

@@ -3,8 +3,8 @@
 //! victim of the main part, a segmented LRU of 20 % probation and 80 % protected, only if it was used more often, by
 //! a count-min sketch of four bits that is halved after ten uses per line.
 
-use super::list::Lists;
-use super::{Ask, Cache, Outcome};
+use super::list::KeyLists;
+use super::{AccessOutcome, LineAccess, ReferenceCache};
 use crate::hash::mix;
 
 const WINDOW: u8 = 0;
@@ -16,7 +16,7 @@ pub struct WTinyLfu {
     window_max: usize,
     main_max: usize,
     protected_max: usize,
-    lists: Lists<3>,
+    lists: KeyLists<3>,
     sketch: Sketch,
 }
 
@@ -30,7 +30,7 @@ impl WTinyLfu {
             window_max,
             main_max,
             protected_max: main_max * 8 / 10,
-            lists: Lists::new(keys),
+            lists: KeyLists::new(keys),
             sketch: Sketch::new(capacity),
         }
     }
@@ -58,7 +58,7 @@ impl WTinyLfu {
     }
 
     /// Moves the oldest line of the window to the main part, or evicts it.
-    fn leave_window(&mut self) {
+    fn evict_from_window(&mut self) {
         let Some(candidate) = self.lists.pop(WINDOW) else {
             return;
         };
@@ -75,18 +75,18 @@ impl WTinyLfu {
     }
 }
 
-impl Cache for WTinyLfu {
-    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
+impl ReferenceCache for WTinyLfu {
+    fn access(&mut self, LineAccess { key, .. }: LineAccess) -> AccessOutcome {
         self.sketch.add(key);
-        if self.lists.list_of(key) != super::list::OUT {
+        if self.lists.list_of(key) != super::list::NO_LIST {
             self.hit(key);
-            return Outcome::Hit;
+            return AccessOutcome::Hit;
         }
         self.lists.push(WINDOW, key);
         if self.lists.len(WINDOW) > self.window_max {
-            self.leave_window();
+            self.evict_from_window();
         }
-        Outcome::Filled
+        AccessOutcome::Filled
     }
 }
 

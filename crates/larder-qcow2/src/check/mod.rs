@@ -3,7 +3,7 @@
 //! A check walks all references to clusters ([`walk`]), counts them ([`count`]), and compares them with the image's
 //! refcounts ([`stored`]) and with the flags that mean "used once" ([`copied`]). Errors are counted like in QEMU.
 //!
-//! Repair ([`repair`]) writes in an order that a crash may cut off anywhere: no step leaves an image worse than it
+//! Repair ([`mod@repair`]) writes in an order that a crash may cut off anywhere: no step leaves an image worse than it
 //! was, and the bits that mark it as dirty or corrupt are cleared last.
 //!
 //! Memory: about 1.4 bytes for each used cluster of the image, and never more than [`CheckOptions::memory_max`]; an

@@ -203,7 +203,7 @@ impl Qcow2 {
         self.space.borrow_mut().touch_all_before(first + count);
         let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         for cluster in first..first + count {
-            slice.did(1).await;
+            slice.complete_steps(1).await;
             self.secure_refcounts(cluster).await?;
             self.refcount(cluster).await?;
             // Slices are processed one at a time, so the present one is not dropped.

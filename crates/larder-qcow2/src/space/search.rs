@@ -10,7 +10,7 @@ use std::rc::Weak;
 
 use larder_block::backend::file::CONTAINER_UNIT;
 use larder_block::event_loop::{WorkSlice, yield_now};
-use larder_block::range_lock::Mode;
+use larder_block::range_lock::RangeLockMode;
 use larder_block::{AlignedBuf, ByteLen, ByteRange, Failure, IoError, IoResult, Operation, ReadBuf, join};
 use rustix::io::Errno;
 
@@ -309,7 +309,7 @@ impl Qcow2 {
         let (mut run, mut cursor) = (0..0, 0);
         let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         while cursor < limit {
-            slice.did(1).await;
+            slice.complete_steps(1).await;
             let found = self.refcounts.borrow_mut().space(cursor);
             match found {
                 Known::Absent(..) if effort.is_spent() => return Ok(None),
@@ -427,7 +427,10 @@ impl Qcow2 {
 
     /// Searches a few slices for the first free cluster. Returns true if the search is complete.
     async fn search_some(&self) -> IoResult<bool> {
-        let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+        let _alone = self
+            .finding_space
+            .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
+            .await;
         if !self.space.borrow().window.is_empty() {
             return Ok(true);
         }

@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Image, SimulatedDevice};
+use larder_block::backend::simulated::{SimulatedDevice, SparseImage};
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, ReadBuf, SizeChanges,
     WriteBuf, WriteFlags, ZeroFlags,
@@ -74,14 +74,14 @@ impl Places {
 pub struct Guard {
     lower: Rc<SimulatedDevice>,
     /// The content of the file, as far as it was written through this object.
-    bytes: RefCell<Image>,
+    bytes: RefCell<SparseImage>,
     armed: Cell<bool>,
     places: Cell<Option<Places>>,
     roles: RefCell<HashMap<u64, Role>>,
 }
 
 impl Guard {
-    pub fn new(lower: Rc<SimulatedDevice>, bytes: Image) -> Rc<Self> {
+    pub fn new(lower: Rc<SimulatedDevice>, bytes: SparseImage) -> Rc<Self> {
         Rc::new(Self {
             lower,
             bytes: RefCell::new(bytes),
@@ -91,7 +91,7 @@ impl Guard {
         })
     }
 
-    pub fn bytes(&self) -> Image {
+    pub fn bytes(&self) -> SparseImage {
         self.bytes.borrow().clone()
     }
 

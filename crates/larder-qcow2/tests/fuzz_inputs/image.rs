@@ -5,7 +5,9 @@ use std::fs::File;
 use std::rc::Rc;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::backend::simulated::{Image, Latency, Medium, Options, SimulatedDevice};
+use larder_block::backend::simulated::{
+    LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions, SparseImage,
+};
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
 };
@@ -40,7 +42,7 @@ enum Request {
 
 struct Run<'a> {
     input: Input<'a>,
-    latency: Latency,
+    latency: LatencyDistribution,
     /// The expected content of the disk, as long as nothing was damaged.
     model: Option<Model>,
     number: u32,
@@ -60,8 +62,8 @@ pub fn run(data: &[u8]) {
     let flags = input.byte();
     let mut run = Run {
         latency: match flags & 1 {
-            0 => Latency::NONE,
-            _ => Latency::VARIED,
+            0 => LatencyDistribution::NONE,
+            _ => LatencyDistribution::VARIED,
         },
         backing: (flags & 2 != 0).then(|| (1 + u64::from(flags >> 4) * 9) * SECTOR),
         journal: (flags & 4 != 0).then(journal),
@@ -114,8 +116,8 @@ fn shape(input: &mut Input<'_>) -> Shape {
 }
 
 impl Run<'_> {
-    fn device(&self, on: &Loop, bytes: &Image, size: u64) -> Rc<Guard> {
-        let mut medium = Medium::new(ByteLen::new(size), 512);
+    fn device(&self, on: &Loop, bytes: &SparseImage, size: u64) -> Rc<Guard> {
+        let mut medium = SimulatedMedium::new(ByteLen::new(size), 512);
         let mut at = ByteOffset::ZERO;
         let end = ByteOffset::new(size);
         while let Some(data) = bytes.next_data(ByteRange::between(at, end)) {
@@ -124,10 +126,10 @@ impl Run<'_> {
             medium.write_durably(data.start, &page);
             at = data.end();
         }
-        let options = Options {
+        let options = SimulatedOptions {
             latency: self.latency,
             seed: self.seed,
-            ..Options::default()
+            ..SimulatedOptions::default()
         };
         Guard::new(SimulatedDevice::open(on, medium, options), bytes.clone())
     }
@@ -149,8 +151,8 @@ impl Run<'_> {
             .await
             .is_ok_and(|header| header.shape.data_file);
         let data_file = has_data_file.then(|| {
-            let medium = Medium::new(ByteLen::kib(64), 512);
-            SimulatedDevice::open(on, medium, Options::default()) as _
+            let medium = SimulatedMedium::new(ByteLen::kib(64), 512);
+            SimulatedDevice::open(on, medium, SimulatedOptions::default()) as _
         });
         Others { backing, data_file }
     }
@@ -185,9 +187,9 @@ impl Run<'_> {
     }
 
     /// Creates a sound image, and returns the content and length of its file.
-    fn make(&mut self, shape: Shape, size: u64) -> (Image, u64) {
+    fn make(&mut self, shape: Shape, size: u64) -> (SparseImage, u64) {
         let on = Loop::simulated().expect("a loop");
-        let file = self.device(&on, &Image::default(), 512);
+        let file = self.device(&on, &SparseImage::default(), 512);
         on.block_on(async {
             let lower = Rc::clone(&file) as Rc<dyn BlockDevice>;
             let made = larder_qcow2::create(&lower, shape, ByteLen::new(size)).await;
@@ -204,7 +206,7 @@ impl Run<'_> {
     }
 
     /// Opens an image, makes requests, and closes it, or not.
-    fn serve(&mut self, bytes: Image, size: u64) -> (Image, u64) {
+    fn serve(&mut self, bytes: SparseImage, size: u64) -> (SparseImage, u64) {
         let on = Loop::simulated().expect("a loop");
         let file = self.device(&on, &bytes, size);
         on.block_on(async {

@@ -1,7 +1,7 @@
 //! Damage to the metadata of an image: its header, its tables, and their targets.
 
 use larder_block::ByteOffset;
-use larder_block::backend::simulated::Image;
+use larder_block::backend::simulated::SparseImage;
 
 use super::Input;
 use super::guard::Places;
@@ -14,7 +14,7 @@ const ADDED_MAX: u64 = 256 << 10;
 
 /// An image file that is being damaged.
 pub struct Damage<'a> {
-    pub bytes: &'a mut Image,
+    pub bytes: &'a mut SparseImage,
     pub size: &'a mut u64,
     /// The locations before any damage.
     pub places: Places,

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Effect, Fault, Latency};
+use larder_block::backend::simulated::{FaultEffect, InjectedFault, LatencyDistribution};
 use larder_block::event_loop::yield_now;
 use larder_block::{BlockDevice, ByteOffset, ByteRange, Failure, Operation, WriteBuf, WriteFlags};
 use larder_qcow2::shape::Shape;
@@ -12,14 +12,14 @@ use crate::kit::{Kit, shape};
 use crate::measured;
 
 /// The effect of a sector that the device cannot read or write.
-const EIO: Effect = Effect::Fail(Failure::Os(5));
+const EIO: FaultEffect = FaultEffect::Fail(Failure::Os(5));
 
 /// The device has no free cluster, or only the last one is free, so that the window extends into the new part.
 #[test]
 fn extension_during_search_hides_old_bytes() {
     for free in [0, 1] {
         let shape = shape(12, 4);
-        let kit = Kit::new(shape, 1 << 22, 64, Latency::NONE);
+        let kit = Kit::new(shape, 1 << 22, 64, LatencyDistribution::NONE);
         let image = kit.open();
         let full = kit.fill_up(&image);
         (full - free..full).for_each(|cluster| kit.discard(&image, cluster));
@@ -40,13 +40,13 @@ fn extension_during_search_hides_old_bytes() {
 fn retried_grow_keeps_its_table() {
     let clusters = 300 * 64 * 64;
     for after in 0.. {
-        let kit = Kit::new(shape(9, 4), 1 << 20, 64, Latency::NONE);
+        let kit = Kit::new(shape(9, 4), 1 << 20, 64, LatencyDistribution::NONE);
         kit.device.is_fixed.set(false);
         let image = kit.open();
         kit.write(&image, 0, 1).expect("it is written");
-        kit.inject(Fault::once(EIO).on(Operation::Write).after(after));
+        kit.inject(InjectedFault::once(EIO).on(Operation::Write).after(after));
         let is_complete = kit.grow(&image, clusters).is_ok();
-        kit.simulated.heal();
+        kit.simulated.clear_faults();
         kit.grow(&image, clusters).expect("nothing is wrong any more");
         kit.write(&image, clusters - 1, 2).expect("it is written");
         kit.on.block_on(image.close()).expect("it is closed");
@@ -64,7 +64,7 @@ fn retried_grow_keeps_its_table() {
 /// The tail of the file is free, and its refcounts are in one slice with those of clusters past the end.
 #[test]
 fn file_with_free_tail_keeps_size() {
-    let kit = Kit::new(shape(16, 4), 1 << 26, 100, Latency::NONE);
+    let kit = Kit::new(shape(16, 4), 1 << 26, 100, LatencyDistribution::NONE);
     kit.device.is_fixed.set(false);
     let size = kit.file().geometry().size;
     for start in 0..50 {
@@ -83,7 +83,7 @@ fn file_with_free_tail_keeps_size() {
 fn full_device_opens_after_server_kill() {
     for is_killed_in_commit in [false, true] {
         let shape = shape(9, 4);
-        let kit = Kit::new(shape, 1 << 20, 400, Latency::NONE);
+        let kit = Kit::new(shape, 1 << 20, 400, LatencyDistribution::NONE);
         let image = kit.open();
         let full = kit.fill_up(&image);
         kit.discard(&image, 8);
@@ -95,9 +95,9 @@ fn full_device_opens_after_server_kill() {
         if is_killed_in_commit {
             let l1 = ByteRange::new(kit.word(40), 512);
             let before = kit.read(&*kit.file(), l1.start.get(), 512);
-            kit.inject(Fault::always(EIO).on(Operation::Write).within(l1));
+            kit.inject(InjectedFault::always(EIO).on(Operation::Write).within(l1));
             kit.flush(&image).expect_err("the L1 table cannot be written");
-            kit.simulated.heal();
+            kit.simulated.clear_faults();
             // Each sector whose write fails is the old one or the new one: the L1 table's sector is old, the L2
             // table's new.
             kit.overwrite(l1.start, &before);
@@ -123,7 +123,7 @@ fn full_device_opens_after_server_kill() {
 fn reclaiming_many_clusters_yields() {
     for apart in [1, 2] {
         let clusters = 32_768;
-        let kit = Kit::new(shape(9, 4), clusters << 9, 64, Latency::NONE);
+        let kit = Kit::new(shape(9, 4), clusters << 9, 64, LatencyDistribution::NONE);
         kit.device.is_fixed.set(false);
         let image = kit.open();
         let bytes = vec![1; (clusters << 9) as usize];
@@ -157,21 +157,26 @@ fn reclaiming_many_clusters_yields() {
 fn unreadable_refcounts_fail_no_other_allocation() {
     let shape = shape(9, 4);
     let clusters = 20_000;
-    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), Latency::NONE);
+    let kit = Kit::new(
+        shape,
+        clusters << 9,
+        measured(shape, clusters),
+        LatencyDistribution::NONE,
+    );
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     kit.discard(&image, clusters - 1);
     kit.close(image);
     let image = kit.open();
     let unreadable = kit.refcount_block(10);
-    kit.inject(Fault::always(EIO).on(Operation::Read).within(unreadable));
+    kit.inject(InjectedFault::always(EIO).on(Operation::Read).within(unreadable));
     kit.write(&image, clusters - 1, 2).expect("a cluster is free");
     // Clusters of both slices are freed; one with a readable refcount is reused.
     let in_it = 256 * 10;
     (in_it..in_it + 100).for_each(|cluster| kit.discard(&image, cluster));
     kit.discard(&image, clusters - 2);
     kit.write(&image, clusters - 2, 3).expect("a cluster can be given back");
-    kit.simulated.heal();
+    kit.simulated.clear_faults();
     (in_it..in_it + 90).for_each(|cluster| kit.write(&image, cluster, 4).expect("they are free now"));
     kit.close(image);
     let image = kit.open();
@@ -183,26 +188,26 @@ fn unreadable_refcounts_fail_no_other_allocation() {
 /// A file that can grow does so if no cluster with a readable refcount is free.
 #[test]
 fn unreadable_refcounts_make_file_grow() {
-    let kit = Kit::new(shape(9, 4), 1 << 20, 64, Latency::NONE);
+    let kit = Kit::new(shape(9, 4), 1 << 20, 64, LatencyDistribution::NONE);
     kit.device.is_fixed.set(false);
     let image = kit.open();
     (0..600).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     kit.close(image);
     let image = kit.open();
     let unreadable = kit.refcount_block(0);
-    kit.inject(Fault::always(EIO).on(Operation::Read).within(unreadable));
+    kit.inject(InjectedFault::always(EIO).on(Operation::Read).within(unreadable));
     (600..1000).for_each(|cluster| kit.write(&image, cluster, 2).expect("the file grows"));
-    kit.simulated.heal();
+    kit.simulated.clear_faults();
     kit.close(image);
 }
 
 /// The file system refuses larger files with its own error. Discarded clusters are used then, like on a full device.
 #[test]
 fn largest_file_reuses_freed_clusters() {
-    let kit = Kit::new(shape(9, 4), 1 << 20, 400, Latency::NONE);
+    let kit = Kit::new(shape(9, 4), 1 << 20, 400, LatencyDistribution::NONE);
     kit.device.is_fixed.set(false);
-    let too_large = Effect::Fail(Failure::Os(27));
-    kit.inject(Fault::always(too_large).on(Operation::Grow));
+    let too_large = FaultEffect::Fail(Failure::Os(27));
+    kit.inject(InjectedFault::always(too_large).on(Operation::Grow));
     let image = kit.open();
     let full = kit.fill_up(&image);
     let error = kit.write(&image, full, 1).expect_err("it is full");
@@ -228,7 +233,7 @@ fn grown_raw_disk_reuses_l1_table() {
     let (tables_before, tables) = (64 * 6, 64 * 7);
     let (header, refcount_table, refcount_blocks) = (1, 1, 2);
     let needed = header + refcount_table + refcount_blocks + tables / 64 + tables;
-    let kit = Kit::new(shape, tables_before << 15, needed, Latency::NONE);
+    let kit = Kit::new(shape, tables_before << 15, needed, LatencyDistribution::NONE);
     let mut header = kit.read(&*kit.file(), 0, 512);
     // Other programs may use the data file as the disk.
     header[95] |= 2;
@@ -246,7 +251,7 @@ fn grown_raw_disk_reuses_l1_table() {
 /// The device has more clusters than the longest refcount table counts.
 #[test]
 fn device_beyond_longest_table_is_usable() {
-    let kit = Kit::new(shape(9, 4), 1 << 20, (1 << 28) + 1000, Latency::NONE);
+    let kit = Kit::new(shape(9, 4), 1 << 20, (1 << 28) + 1000, LatencyDistribution::NONE);
     let image = kit.open();
     kit.write(&image, 0, 1).expect("there is room");
     kit.flush(&image).expect("it is durable");

@@ -3,7 +3,9 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Fault, Latency, Medium, Options, SimulatedDevice};
+use larder_block::backend::simulated::{
+    InjectedFault, LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions,
+};
 use larder_block::filter::Filter;
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Loop, Operation, ReadBuf,
@@ -74,13 +76,13 @@ pub(crate) struct Kit {
 
 impl Kit {
     /// Creates an empty image of a disk of `size` bytes in a device of `clusters` clusters.
-    pub(crate) fn new(shape: Shape, size: u64, clusters: u64, latency: Latency) -> Self {
+    pub(crate) fn new(shape: Shape, size: u64, clusters: u64, latency: LatencyDistribution) -> Self {
         let on = Loop::simulated().expect("a loop");
-        let options = Options {
+        let options = SimulatedOptions {
             latency,
-            ..Options::default()
+            ..SimulatedOptions::default()
         };
-        let empty = || SimulatedDevice::open(&on, Medium::new(ByteLen::ZERO, 512), options.clone());
+        let empty = || SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::ZERO, 512), options.clone());
         let simulated = empty();
         let device = Rc::new(Fixed {
             lower: Rc::clone(&simulated) as _,
@@ -187,7 +189,7 @@ impl Kit {
     }
 
     /// Adds a fault to the device, until it is healed.
-    pub(crate) fn inject(&self, fault: Fault) {
+    pub(crate) fn inject(&self, fault: InjectedFault) {
         self.simulated.inject(fault);
     }
 

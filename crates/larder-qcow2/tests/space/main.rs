@@ -4,7 +4,7 @@
 mod faults;
 mod kit;
 
-use larder_block::backend::simulated::{Latency, Random};
+use larder_block::backend::simulated::{LatencyDistribution, SeededRng};
 use larder_block::{BlockDevice, ByteLen, Io, ReadBuf, WriteBuf, WriteFlags, join};
 use larder_qcow2::Qcow2;
 use larder_qcow2::shape::Shape;
@@ -31,7 +31,7 @@ fn measured(shape: Shape, clusters: u64) -> u64 {
 }
 
 /// Writes each cluster of the disk once, in random order, and some again after a discard that no flush has followed.
-fn fill(kit: &Kit, image: &Qcow2, clusters: u64, random: &mut Random) {
+fn fill(kit: &Kit, image: &Qcow2, clusters: u64, random: &mut SeededRng) {
     let mut order: Vec<u64> = (0..clusters).collect();
     for last in (1..order.len()).rev() {
         order.swap(last, random.below(last as u64 + 1) as usize);
@@ -66,9 +66,9 @@ fn measured_device_size_fits_every_cluster() {
             shape,
             clusters << cluster_bits,
             measured(shape, clusters),
-            Latency::NONE,
+            LatencyDistribution::NONE,
         );
-        let mut random = Random::new(clusters);
+        let mut random = SeededRng::new(clusters);
         let image = kit.open();
         fill(&kit, &image, clusters, &mut random);
         kit.close(image);
@@ -84,7 +84,12 @@ fn full_device_finds_single_free_cluster() {
     let shape = shape(9, 4);
     // A slice has 256 clusters, so there are about 80 slices.
     let clusters = 20_000;
-    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), Latency::NONE);
+    let kit = Kit::new(
+        shape,
+        clusters << 9,
+        measured(shape, clusters),
+        LatencyDistribution::NONE,
+    );
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     kit.close(image);
@@ -104,7 +109,12 @@ fn full_device_finds_single_free_cluster() {
 fn writes_wait_for_freed_clusters() {
     let shape = shape(12, 4);
     let clusters = 256;
-    let kit = Kit::new(shape, clusters << 12, measured(shape, clusters), Latency::VARIED);
+    let kit = Kit::new(
+        shape,
+        clusters << 12,
+        measured(shape, clusters),
+        LatencyDistribution::VARIED,
+    );
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     for round in 2..20u8 {
@@ -131,7 +141,12 @@ fn writes_wait_for_freed_clusters() {
 fn fixed_device_grows_into_free_clusters() {
     let shape = shape(9, 4);
     let clusters = 8192;
-    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters) + 64, Latency::NONE);
+    let kit = Kit::new(
+        shape,
+        clusters << 9,
+        measured(shape, clusters) + 64,
+        LatencyDistribution::NONE,
+    );
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     // Space for a longer L1 table, without a flush.
@@ -151,7 +166,7 @@ fn fixed_device_grows_into_free_clusters() {
 #[test]
 fn extended_device_hides_old_bytes() {
     let shape = shape(16, 4);
-    let kit = Kit::new(shape, 1 << 24, 8, Latency::NONE);
+    let kit = Kit::new(shape, 1 << 24, 8, LatencyDistribution::NONE);
     let image = kit.open();
     let cluster = kit.fill_up(&image);
     kit.on.block_on(kit.device.extend(4 << 16)).expect("it is extended");
@@ -164,7 +179,12 @@ fn extended_device_hides_old_bytes() {
 fn reopened_file_reuses_free_clusters() {
     let shape = shape(9, 4);
     let clusters = 20_000;
-    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), Latency::NONE);
+    let kit = Kit::new(
+        shape,
+        clusters << 9,
+        measured(shape, clusters),
+        LatencyDistribution::NONE,
+    );
     kit.device.is_fixed.set(false);
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("it is written"));

@@ -104,7 +104,7 @@ pub(crate) fn only_programs_and(file: &File) -> io::Result<()> {
 /// # Errors
 /// See [`ConfineError`]; the process must end then.
 pub fn confine(needs: &Needs) -> Result<(), ConfineError> {
-    boot::learn();
+    boot::cache_host_facts();
     let ruleset = files::ruleset(needs)?;
     let filters = calls::filters(needs)?;
     threads::give_up(ruleset.as_ref())?;

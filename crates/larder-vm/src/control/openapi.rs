@@ -2,7 +2,7 @@
 //! types.
 
 use larder_block::ByteLen;
-use larder_block::filter::throttle::Limit;
+use larder_block::filter::throttle::RateLimit;
 use larder_prefetch::PrefetchOptions;
 use serde_json::{Map, Value, json};
 use utoipa::openapi::{RefOr, Schema};
@@ -327,7 +327,7 @@ impl Types {
             let most = if name.ends_with("-length") {
                 u32::MAX.into()
             } else {
-                Limit::MAX
+                RateLimit::MAX
             };
             json!({"type": "integer", "minimum": 0, "maximum": most})
         };

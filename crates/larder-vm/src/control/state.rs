@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use larder_block::ByteLen;
-use larder_block::filter::throttle::Limits;
+use larder_block::filter::throttle::ThrottleLimits;
 use larder_block::histogram::{Bucket, Histogram, quantile};
 use larder_export::activity::{Activity, Kind};
 use larder_prefetch::Prefetch;
@@ -180,7 +180,7 @@ impl RequestsState {
 pub struct LimitsState(pub BTreeMap<String, u64>);
 
 impl LimitsState {
-    pub(crate) fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: ThrottleLimits) -> Self {
         let all = limits::named(&limits);
         Self(all.map(|(name, value)| (name.to_owned(), value)).collect())
     }
@@ -189,7 +189,7 @@ impl LimitsState {
     ///
     /// # Errors
     /// A name is unknown, or the limits contradict each other.
-    pub fn limits(&self) -> Result<Limits, LimitsTextError> {
+    pub fn limits(&self) -> Result<ThrottleLimits, LimitsTextError> {
         parse_limits(&self.to_string())
     }
 }
@@ -206,7 +206,7 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Statistics and content of a cache; see [`larder_cache::Statistics`].
+/// Statistics and content of a cache; see [`larder_cache::CacheStatistics`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CacheState {
     /// File, block device or NBD export that the cache is on; a path is absolute.
@@ -381,7 +381,7 @@ impl CacheState {
     pub(crate) fn new(place: &CachePlace) -> Self {
         let cache = place.now();
         let done = cache.layer.statistics();
-        let shape = cache.layer.shape();
+        let shape = cache.layer.layout();
         let in_lines = |lines: u64| lines * shape.line_len();
         let miss_ratios = cache.layer.miss_ratios().into_iter();
         let miss_ratios = miss_ratios.map(|(capacity, miss_ratio)| MissRatio {
@@ -391,7 +391,7 @@ impl CacheState {
         Self {
             file: absolute(&cache.file),
             mode: cache_mode_name(cache.layer.mode()).to_owned(),
-            state: match cache.layer.works() {
+            state: match cache.layer.is_working() {
                 true => CacheHealth::Works,
                 false => CacheHealth::Failed,
             },
@@ -405,7 +405,7 @@ impl CacheState {
                 running: place.work.is_running(),
                 error: place.work.error(),
             },
-            unsettled: in_lines(done.unsettled),
+            unsettled: in_lines(done.unpersisted),
             unproven: done.unproven,
             hits: done.hits,
             partial_hits: done.partial_hits,
@@ -432,7 +432,7 @@ impl CacheState {
     }
 }
 
-/// Statistics and content of read-ahead; see [`Statistics`].
+/// Statistics and content of read-ahead; see [`larder_prefetch::PrefetchStatistics`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PrefetchState {
     /// Bytes of memory in use, including tables.

@@ -8,7 +8,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use larder_block::filter::switch::Switch;
+use larder_block::filter::switch::LayerSwitch;
 use larder_block::{
     BlockDevice, BoxFuture, ByteOffset, ByteRange, Extent, Failure, Geometry, Io, IoError, IoResult, Loop, Operation,
     ReadBuf, SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
@@ -18,7 +18,7 @@ use larder_block::{
 pub(super) struct Berth {
     on: Loop,
     place: Rc<Place>,
-    switch: Rc<Switch>,
+    switch: Rc<LayerSwitch>,
 }
 
 impl Berth {
@@ -30,12 +30,12 @@ impl Berth {
             changes: SizeChanges::default(),
             now: RefCell::default(),
         });
-        let switch = Switch::new(
+        let switch = LayerSwitch::new(
             Rc::clone(&place) as Rc<dyn BlockDevice>,
             Rc::clone(&place) as Rc<dyn BlockDevice>,
         );
-        if let Some(held) = switch.hold() {
-            held.keep();
+        if let Some(held) = switch.pause() {
+            held.retain();
         }
         Self {
             on: on.clone(),
@@ -67,22 +67,22 @@ impl Berth {
     /// Resumes requests.
     pub(super) fn serve(&self) {
         let image = self.place.now.borrow().clone();
-        if let (Some(held), Some(image)) = (self.switch.held(), image) {
-            held.exchange(image);
+        if let (Some(held), Some(image)) = (self.switch.retained_pause(), image) {
+            held.replace_layer(image);
         }
     }
 
     /// Holds new requests from now on; completes when none is in flight.
     pub(super) async fn rest(&self) {
-        match self.switch.hold() {
+        match self.switch.pause() {
             Some(held) => {
-                held.drained(&self.on.downgrade()).await;
-                held.keep();
+                held.drain(&self.on.downgrade()).await;
+                held.retain();
             }
             None => {
-                if let Some(held) = self.switch.held() {
-                    held.drained(&self.on.downgrade()).await;
-                    held.keep();
+                if let Some(held) = self.switch.retained_pause() {
+                    held.drain(&self.on.downgrade()).await;
+                    held.retain();
                 }
             }
         }
@@ -93,15 +93,15 @@ impl Berth {
         let Some(image) = self.place.now.take() else { return };
         self.place.geometry.set(image.geometry());
         image.size_changes().wake();
-        if let Some(held) = self.switch.held() {
-            held.exchange(Rc::clone(&self.place) as Rc<dyn BlockDevice>);
-            held.keep();
+        if let Some(held) = self.switch.retained_pause() {
+            held.replace_layer(Rc::clone(&self.place) as Rc<dyn BlockDevice>);
+            held.retain();
         }
     }
 
     /// Fails waiting and new requests, because the process ends.
     pub(super) fn give_up(&self) {
-        drop(self.switch.held());
+        drop(self.switch.retained_pause());
     }
 }
 
@@ -111,7 +111,7 @@ async fn tell_of_sizes(place: Rc<Place>, image: Rc<dyn BlockDevice>) {
     let is_here = || place.now.borrow().as_ref().is_some_and(|now| Rc::ptr_eq(now, &image));
     loop {
         let generation = changes.generation();
-        changes.after_or(generation, || !is_here()).await;
+        changes.changed_after_or(generation, || !is_here()).await;
         if !is_here() {
             return;
         }

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use larder_block::filter::throttle::{LimitError, Limits};
+use larder_block::filter::throttle::{ThrottleLimitError, ThrottleLimits};
 use larder_block::{ByteLen, ByteRange, Loop};
 use larder_export::activity::Activity;
 use larder_prefetch::PrefetchOptions;
@@ -57,7 +57,7 @@ pub enum DiskChange {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DiskSettings {
     /// Throughput and request rate limits.
-    pub limits: Option<Limits>,
+    pub limits: Option<ThrottleLimits>,
     /// Read-ahead options; [`PrefetchOptions::OFF`] turns read-ahead off.
     pub prefetch: Option<PrefetchOptions>,
     /// Limit for the bytes written to the cache per day; `Some(None)` removes it.
@@ -90,7 +90,7 @@ pub enum DiskChangeError {
     )]
     Shared { image: String },
     #[error("limits of {image}: {source}")]
-    Limits { image: String, source: LimitError },
+    Limits { image: String, source: ThrottleLimitError },
     #[error("{image} is not open here: its VM is, or was, on another host, so the disk cannot be changed")]
     Away { image: String },
     #[error("{image} cannot move: {why}")]
@@ -208,7 +208,7 @@ impl Served {
 
     async fn hot(&self) -> Vec<ByteRange> {
         match self.now().as_ref().and_then(|image| image.cache.as_ref()) {
-            Some(cache) => cache.now().layer.hot(HOT_RANGES_MAX).await,
+            Some(cache) => cache.now().layer.hot_ranges(HOT_RANGES_MAX).await,
             None => Vec::new(),
         }
     }
@@ -284,7 +284,7 @@ impl Served {
             }
         }
         if let Some(mode) = settings.cache_mode {
-            if !cache.now().layer.works() {
+            if !cache.now().layer.is_working() {
                 return Err(DiskChangeError::Failed { image: image() });
             }
             let set = cache.set_mode(mode).await;
@@ -299,7 +299,7 @@ impl Served {
         let Some(cache) = &open.cache else {
             return Err(DiskChangeError::NoCache { image: image() });
         };
-        if work == CacheWork::Flush && !cache.now().layer.works() {
+        if work == CacheWork::Flush && !cache.now().layer.is_working() {
             return Err(DiskChangeError::Failed { image: image() });
         }
         let done = match &work {

@@ -114,7 +114,7 @@ impl Moving {
         let Some(image) = served.now() else { return Ok(()) };
         let Some(cache) = &image.cache else { return Ok(()) };
         let now = cache.now();
-        if now.layer.works() && now.layer.mode() == CacheMode::WriteBack {
+        if now.layer.is_working() && now.layer.mode() == CacheMode::WriteBack {
             self.mode.set(Some(CacheMode::WriteBack));
             cache.set_mode(CacheMode::WriteThrough).await?;
         }

@@ -7,16 +7,16 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::file::Role;
-use larder_block::backend::image_lock::Claim;
+use larder_block::backend::file::FileRole;
+use larder_block::backend::image_lock::LockMode;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::boot::boot_id;
 use larder_block::event_loop::SocketAddress;
-use larder_block::opener::{self, Access, NamedBy, opener};
+use larder_block::opener::{self, Access, PathSource, opener};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop};
 use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock,
-    SuperblockError, Verdict, read_superblock,
+    Cache, CacheCreateOptions, CacheMode, CacheOpenError, CacheOpenOptions, CleanOptions, DiskId, FailureRecord,
+    PersistOptions, Superblock, SuperblockError, Verdict, read_superblock,
 };
 
 use rustix::process::{Resource, getrlimit};
@@ -157,8 +157,8 @@ impl CacheError {
     }
 }
 
-impl From<OpenError> for CacheError {
-    fn from(error: OpenError) -> Self {
+impl From<CacheOpenError> for CacheError {
+    fn from(error: CacheOpenError) -> Self {
         Self::Cache(error.to_string())
     }
 }
@@ -238,7 +238,7 @@ impl Cached {
         DiskId {
             name: absolute(&self.image),
             identity: self.identity.clone(),
-            stamp: match self.used {
+            fingerprint: match self.used {
                 Used::AsFilesTell => disk_id::stamp_at_opening(&self.files),
                 Used::Here | Used::Elsewhere => USED_STAMP.to_vec(),
             },
@@ -431,8 +431,8 @@ impl Place {
         };
         // The cache will hold the disk's data, so only this user may read it.
         let file = match is_new {
-            true => opener().make(path),
-            false => opener().open(path, Access::Write, NamedBy::User),
+            true => opener().create_file(path),
+            false => opener().open(path, Access::Write, PathSource::User),
         };
         let made = file.and_then(|file| {
             let sized = file.set_len(size.get());
@@ -450,7 +450,7 @@ impl Place {
         let _ = match self {
             Self::Missing(_) => opener().remove(path),
             Self::Empty(_) => {
-                let file = opener().open(path, Access::Write, NamedBy::User);
+                let file = opener().open(path, Access::Write, PathSource::User);
                 file.and_then(|file| file.set_len(0))
             }
             Self::Filled => Ok(()),
@@ -511,14 +511,14 @@ async fn open_device(
     let nbd = &options.nbd;
     let only_to_look = disk.is_none();
     let options = ImageOptions {
-        role: disk.map_or(Role::Image, |disk| Role::CacheOf(disk.image.to_string())),
+        role: disk.map_or(FileRole::Image, |disk| FileRole::CacheOf(disk.image.to_string())),
         read_only: only_to_look,
         // The cache's server may be running.
         share: only_to_look,
         // The supervisor's claim covers the disk's own files only.
         claim: match options.claim {
-            Claim::Nobody => Claim::Nobody,
-            _ => Claim::Own,
+            LockMode::Unlocked => LockMode::Unlocked,
+            _ => LockMode::Direct,
         },
         nbd: NbdOptions {
             reconnect: nbd.reconnect.min(PATIENCE),
@@ -558,30 +558,30 @@ async fn look_at(
     }
     let Some(superblock) = superblock else { return Ok(None) };
     if superblock.disk.identity != identity {
-        return Err(CacheError::from(OpenError::OtherDisk {
+        return Err(CacheError::from(CacheOpenError::OtherDisk {
             cache: wish.file.to_string(),
             is_renewed: superblock.disk.name == absolute(image),
             other: superblock.disk.name,
         }));
     }
-    if let Some(wished) = wish.line.filter(|wished| wished.get() != superblock.shape.line_len()) {
+    if let Some(wished) = wish.line.filter(|wished| wished.get() != superblock.layout.line_len()) {
         return Err(CacheError::OtherLine {
             file: wish.file.to_string(),
-            is: ByteLen::new(superblock.shape.line_len()),
+            is: ByteLen::new(superblock.layout.line_len()),
             wished,
         });
     }
-    if wish.mode.unwrap_or(superblock.mode) == Mode::WriteBack {
+    if wish.mode.unwrap_or(superblock.mode) == CacheMode::WriteBack {
         may_write_back(&wish.file)?;
     }
     Ok(Some(superblock))
 }
 
 /// Returns whether the error means that the device has no cache, not even a damaged one.
-pub(super) fn is_other(error: &OpenError) -> bool {
+pub(super) fn is_other(error: &CacheOpenError) -> bool {
     matches!(
         error,
-        OpenError::Superblock {
+        CacheOpenError::Superblock {
             source: SuperblockError::NoMagic,
             ..
         }
@@ -619,21 +619,21 @@ async fn open_on(
         return Err(CacheError::Older { file, newer });
     }
     let says = match superblock.clean {
-        true => Says::Believe(Verdict::Proven),
+        true => Says::Believe(Verdict::Unchanged),
         false => match note.says(superblock, &disk.files, &disk.proof) {
             Says::Believe(_) | Says::Detached(_) if disk.used == Used::Elsewhere => Says::Changed,
             says => says,
         },
     };
     let verdict = match says {
-        Says::Believe(Verdict::Unproven) if wish.exclusive => Verdict::Proven,
+        Says::Believe(Verdict::Unproven) if wish.exclusive => Verdict::Unchanged,
         Says::Believe(verdict) => verdict,
         // Untrusted data is discarded below.
-        _ => Verdict::Proven,
+        _ => Verdict::Unchanged,
     };
     let believed_after_kill = match says {
         _ if superblock.clean => None,
-        Says::Believe(Verdict::Proven) => Some("nothing else has written to the disk since"),
+        Says::Believe(Verdict::Unchanged) => Some("nothing else has written to the disk since"),
         Says::Believe(_) if wish.exclusive => Some("nothing else writes to the disk, according to cache-exclusive"),
         _ => None,
     };
@@ -665,13 +665,13 @@ async fn open_on(
     let is_empty_then = is_used && !superblock.may_be_dirty;
     let is_forced = wish.force && superblock.clean && superblock.may_be_dirty;
     if is_empty_then || is_forced {
-        detached = Some(Detached::default());
+        detached = Some(FailureRecord::default());
     }
     let mut disk_id = disk.id();
     if is_used {
-        disk_id.stamp = USED_STAMP.to_vec();
+        disk_id.fingerprint = USED_STAMP.to_vec();
     }
-    let is_dirty = mode == Mode::WriteBack || superblock.may_be_dirty;
+    let is_dirty = mode == CacheMode::WriteBack || superblock.may_be_dirty;
     let of_use =
         u128::from_le_bytes(random().map_err(|error| CacheError::Cache(format!("getrandom(2): {error}")))?) as u64;
     // Until all marks are renewed for this use, marks of the previous use count for the cache as well.
@@ -698,16 +698,16 @@ async fn open_on(
         }
     };
     let files = disk.files.clone();
-    let open = OpenOptions {
+    let open = CacheOpenOptions {
         mode: wish.mode,
         disk: disk_id,
         verdict,
-        stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
-        detached,
-        witness: Box::new(made.clone()),
+        fingerprint: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
+        failure: detached,
+        failure_log: Box::new(made.clone()),
         boot: boot_of(&wish.file),
         load_ahead: true,
-        settling: SettleOptions::default(),
+        persist: PersistOptions::default(),
         endurance: wish.endurance,
         cleaning: CleanOptions::default(),
     };
@@ -795,7 +795,7 @@ fn detached(
     note: &Note,
     disk: &Cached,
     wish: &CacheOptions,
-) -> Result<Option<Detached>, CacheError> {
+) -> Result<Option<FailureRecord>, CacheError> {
     let file = || wish.file.to_string();
     let is_refused = superblock.may_be_dirty && !wish.force;
     match says {
@@ -832,7 +832,7 @@ fn detached(
             wish.file
         ),
     }
-    Ok(Some(Detached::default()))
+    Ok(Some(FailureRecord::default()))
 }
 
 /// Creates a cache on a device that is empty and locked.
@@ -843,7 +843,7 @@ async fn create(
     line: ByteLen,
 ) -> Result<Superblock, CacheError> {
     allocate(fast, &wish.file).await?;
-    let options = CreateOptions {
+    let options = CacheCreateOptions {
         line_bits: wish.line.unwrap_or(line).get().trailing_zeros(),
         mode: wish.mode.unwrap_or_default(),
         uuid: random().map_err(|source| CacheError::Make {
@@ -893,7 +893,7 @@ pub(super) async fn allocate(fast: &Rc<dyn BlockDevice>, file: &ImageAddress) ->
 
 /// Returns whether a file's file system has less free space than the file still needs to reach this size.
 fn lacks_room(path: &Path, size: ByteLen) -> bool {
-    let Ok(place) = opener().open(path, Access::Look, NamedBy::User) else {
+    let Ok(place) = opener().open(path, Access::Inspect, PathSource::User) else {
         return false;
     };
     let (Ok(found), Ok(system)) = (place.metadata(), rustix::fs::fstatvfs(&place)) else {

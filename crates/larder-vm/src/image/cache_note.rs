@@ -50,9 +50,9 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use larder_block::ByteRange;
-use larder_block::opener::{Access, NamedBy, opener};
+use larder_block::opener::{Access, PathSource, opener};
 use larder_block::small_file::{self, STATE_BYTES_MAX};
-use larder_cache::{Detached, Superblock, Verdict};
+use larder_cache::{FailureRecord, Superblock, Verdict};
 pub(super) use made::Made;
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock};
 use rustix::process::geteuid;
@@ -131,7 +131,7 @@ impl Note {
         match (verdict, noted.detached) {
             (Verdict::Changed, _) => Says::Changed,
             (verdict, None) => Says::Believe(verdict),
-            (_, Some(superseded)) => Says::Detached(Detached { superseded }),
+            (_, Some(superseded)) => Says::Detached(FailureRecord { superseded }),
         }
     }
 
@@ -147,7 +147,7 @@ impl Note {
             // If the file already records that the cache is detached, a server that found it so was killed before it
             // had emptied the cache.
             Some(noted) if noted.is_used || noted.detached.is_some() => Says::Changed,
-            Some(_) => Says::Believe(Verdict::Proven),
+            Some(_) => Says::Believe(Verdict::Unchanged),
         }
     }
 
@@ -208,7 +208,7 @@ impl Note {
         superblock: &Superblock,
         cache: &ImageAddress,
         is_dirty: bool,
-        detached: Option<&Detached>,
+        detached: Option<&FailureRecord>,
         (files, is_proven): (&[DiskFile], bool),
         uses: Vec<u64>,
     ) -> io::Result<Made> {
@@ -346,7 +346,7 @@ pub(super) enum Says {
     /// writes to the disk since.
     Believe(Verdict),
     /// The cache's device failed, and as far as is known no other program has written to the disk since.
-    Detached(Detached),
+    Detached(FailureRecord),
     /// Another program has written to the disk since.
     Changed,
     /// There is no state file, or it does not cover the cache's last session.
@@ -579,9 +579,9 @@ fn of_disk(disk: &[u8]) -> Vec<Other> {
     // If the helper does not answer, it has reported the reason to the process that started it.
     let paths = helper.notes_of_caches(disk).unwrap_or_default();
     let read_other = |path: PathBuf| {
-        let file = opener().open(&path, Access::Read, NamedBy::Header).ok()?;
-        let mut noted = Noted::parse(&small_file::text_of(file, STATE_BYTES_MAX).ok()?)?;
-        let mark = opener().open(&used_mark(&path), Access::Look, NamedBy::Header);
+        let file = opener().open(&path, Access::Read, PathSource::Header).ok()?;
+        let mut noted = Noted::parse(&small_file::read_open_text(file, STATE_BYTES_MAX).ok()?)?;
+        let mark = opener().open(&used_mark(&path), Access::Inspect, PathSource::Header);
         // A mark that cannot be checked counts as present.
         noted.is_used |= mark.err().is_none_or(|error| error.kind() != io::ErrorKind::NotFound);
         Some(Other { path, noted })

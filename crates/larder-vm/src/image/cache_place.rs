@@ -4,9 +4,9 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::filter::switch::{Held, Switch};
+use larder_block::filter::switch::{LayerSwitch, RequestPause};
 use larder_block::{BlockDevice, ByteLen, Loop};
-use larder_cache::Mode;
+use larder_cache::CacheMode;
 use tokio::sync::oneshot;
 
 use super::cache::{self, CacheError, Cached};
@@ -33,7 +33,7 @@ pub struct Replacement {
 
 /// The slot of a cache in a disk's stack.
 pub struct CachePlace {
-    switch: Rc<Switch>,
+    switch: Rc<LayerSwitch>,
     now: RefCell<Rc<OpenCache>>,
     disk: Cached,
     options: ImageOptions,
@@ -52,7 +52,7 @@ impl CachePlace {
         let prepared = cache::prepare(on, &disk, wish, options, CACHE_LINE_DEFAULT).await?;
         let opened = prepared.open(on, &disk, None).await?;
         opened.allocate(&disk.image).await;
-        let switch = Switch::new(Rc::clone(&disk.device), Rc::clone(&opened.layer) as Rc<dyn BlockDevice>);
+        let switch = LayerSwitch::new(Rc::clone(&disk.device), Rc::clone(&opened.layer) as Rc<dyn BlockDevice>);
         Ok(Self {
             switch: Rc::new(switch),
             now: RefCell::new(Rc::new(opened)),
@@ -76,7 +76,7 @@ impl CachePlace {
     ///
     /// # Errors
     /// A message for the user.
-    pub(crate) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
+    pub(crate) async fn set_mode(&self, mode: CacheMode) -> Result<(), String> {
         let work = self.work.begin(false)?;
         work.ended(self.now().set_mode(mode).await)
     }
@@ -122,15 +122,17 @@ impl CachePlace {
 
     /// Reopens the cache that has failed.
     async fn replace_by_itself(&self, on: &Loop, old: &Rc<OpenCache>, wish: &CacheOptions) -> Result<(), String> {
-        if old.layer.works() {
+        if old.layer.is_working() {
             return Err("it works; to replace it, name the new cache (--with)".to_owned());
         }
-        if old.layer.hangs() {
+        if old.layer.is_hanging() {
             return Err("its device has still not answered earlier requests; if it never will, replace the cache by another one (--with)".to_owned());
         }
-        let held = self.switch.hold().ok_or_else(being_closed)?;
-        in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
-        in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
+        let held = self.switch.pause().ok_or_else(being_closed)?;
+        in_time(on, DRAIN_MAX, held.drain(&on.downgrade()), UNDER_WAY).await?;
+        in_time(on, STEP_MAX, old.layer.detach(), NO_REST)
+            .await?
+            .map_err(text)?;
         // Closing releases the locks. If it fails, the cache is reopened all the same.
         if let Err(error) = in_time(on, STEP_MAX, old.fast.close(), NO_REST)
             .await
@@ -162,7 +164,7 @@ impl CachePlace {
         wish: &CacheOptions,
         lose_dirty: bool,
     ) -> Result<(), String> {
-        let line = ByteLen::new(old.layer.shape().line_len());
+        let line = ByteLen::new(old.layer.layout().line_len());
         let disk = self.disk.again();
         let prepared = cache::prepare(on, &disk, wish, &self.options, line).await;
         let prepared = prepared.map_err(text)?;
@@ -188,8 +190,8 @@ impl CachePlace {
         let new = open_in_time(on, opening, failed).await?;
         if let Err(error) = replaced::note(&self.disk.identity, &old.file, &new) {
             let why = format!("cannot record that {} has replaced it: {error}", new.file);
-            if new.layer.mode() == Mode::WriteBack {
-                if let Err(error) = new.layer.leave().await {
+            if new.layer.mode() == CacheMode::WriteBack {
+                if let Err(error) = new.layer.detach().await {
                     tracing::warn!("{}: the new cache could not be closed: {error}", new.file);
                 }
                 new.forget_note();
@@ -217,15 +219,15 @@ impl CachePlace {
     ///
     /// # Errors
     /// A message for the user; the cache is unchanged then, unless retiring it was the step that failed.
-    pub(crate) async fn part(&self, on: &Loop, mode: Option<Mode>) -> Result<(), String> {
+    pub(crate) async fn part(&self, on: &Loop, mode: Option<CacheMode>) -> Result<(), String> {
         let work = self.work.begin(true)?;
         work.ended(self.part_steps(on, mode).await)
     }
 
-    async fn part_steps(&self, on: &Loop, mode: Option<Mode>) -> Result<(), String> {
+    async fn part_steps(&self, on: &Loop, mode: Option<CacheMode>) -> Result<(), String> {
         let old = self.now();
         let (held, _) = self.leave(on, &old, false).await?;
-        if let Some(mode) = mode.filter(|_| old.layer.works()) {
+        if let Some(mode) = mode.filter(|_| old.layer.is_working()) {
             // The cache is clean, so nothing more is written to it.
             if let Err(error) = old.layer.set_mode(mode).await {
                 tracing::warn!("{}: the mode of the cache is unchanged: {error}", old.file);
@@ -234,19 +236,19 @@ impl CachePlace {
         // After a crash before this step completes, the server still has the disk; after a crash later, the cache
         // fits no disk.
         old.retire(false).await?;
-        old.layer.abandon().await;
-        held.exchange(Rc::clone(&self.disk.device));
+        old.layer.inactivate().await;
+        held.replace_layer(Rc::clone(&self.disk.device));
         Ok(())
     }
 
     /// Writes all dirty data of `old` to the disk, and holds requests; returns whether some of it is lost.
-    async fn leave(&self, on: &Loop, old: &OpenCache, lose_dirty: bool) -> Result<(Held<'_>, bool), String> {
+    async fn leave(&self, on: &Loop, old: &OpenCache, lose_dirty: bool) -> Result<(RequestPause<'_>, bool), String> {
         // All data that can be written is written, even if the rest may be lost.
-        let mut handed_over = old.layer.hand_over_most().await;
+        let mut handed_over = old.layer.flush_most_dirty().await;
         let dirty = || old.layer.statistics().dirty_lines;
         while handed_over.is_err() && lose_dirty {
             let before = dirty();
-            handed_over = old.layer.hand_over_most().await;
+            handed_over = old.layer.flush_most_dirty().await;
             if dirty() >= before {
                 break;
             }
@@ -254,12 +256,12 @@ impl CachePlace {
         if let (Err(error), false) = (&handed_over, lose_dirty) {
             return Err(cannot_hand_over(error));
         }
-        let held = self.switch.hold().ok_or_else(being_closed)?;
-        in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
+        let held = self.switch.pause().ok_or_else(being_closed)?;
+        in_time(on, DRAIN_MAX, held.drain(&on.downgrade()), UNDER_WAY).await?;
         // Data was written in between, and the cache's device may have failed as well.
         let rest = async {
-            old.layer.hand_over().await.map_err(text)?;
-            match old.layer.has_handed_over().await {
+            old.layer.flush_dirty().await.map_err(text)?;
+            match old.layer.disk_has_all_data().await {
                 true => Ok(()),
                 false => Err("part of its data is damaged".to_owned()),
             }
@@ -268,15 +270,17 @@ impl CachePlace {
         if let (Err(error), false) = (&rest, lose_dirty) {
             return Err(cannot_hand_over(error));
         }
-        if !old.layer.works() {
-            in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
+        if !old.layer.is_working() {
+            in_time(on, STEP_MAX, old.layer.detach(), NO_REST)
+                .await?
+                .map_err(text)?;
         }
         Ok((held, rest.is_err()))
     }
 
-    async fn exchange(&self, new: OpenCache, held: Held<'_>) {
-        self.now().layer.abandon().await;
-        held.exchange(Rc::clone(&new.layer) as Rc<dyn BlockDevice>);
+    async fn exchange(&self, new: OpenCache, held: RequestPause<'_>) {
+        self.now().layer.inactivate().await;
+        held.replace_layer(Rc::clone(&new.layer) as Rc<dyn BlockDevice>);
         let new = Rc::new(new);
         self.now.replace(Rc::clone(&new));
         drop(held);

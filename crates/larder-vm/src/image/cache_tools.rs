@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::file::OpenError as FileError;
-use larder_block::backend::image_lock::{self, Claim, LockError, Sharing};
+use larder_block::backend::file::FileOpenError as FileError;
+use larder_block::backend::image_lock::{self, LockError, LockMode, Sharing};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
-use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, read_superblock};
+use larder_cache::{Cache, CacheMode, CacheOpenError, LineCounts, Superblock, read_superblock};
 
 use super::cache::{CacheError, allocate, boot_of, is_file, is_other, lock, may_write_back, not_made, random, rounded};
 use super::cache_note::{Lock, Note};
@@ -79,8 +79,8 @@ pub enum CacheToolError {
     Room(#[from] CacheError),
 }
 
-impl From<OpenError> for CacheToolError {
-    fn from(error: OpenError) -> Self {
+impl From<CacheOpenError> for CacheToolError {
+    fn from(error: CacheOpenError) -> Self {
         Self::Cache(error.to_string())
     }
 }
@@ -98,7 +98,7 @@ pub struct CacheReport {
     /// The cache's superblock.
     pub superblock: Superblock,
     /// Number of lines by state; `None` if a server may be changing them.
-    pub lines: Option<Lines>,
+    pub lines: Option<LineCounts>,
     /// A process uses the cache.
     pub is_used: bool,
 }
@@ -128,8 +128,8 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Res
 ///
 /// # Errors
 /// See [`CacheToolError`].
-pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: Mode) -> Result<bool, CacheToolError> {
-    if mode == Mode::WriteBack {
+pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: CacheMode) -> Result<bool, CacheToolError> {
+    if mode == CacheMode::WriteBack {
         may_write_back(file)?;
     }
     let fast = open(on, file, false).await?;
@@ -225,7 +225,7 @@ pub async fn flush_cache(
         return Ok(ByteLen::ZERO);
     };
     let telling = Rc::downgrade(&cache.layer);
-    let dirty_of = |layer: &Cache| ByteLen::new(layer.statistics().dirty_lines * layer.shape().line_len());
+    let dirty_of = |layer: &Cache| ByteLen::new(layer.statistics().dirty_lines * layer.layout().line_len());
     let (sleeping, is_over) = (on.clone(), Rc::new(Cell::new(false)));
     let has_ended = Rc::clone(&is_over);
     on.spawn(async move {
@@ -293,7 +293,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
                 false => Err(CacheToolError::NoCache { file: file.to_string() }),
             };
         }
-        Err(error @ OpenError::Superblock { .. }) => match lose_dirty {
+        Err(error @ CacheOpenError::Superblock { .. }) => match lose_dirty {
             true => None,
             false => return Err(CacheToolError::Unknown { why: error.to_string() }),
         },
@@ -328,7 +328,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
 /// Truncates a file that is no longer a cache, unless another process uses it by now.
 fn empty(path: &Path) -> std::io::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
-    if image_lock::lock(file.as_fd(), Sharing::Exclusive, Claim::Own).is_err() {
+    if image_lock::lock(file.as_fd(), Sharing::Exclusive, LockMode::Direct).is_err() {
         return Ok(());
     }
     let mut beginning = [0; 512];
@@ -415,9 +415,9 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
 /// Lines of a cache by state, before and after a resize.
 pub struct Resized {
     /// Lines before.
-    pub before: Lines,
+    pub before: LineCounts,
     /// Lines after.
-    pub after: Lines,
+    pub after: LineCounts,
 }
 
 /// Mode of an incomplete new cache: no other program creates a file with the sticky bit, so the next resize knows what
@@ -431,7 +431,7 @@ async fn make_resized(
     (old, of_old): (&Rc<dyn BlockDevice>, &Superblock),
     (beside, access): (&Path, &Metadata),
     size: ByteLen,
-) -> Result<(Lines, Superblock), CacheToolError> {
+) -> Result<(LineCounts, Superblock), CacheToolError> {
     let host = |source| CacheToolError::Host {
         file: beside.display().to_string(),
         source,

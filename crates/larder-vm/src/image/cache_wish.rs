@@ -1,7 +1,7 @@
 //! Options that users give for a disk's cache.
 
 use larder_block::ByteLen;
-use larder_cache::Mode;
+use larder_cache::CacheMode;
 #[cfg(doc)]
 use larder_cache::Verdict;
 
@@ -9,30 +9,30 @@ use super::ImageAddress;
 use super::cache::{CacheError, may_write_back};
 
 /// The modes that users can choose.
-pub const CACHE_MODES: [Mode; 4] = [
-    Mode::WriteThrough,
-    Mode::WriteBack,
-    Mode::WriteAround,
-    Mode::PassThrough,
+pub const CACHE_MODES: [CacheMode; 4] = [
+    CacheMode::WriteThrough,
+    CacheMode::WriteBack,
+    CacheMode::WriteAround,
+    CacheMode::PassThrough,
 ];
 
 /// Returns the option value for a mode.
-pub fn cache_mode_name(mode: Mode) -> &'static str {
+pub fn cache_mode_name(mode: CacheMode) -> &'static str {
     match mode {
-        Mode::WriteThrough => "wt",
-        Mode::WriteBack => "wb",
-        Mode::WriteAround => "wa",
-        Mode::PassThrough => "pt",
+        CacheMode::WriteThrough => "wt",
+        CacheMode::WriteBack => "wb",
+        CacheMode::WriteAround => "wa",
+        CacheMode::PassThrough => "pt",
     }
 }
 
 /// Returns a mode's name in words.
-pub fn cache_mode_words(mode: Mode) -> &'static str {
+pub fn cache_mode_words(mode: CacheMode) -> &'static str {
     match mode {
-        Mode::WriteThrough => "write-through",
-        Mode::WriteBack => "write-back",
-        Mode::WriteAround => "write-around",
-        Mode::PassThrough => "pass-through",
+        CacheMode::WriteThrough => "write-through",
+        CacheMode::WriteBack => "write-back",
+        CacheMode::WriteAround => "write-around",
+        CacheMode::PassThrough => "pass-through",
     }
 }
 
@@ -40,7 +40,7 @@ pub fn cache_mode_words(mode: Mode) -> &'static str {
 ///
 /// # Errors
 /// There is no such mode; the error is a message for the user.
-pub fn parse_cache_mode(text: &str) -> Result<Mode, String> {
+pub fn parse_cache_mode(text: &str) -> Result<CacheMode, String> {
     let found = CACHE_MODES.into_iter().find(|mode| cache_mode_name(*mode) == text);
     found.ok_or_else(|| {
         let names = CACHE_MODES.map(|mode| format!("{} ({})", cache_mode_name(mode), cache_mode_words(mode)));
@@ -98,7 +98,7 @@ pub struct CacheWish {
     /// Line length.
     pub line: Option<ByteLen>,
     /// Write policy.
-    pub mode: Option<Mode>,
+    pub mode: Option<CacheMode>,
     /// Limit for the bytes written per day.
     pub endurance: Option<ByteLen>,
     /// Only the disk's own server writes to the disk.
@@ -162,8 +162,8 @@ pub struct CacheOptions {
     /// Line length; if unset, that of the existing cache, or [`CACHE_LINE_DEFAULT`].
     pub line: Option<ByteLen>,
     /// Write policy; if unset, that of the existing cache, or write-through.
-    pub mode: Option<Mode>,
-    /// Limit for the bytes written per day; see [`OpenOptions::endurance`].
+    pub mode: Option<CacheMode>,
+    /// Limit for the bytes written per day; see [`larder_cache::CacheOpenOptions::endurance`].
     pub endurance: Option<ByteLen>,
     /// The user asserts that only the disk's server writes to the disk, so unproven data ([`Verdict::Unproven`]) is
     /// used.
@@ -183,7 +183,7 @@ impl CacheOptions {
             });
         }
         match self.mode {
-            Some(Mode::WriteBack) => may_write_back(&self.file),
+            Some(CacheMode::WriteBack) => may_write_back(&self.file),
             _ => Ok(()),
         }
     }

@@ -9,9 +9,9 @@ pub(super) mod policy;
 use std::os::fd::AsFd;
 use std::rc::Rc;
 
-use larder_block::backend::file::{HeldFile, OpenError, Role};
-use larder_block::backend::image_lock::Claim;
-use larder_block::filter::stay_raw::StayRaw;
+use larder_block::backend::file::{FileOpenError, FileRole, LockedFile};
+use larder_block::backend::image_lock::LockMode;
+use larder_block::filter::raw_format_guard::RawFormatGuard;
 use larder_block::opener::{self, opener};
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2};
@@ -51,7 +51,7 @@ pub(super) async fn open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    held: &mut Vec<HeldFile>,
+    held: &mut Vec<LockedFile>,
 ) -> Result<Opened, ImageError> {
     let mut opener = Opener {
         on,
@@ -118,7 +118,7 @@ struct Opener<'a> {
     files: Vec<DiskFile>,
     proof: Proof,
     parts: Vec<ChainPart>,
-    held: &'a mut Vec<HeldFile>,
+    held: &'a mut Vec<LockedFile>,
     metadata_memory: Rc<MetadataMemory>,
     /// The chain so far has an NBD server. A trial ends at an NBD server, so no other process has claimed the files
     /// after it for us.
@@ -131,7 +131,7 @@ impl Opener<'_> {
         image: &'a ImageAddress,
         format: Option<Format>,
         read_only: bool,
-        (role, part): (Role, PartRole),
+        (role, part): (FileRole, PartRole),
     ) -> BoxFuture<'a, Result<Layer, ImageError>> {
         Box::pin(async move {
             if let (ImageAddress::Nbd(uri), true) = (image, self.options.trial) {
@@ -164,7 +164,7 @@ impl Opener<'_> {
                 // The guest must not write bytes that would make the next probe find another format. NBD exports are
                 // never probed.
                 Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
-                    Rc::new(StayRaw::new(file, begins_like))
+                    Rc::new(RawFormatGuard::new(file, begins_like))
                 }
                 Format::Raw => file,
                 Format::Qcow2 => {
@@ -181,7 +181,7 @@ impl Opener<'_> {
         image: &ImageAddress,
         (format, is_guessed): (Format, bool),
         read_only: bool,
-        role: Role,
+        role: FileRole,
     ) -> Result<(Rc<dyn BlockDevice>, Author), ImageError> {
         let mut options = ImageOptions {
             read_only: read_only || self.is_inspection(),
@@ -189,13 +189,13 @@ impl Opener<'_> {
             ..self.options.clone()
         };
         if self.is_past_server {
-            options.claim = Claim::Own;
+            options.claim = LockMode::Direct;
         }
         let (device, author) = match image {
             ImageAddress::Path(path) => {
                 let marks = (options.cache.is_some() && !options.trial).then(proof::marks_folder);
                 let file = open_file(self.on, path, &options, format != Format::Raw, marks).await?;
-                let found = file.metadata().map_err(|source| OpenError::Os {
+                let found = file.metadata().map_err(|source| FileOpenError::Os {
                     path: path.clone(),
                     what: "reading its owner",
                     source,
@@ -205,7 +205,7 @@ impl Opener<'_> {
                 self.files.push(DiskFile::new(file.as_fd(), path, !read_only));
                 self.proof.add_file(&file);
                 if options.trial {
-                    self.held.push(file.hold().map_err(|source| OpenError::Os {
+                    self.held.push(file.retain_locks().map_err(|source| FileOpenError::Os {
                         path: path.clone(),
                         what: "keeping it open",
                         source,
@@ -296,7 +296,7 @@ impl Opener<'_> {
 
     /// Returns whether the image is only inspected, while its server has it open.
     fn is_inspection(&self) -> bool {
-        self.options.claim == Claim::Nobody
+        self.options.claim == LockMode::Unlocked
     }
 
     /// Returns whether a VM's file decides which files may be opened.
@@ -342,7 +342,7 @@ impl Opener<'_> {
             .chain
             .data_file((image, author), self.depth(), named.transpose()?)?;
         let Some(address) = allowed else { return Ok(None) };
-        let role = (Role::Part, PartRole::DataFile);
+        let role = (FileRole::Referenced, PartRole::DataFile);
         let opened = self.open(&address, Some(Format::Raw), read_only, role).await;
         let opened = opened.map_err(|source| failed(&address.to_string(), source));
         opened.map(|(device, _)| Some(device))
@@ -372,7 +372,7 @@ impl Opener<'_> {
                 why: format!("would be the {CHAIN_MAX}th of a chain"),
             });
         }
-        let role = (Role::Part, PartRole::Backing);
+        let role = (FileRole::Referenced, PartRole::Backing);
         let opened = self.open(&address, format, true, role).await;
         let (device, format) = opened.map_err(|source| match source {
             // The innermost failure names the image and the cause.
@@ -456,7 +456,7 @@ fn no_format(image: &ImageAddress) -> ImageError {
 /// One of the files, or its header, cannot be read.
 pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Result<NamedChain, ImageError> {
     let mut chain = NamedChain::default();
-    let (mut above, mut format, mut role) = (image.clone(), Some(format), Role::Image);
+    let (mut above, mut format, mut role) = (image.clone(), Some(format), FileRole::Image);
     let mut opened = vec![image.clone()];
     while let (ImageAddress::Path(path), Some(Format::Qcow2)) = (&above, format) {
         let options = ImageOptions {
@@ -492,7 +492,7 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
         if opened.iter().any(|opened| is_same(opened, &named.address)) {
             return Err(leads_back(&above, name));
         }
-        (above, format, role) = (named.address.absolute(), named.format, Role::Part);
+        (above, format, role) = (named.address.absolute(), named.format, FileRole::Referenced);
         opened.push(above.clone());
         chain.backing.push(NamedImage {
             image: above.clone(),
@@ -527,7 +527,7 @@ pub fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
     match (one, other) {
         (one, other) if one == other => true,
         (ImageAddress::Path(one), ImageAddress::Path(other)) => {
-            match (opener().canonical(one), opener().canonical(other)) {
+            match (opener().canonicalize(one), opener().canonicalize(other)) {
                 (Ok(one), Ok(other)) => one == other,
                 _ => false,
             }

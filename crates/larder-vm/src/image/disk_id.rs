@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use larder_block::nbd::NbdUri;
-use larder_block::opener::{self, Access, FileTimes, NamedBy, opener};
+use larder_block::opener::{self, Access, FileTimes, PathSource, opener};
 use rustix::fs::{Mode, OFlags};
 
 use super::{Format, ImageAddress, file_handle, host_clock};
@@ -77,7 +77,7 @@ fn of_path(path: &Path) -> Vec<u8> {
             Some(handle) => [&b"file "[..], &handle].concat(),
             None => {
                 let inode = found.as_ref().map_or(0, MetadataExt::ino);
-                let place = opener().canonical(path).unwrap_or_else(|_| path.to_owned());
+                let place = opener().canonicalize(path).unwrap_or_else(|_| path.to_owned());
                 [&b"path "[..], &inode.to_le_bytes(), bytes(&place)].concat()
             }
         },
@@ -90,7 +90,7 @@ fn bytes(path: &Path) -> &[u8] {
 
 /// Returns an `O_PATH` descriptor of the file at `path`, which gives no access to its content.
 pub(super) fn place_of(path: &Path) -> io::Result<File> {
-    opener().open(path, Access::Look, NamedBy::User)
+    opener().open(path, Access::Inspect, PathSource::User)
 }
 
 fn handle(file: &File) -> Option<Vec<u8>> {
@@ -102,7 +102,7 @@ fn handle(file: &File) -> Option<Vec<u8>> {
 
 /// Returns the name in `folder` that leads to the same device; if there are several, always the same one.
 fn stable_name(folder: &Path, device: &Path) -> Option<PathBuf> {
-    let same = opener().names_of_device(folder, device).ok()?;
+    let same = opener().device_names(folder, device).ok()?;
     same.into_iter().min_by_key(|name| {
         let text = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let rank = BEST_NAMES.iter().position(|best| text.starts_with(best));

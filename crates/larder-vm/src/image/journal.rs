@@ -20,7 +20,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use larder_block::opener::{self, Access, NamedBy, opener};
+use larder_block::opener::{self, Access, PathSource, opener};
 use larder_qcow2::header::{AUTOCLEAR_SESSION, Header};
 use larder_qcow2::journal::{ImageId, Journal, Left, is_of_this_boot};
 use rustix::fs::{Mode, OFlags};
@@ -286,7 +286,7 @@ fn id(image: &ImageAddress) -> ImageId {
                 _ => Vec::new(),
             },
             place: opener()
-                .canonical(path)
+                .canonicalize(path)
                 .unwrap_or_else(|_| path.clone())
                 .as_os_str()
                 .as_bytes()
@@ -460,7 +460,7 @@ fn find(folder: &Folder, name: &str, id: &ImageId) -> io::Result<Option<Left>> {
             let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
             File::from(rustix::fs::open(&path, flags, Mode::empty())?)
         }
-        false => opener().open(&path, Access::Read, NamedBy::Header)?,
+        false => opener().open(&path, Access::Read, PathSource::Header)?,
     };
     let found = file.metadata()?;
     if !found.is_file() || found.uid() != folder.user {

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use larder_block::{BlockDevice, ByteLen};
-use larder_cache::{Cache, Mode};
+use larder_cache::{Cache, CacheMode};
 
 use super::ImageAddress;
 use super::cache::{may_write_back, no_note};
@@ -35,7 +35,7 @@ impl OpenCache {
     /// Removes the cache's state file after the disk and the cache were closed. The file remains if the cache could
     /// not be closed, if it has dirty data, or if nothing else would show that the disk was used without it.
     pub(crate) fn forget_note(&self) {
-        if !self.layer.works() || self.layer.is_noted_dirty() {
+        if !self.layer.is_working() || self.layer.is_recorded_dirty() {
             return;
         }
         // A state file that remains describes only this session, which has ended, and errs towards discarding.
@@ -51,14 +51,14 @@ impl OpenCache {
     /// # Errors
     /// A message for the user; the cache's data may then still count as valid.
     pub(super) async fn retire(&self, is_lost: bool) -> Result<(), String> {
-        let closed = match self.layer.works() {
-            true => self.layer.leave().await,
+        let closed = match self.layer.is_working() {
+            true => self.layer.detach().await,
             false => Ok(()),
         };
         // A cache that has failed, perhaps just now, records all its data as superseded.
-        let is_given = !is_lost && !self.layer.works() && self.layer.hand_over().await.is_ok();
+        let is_given = !is_lost && !self.layer.is_working() && self.layer.flush_dirty().await.is_ok();
         let noted = match &closed {
-            Ok(()) if self.layer.works() && !self.layer.is_noted_dirty() => self.note.take_back(),
+            Ok(()) if self.layer.is_working() && !self.layer.is_recorded_dirty() => self.note.take_back(),
             Ok(()) if is_given && self.note.is_detached() => {
                 let noted = self.note.set_dirty(false);
                 self.note.end();
@@ -74,8 +74,8 @@ impl OpenCache {
     ///
     /// # Errors
     /// A message for the user.
-    pub(super) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
-        if mode == Mode::WriteBack {
+    pub(super) async fn set_mode(&self, mode: CacheMode) -> Result<(), String> {
+        if mode == CacheMode::WriteBack {
             may_write_back(&self.file).map_err(|error| error.to_string())?;
             if !self.note.is_there() {
                 return Err(no_note(self.note.place()));

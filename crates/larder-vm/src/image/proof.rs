@@ -44,7 +44,7 @@ impl Proof {
         let of_file = |((device, file), then): ((&Rc<FileDevice>, &DiskFile), &FileStamp)| {
             let by_times = match file.is_as_at(then) {
                 _ if file.lacks_times() => Verdict::Unproven,
-                true if file.is_unchanged_since(then) => Verdict::Proven,
+                true if file.is_unchanged_since(then) => Verdict::Unchanged,
                 false if !then.is_written => Verdict::Changed,
                 _ => Verdict::Unproven,
             };

@@ -14,7 +14,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use larder_block::opener::walk;
+use larder_block::opener::walk_path;
 use rustix::fs::{FileType, Stat};
 use rustix::process::{Pid, geteuid};
 
@@ -95,7 +95,7 @@ fn users_of(process: Pid) -> io::Result<Vec<u32>> {
 
 fn deciders(path: &Path) -> io::Result<Deciders> {
     let mut deciders = Deciders::default();
-    walk(path, |place, _, found| {
+    walk_path(path, |place, _, found| {
         deciders.count(place, found);
         Ok(())
     })?;

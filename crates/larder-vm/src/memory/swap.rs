@@ -13,9 +13,9 @@ use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::file::{FileDevice, FileOptions, HeldFile, OpenError, claim, claim_device};
+use larder_block::backend::file::{FileDevice, FileOpenError, FileOptions, LockedFile, claim_device, open_locked};
 use larder_block::boot::is_tmpfs;
-use larder_block::opener::locate;
+use larder_block::opener::open_safe_path;
 use larder_block::small_file;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, WriteBuf, WriteFlags};
 use larder_memory::attach::Swap;
@@ -196,7 +196,7 @@ pub(super) async fn open(
                     checked.map_err(foreign(&name))?;
                     if let Some(file) = &file {
                         // A disk of a guest can begin with zeros, and a file is emptied as a whole.
-                        let content = File::open(file.contents()).map_err(os(&name, "read it"))?;
+                        let content = File::open(file.content_path()).map_err(os(&name, "read it"))?;
                         let checked = on.run_blocking(move || occupied::check_zeros(&content)).await;
                         let checked = checked.map_err(Occupied::unknown).and_then(|checked| checked);
                         checked.map_err(foreign(&name))?;
@@ -308,7 +308,7 @@ async fn open_device(
     size: Option<ByteLen>,
     owner: Owner,
     is_new: bool,
-) -> Result<(Rc<dyn BlockDevice>, Option<HeldFile>, Before), SwapError> {
+) -> Result<(Rc<dyn BlockDevice>, Option<LockedFile>, Before), SwapError> {
     let image = |source| SwapError::Image {
         name: address.to_string(),
         source,
@@ -334,13 +334,13 @@ async fn open_device(
                     check_path(&name, path, Some(&opened))?;
                 }
                 let held = match opened.is_file() {
-                    true => Some(device.hold().map_err(os(&name, "keep it open"))?),
+                    true => Some(device.retain_locks().map_err(os(&name, "keep it open"))?),
                     false => None,
                 };
                 return Ok((device, held, before));
             }
             // Another pager used the file until now, and has removed it in the end.
-            Err(OpenError::Open { source, .. })
+            Err(FileOpenError::Open { source, .. })
                 if is_new && source.kind() == io::ErrorKind::NotFound && tries < TRIES_MAX =>
             {
                 tries += 1;
@@ -356,7 +356,7 @@ fn check_path(name: &str, path: &Path, opened: Option<&Metadata>) -> Result<(), 
     if !geteuid().is_root() {
         return Ok(());
     }
-    let located = locate(path).and_then(|place| place.metadata());
+    let located = open_safe_path(path).and_then(|place| place.metadata());
     let result = match (located, opened) {
         (Err(refused), _) if refused.raw_os_error().is_none() => Err(refused),
         // The file may be missing yet. Opening it reports all other errors.
@@ -371,13 +371,13 @@ fn check_path(name: &str, path: &Path, opened: Option<&Metadata>) -> Result<(), 
 }
 
 /// Opens a disk for exclusive use. If pages are on it already, it is used even if another process has claimed it.
-async fn open_claimed(on: &Loop, path: &Path, is_new: bool) -> Result<Rc<FileDevice>, OpenError> {
+async fn open_claimed(on: &Loop, path: &Path, is_new: bool) -> Result<Rc<FileDevice>, FileOpenError> {
     let options = FileOptions {
         exclusive: true,
         ..FileOptions::default()
     };
     match FileDevice::open(on, path, options).await {
-        Err(error @ OpenError::Claimed { .. }) if !is_new => {
+        Err(error @ FileOpenError::Claimed { .. }) if !is_new => {
             tracing::warn!("{error}; Larder uses it nevertheless, because it holds pages of the process");
             FileDevice::open(on, path, FileOptions::default()).await
         }
@@ -445,7 +445,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>, owner: Owner) ->
     if found.is_none() {
         check()?;
     }
-    let file = claim(on, path).await.map_err(|error| SwapError::Image {
+    let file = open_locked(on, path).await.map_err(|error| SwapError::Image {
         name: name.clone(),
         source: error.into(),
     })?;

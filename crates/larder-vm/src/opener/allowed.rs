@@ -155,7 +155,7 @@ impl Allowed {
     pub(super) fn open(&self, path: &Path, access: Access) -> io::Result<()> {
         let how = self.use_of(path)?;
         match access {
-            Access::Look | Access::Read => Ok(()),
+            Access::Inspect | Access::Read => Ok(()),
             Access::Write if how.write => Ok(()),
             Access::Claim if how.make => Ok(()),
             Access::Write => Err(denied(path, "the VM's file allows only reading it")),
@@ -230,7 +230,7 @@ cache-size = "1G"
             "/i/top.qcow2/..",
             "/ssd/cache.pem",
         ] {
-            assert!(!opens(other, Access::Look), "{other}");
+            assert!(!opens(other, Access::Inspect), "{other}");
         }
         assert!(allowed.listen(&config.control).is_ok());
         assert!(allowed.listen(Path::new("/run/larder/other.sock")).is_err());

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, OnceLock};
 
 use larder_block::lock_wait::{LockKind, LockOwner};
-use larder_block::opener::{Access, Blkid, DiskCounters, NamedBy, Opener, open_through};
+use larder_block::opener::{Access, BlkidOutput, DiskCounters, Opener, PathSource, set_opener};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::wire::{Answer, Image, PathBytes, Request, pair, receive, send};
@@ -69,7 +69,7 @@ fn have(helper: Helper) {
     let helper = Arc::new(helper);
     let is_first = HELPER.set(Arc::clone(&helper)).is_ok();
     assert!(is_first, "a process has one opener");
-    open_through(Box::new(ByHelper(helper)));
+    set_opener(Box::new(ByHelper(helper)));
 }
 
 impl Helper {
@@ -207,7 +207,7 @@ fn unexpected() -> io::Error {
 struct ByHelper(Arc<Helper>);
 
 impl Opener for ByHelper {
-    fn open(&self, path: &Path, access: Access, _by: NamedBy) -> io::Result<File> {
+    fn open(&self, path: &Path, access: Access, _by: PathSource) -> io::Result<File> {
         // The opener treats all paths alike: a compromised server could claim any source for one.
         let request = Request::Open {
             path: PathBytes::of(path),
@@ -216,7 +216,7 @@ impl Opener for ByHelper {
         Ok(self.0.ask_for_file(&request)?.into())
     }
 
-    fn make(&self, path: &Path) -> io::Result<File> {
+    fn create_file(&self, path: &Path) -> io::Result<File> {
         Ok(self.0.ask_for_file(&Request::Make(PathBytes::of(path)))?.into())
     }
 
@@ -228,12 +228,12 @@ impl Opener for ByHelper {
         self.0.ask_for_file(&Request::Connect(PathBytes::of(path)))
     }
 
-    fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
+    fn canonicalize(&self, path: &Path) -> io::Result<PathBuf> {
         let paths = self.0.ask_for_paths(&Request::Canonical(PathBytes::of(path)))?;
         paths.into_iter().next().ok_or_else(unexpected)
     }
 
-    fn names_of_device(&self, folder: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
+    fn device_names(&self, folder: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
         let (folder, path) = (PathBytes::of(folder), PathBytes::of(path));
         self.0.ask_for_paths(&Request::NamesOfDevice { folder, path })
     }
@@ -252,7 +252,7 @@ impl Opener for ByHelper {
         }
     }
 
-    fn blkid(&self, file: &File) -> io::Result<Blkid> {
+    fn blkid(&self, file: &File) -> io::Result<BlkidOutput> {
         match self.0.ask(&Request::Blkid, Some(file.as_fd()))? {
             (
                 Answer::Blkid {
@@ -261,10 +261,10 @@ impl Opener for ByHelper {
                     complaint,
                 },
                 _,
-            ) => Ok(Blkid {
+            ) => Ok(BlkidOutput {
                 status,
-                said,
-                complaint,
+                stdout: said,
+                stderr: complaint,
             }),
             _ => Err(unexpected()),
         }
@@ -278,7 +278,7 @@ impl Opener for ByHelper {
         }
     }
 
-    fn lock_holders(&self, file: BorrowedFd<'_>) -> Vec<String> {
+    fn image_lock_owners(&self, file: BorrowedFd<'_>) -> Vec<String> {
         match self.0.ask(&Request::LockHolders, Some(file)) {
             Ok((Answer::Text(text), _)) => text.lines().map(str::to_owned).collect(),
             _ => Vec::new(),

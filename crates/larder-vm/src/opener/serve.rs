@@ -7,8 +7,8 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use larder_block::backend::image_lock::holders_but;
-use larder_block::opener::{Access, Itself, NamedBy, Opener, locate};
+use larder_block::backend::image_lock::owners_except;
+use larder_block::opener::{Access, DirectOpener, Opener, PathSource, open_safe_path};
 
 use super::allowed::Allowed;
 use super::wire::{Answer, JournalFolder, PathBytes, Request, receive, send};
@@ -122,7 +122,7 @@ impl Server {
         let opened = |file: io::Result<File>| Ok((Answer::Done, Some(OwnedFd::from(file?))));
         let done = |result: io::Result<()>| result.map(|()| (Answer::Done, None));
         match request {
-            Request::VmFile => opened(Itself.open(&self.file, Access::Read, NamedBy::User)),
+            Request::VmFile => opened(DirectOpener.open(&self.file, Access::Read, PathSource::User)),
             Request::Open { path, access } => {
                 let path = path.path();
                 self.may_open(&path, access)?;
@@ -131,7 +131,7 @@ impl Server {
             Request::Make(path) => {
                 let path = path.path();
                 self.allowed()?.make(&path)?;
-                opened(Itself.make(&place_of_new(&path)?.1))
+                opened(DirectOpener.create_file(&place_of_new(&path)?.1))
             }
             Request::Remove(path) => {
                 let path = path.path();
@@ -140,50 +140,50 @@ impl Server {
                 }
                 let (_folder, place) = place_of_new(&path)?;
                 done(match place.symlink_metadata()?.is_file() {
-                    true => Itself.remove(&place),
+                    true => DirectOpener.remove(&place),
                     false => Err(io::Error::other("it is not a regular file")),
                 })
             }
             Request::Connect(path) => {
                 let path = path.path();
                 self.allowed()?.connect(&path)?;
-                let socket = locate(&path)?;
-                let socket = Itself.connect(&by_number(&socket))?;
+                let socket = open_safe_path(&path)?;
+                let socket = DirectOpener.connect(&by_number(&socket))?;
                 Ok((Answer::Done, Some(socket)))
             }
             Request::Canonical(path) => {
                 let path = path.path();
-                self.allowed()?.open(&path, Access::Look)?;
-                let found = Itself.canonical(&by_number(&locate(&path)?))?;
+                self.allowed()?.open(&path, Access::Inspect)?;
+                let found = DirectOpener.canonicalize(&by_number(&open_safe_path(&path)?))?;
                 Ok((Answer::Paths(vec![PathBytes::of(&found)]), None))
             }
             Request::NamesOfDevice { folder, path } => {
                 let (folder, path) = (folder.path(), path.path());
-                self.allowed()?.open(&path, Access::Look)?;
+                self.allowed()?.open(&path, Access::Inspect)?;
                 if folder != Path::new(DEVICE_NAMES) {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
-                let names = Itself.names_of_device(&folder, &by_number(&locate(&path)?))?;
+                let names = DirectOpener.device_names(&folder, &by_number(&open_safe_path(&path)?))?;
                 Ok((
                     Answer::Paths(names.iter().map(|name| PathBytes::of(name)).collect()),
                     None,
                 ))
             }
-            Request::DiskSequence(device) => Ok((Answer::Text(Itself.disk_sequence(device)?), None)),
-            Request::DiskCounters(device) => Ok((Answer::Text(Itself.disk_counters(device)?.to_string()), None)),
+            Request::DiskSequence(device) => Ok((Answer::Text(DirectOpener.disk_sequence(device)?), None)),
+            Request::DiskCounters(device) => Ok((Answer::Text(DirectOpener.disk_counters(device)?.to_string()), None)),
             Request::Blkid => {
                 let file = given()?;
                 // This thread handles only this request.
                 only_programs_and(&file)?;
-                Ok((Itself.blkid(&file)?.into(), None))
+                Ok((DirectOpener.blkid(&file)?.into(), None))
             }
             Request::LockOwner(kind) => {
-                let owner = Itself.lock_owner(given()?.as_fd(), kind.into());
+                let owner = DirectOpener.lock_owner(given()?.as_fd(), kind.into());
                 Ok((Answer::Owner(owner.into()), None))
             }
             Request::LockHolders => {
                 let known: Vec<u32> = [std::process::id()].into_iter().chain(self.client).collect();
-                let holders = holders_but(&known, given()?.as_fd());
+                let holders = owners_except(&known, given()?.as_fd());
                 Ok((Answer::Text(holders.join("\n")), None))
             }
             Request::Listen(path) => {
@@ -276,7 +276,7 @@ impl Server {
             Ok(()) => return Ok(()),
             Err(denied) => denied,
         };
-        let is_read = matches!(access, Access::Look | Access::Read);
+        let is_read = matches!(access, Access::Inspect | Access::Read);
         match is_read && (self.is_journal(path)? || self.is_note(path)? || self.is_note(&path.with_extension(""))?) {
             true => Ok(()),
             false => Err(denied),
@@ -318,7 +318,7 @@ impl Located {
                 _file: None,
             });
         };
-        let file = locate(path).ok()?;
+        let file = open_safe_path(path).ok()?;
         // The path of a block device can be a part of its disk's identity.
         let address = match file.metadata().ok()?.file_type().is_block_device() {
             true => image.clone(),
@@ -337,10 +337,10 @@ fn by_number(file: &File) -> PathBuf {
 }
 
 fn open(path: &Path, access: Access) -> io::Result<File> {
-    let place = locate(path)?;
+    let place = open_safe_path(path)?;
     match access {
-        Access::Look => Ok(place),
-        access => Itself.open(&by_number(&place), access, NamedBy::User),
+        Access::Inspect => Ok(place),
+        access => DirectOpener.open(&by_number(&place), access, PathSource::User),
     }
 }
 
@@ -353,7 +353,7 @@ fn place_of_new(path: &Path) -> io::Result<(File, PathBuf)> {
         true => Path::new("."),
         false => folder,
     };
-    let folder = locate(folder)?;
+    let folder = open_safe_path(folder)?;
     let place = by_number(&folder).join(name);
     Ok((folder, place))
 }

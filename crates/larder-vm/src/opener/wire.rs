@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use larder_block::lock_wait::{LockKind, LockOwner};
-use larder_block::opener::{Access, Blkid};
+use larder_block::opener::{Access, BlkidOutput};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -105,7 +105,8 @@ impl Image {
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Access")]
 enum AccessName {
-    Look,
+    #[serde(rename = "Look")]
+    Inspect,
     Read,
     Write,
     Claim,
@@ -150,7 +151,7 @@ pub(super) enum Answer {
     Paths(Vec<PathBytes>),
     /// A text.
     Text(String),
-    /// Serialised form of [`Blkid`].
+    /// Serialised form of [`BlkidOutput`].
     Blkid {
         status: Option<i32>,
         said: String,
@@ -180,8 +181,8 @@ impl From<LockOwner> for Owner {
     fn from(owner: LockOwner) -> Self {
         match owner {
             LockOwner::Running => Self::Running,
-            LockOwner::Ending(process) => Self::Ending(process),
-            LockOwner::Nobody => Self::Nobody,
+            LockOwner::Exiting(process) => Self::Ending(process),
+            LockOwner::Orphaned => Self::Nobody,
         }
     }
 }
@@ -190,8 +191,8 @@ impl From<Owner> for LockOwner {
     fn from(owner: Owner) -> Self {
         match owner {
             Owner::Running => Self::Running,
-            Owner::Ending(process) => Self::Ending(process),
-            Owner::Nobody => Self::Nobody,
+            Owner::Ending(process) => Self::Exiting(process),
+            Owner::Nobody => Self::Orphaned,
         }
     }
 }
@@ -225,12 +226,12 @@ impl From<JournalFolder> for Folder {
     }
 }
 
-impl From<Blkid> for Answer {
-    fn from(answer: Blkid) -> Self {
+impl From<BlkidOutput> for Answer {
+    fn from(answer: BlkidOutput) -> Self {
         Self::Blkid {
             status: answer.status,
-            said: answer.said,
-            complaint: answer.complaint,
+            said: answer.stdout,
+            complaint: answer.stderr,
         }
     }
 }

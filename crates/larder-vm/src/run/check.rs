@@ -8,7 +8,7 @@
 //! between the check and the servers.
 
 use larder_block::Loop;
-use larder_block::backend::file::{HeldFile, OpenError};
+use larder_block::backend::file::{FileOpenError, LockedFile};
 use larder_block::backend::image_lock::LockError;
 use larder_export::activity::Activity;
 use larder_export::vhost_user::{OptionsError, VhostUserServer};
@@ -62,7 +62,7 @@ impl CheckError {
                 | ImageError::Chain(_)
                 | ImageError::NoDataFile { .. } => true,
                 ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_of_image(source),
-                ImageError::File(error) => !matches!(error, OpenError::Locked { .. } | OpenError::Os { .. }),
+                ImageError::File(error) => !matches!(error, FileOpenError::Locked { .. } | FileOpenError::Os { .. }),
                 ImageError::Qcow2(Qcow2Error::Header { source, .. }) => !matches!(source, HeaderError::Corrupt),
                 _ => false,
             }
@@ -208,7 +208,7 @@ fn is_only_qemus(error: &ImageError) -> bool {
         | ImageError::Name(_) => true,
         ImageError::File(error) => matches!(
             error,
-            OpenError::WrongKind { .. } | OpenError::Empty { .. } | OpenError::EmptyDevice { .. }
+            FileOpenError::UnsupportedKind { .. } | FileOpenError::Empty { .. } | FileOpenError::EmptyDevice { .. }
         ),
         ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_only_qemus(source),
         ImageError::Qcow2(error) => matches!(
@@ -227,8 +227,8 @@ fn is_held_here(error: &CheckError) -> bool {
     matches!(
         error,
         CheckError::Image {
-            source: ImageError::File(OpenError::Locked {
-                source: LockError::InUseHere { .. },
+            source: ImageError::File(FileOpenError::Locked {
+                source: LockError::InUseByThisProcess { .. },
                 ..
             }),
             ..
@@ -249,7 +249,7 @@ async fn open(
     on: &Loop,
     disk: &DiskWish,
     given_by: GivenBy,
-    held: &mut Vec<HeldFile>,
+    held: &mut Vec<LockedFile>,
 ) -> Result<std::rc::Rc<VhostUserServer>, CheckError> {
     let options = disk.image_options().map_err(|source| CheckError::Limits {
         image: disk.image.clone(),
@@ -284,7 +284,7 @@ pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'stati
             false => "; without format= Larder detects the format",
         },
         source if is_only_qemus(source) && !is_in_file => "; attach it with -drive, and QEMU serves it",
-        ImageError::File(OpenError::Open { source, .. })
+        ImageError::File(FileOpenError::Open { source, .. })
             if !disk.read_only
                 // Larder's own refusals, which have no number, hold for reading as well.
                 && source.raw_os_error().is_some()
@@ -295,7 +295,7 @@ pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'stati
                 false => "; with readonly=on Larder only reads it",
             }
         }
-        ImageError::File(OpenError::Locked {
+        ImageError::File(FileOpenError::Locked {
             source: LockError::InUse { .. },
             ..
         }) => match given_by {

@@ -7,7 +7,7 @@
 
 use std::fmt::Write;
 
-use larder_block::backend::file::{Displaced, HeldFile};
+use larder_block::backend::file::{LockedFile, PathChange};
 
 use crate::image::ImageAddress;
 
@@ -17,7 +17,7 @@ use crate::image::ImageAddress;
 pub struct Hold {
     /// The disk's image.
     pub image: ImageAddress,
-    pub(super) files: Vec<HeldFile>,
+    pub(super) files: Vec<LockedFile>,
 }
 
 impl Hold {
@@ -33,14 +33,14 @@ impl Hold {
     pub(super) fn obstacle(&self) -> Option<String> {
         let mut text = String::new();
         for file in &self.files {
-            let Ok(Some(displaced)) = file.displaced() else {
+            let Ok(Some(displaced)) = file.path_change() else {
                 continue;
             };
-            let (path, contents) = (file.path().display(), file.contents());
+            let (path, contents) = (file.path().display(), file.content_path());
             let separator = if text.is_empty() { "" } else { "; " };
             // Writing to a string cannot fail.
             let _ = match displaced {
-                Displaced::Moved => {
+                PathChange::Moved => {
                     // The current name of the file, if it has one; otherwise its path in /proc.
                     let name = std::fs::read_link(&contents).ok().filter(|name| name.exists());
                     let name = name.unwrap_or(contents);
@@ -50,7 +50,7 @@ impl Hold {
                         name.display()
                     )
                 }
-                Displaced::Removed => write!(
+                PathChange::Removed => write!(
                     text,
                     "{separator}{path} was deleted or replaced: copy {} if it is needed, and end the guest",
                     contents.display()

@@ -226,7 +226,7 @@ fn checked_name(name: String) -> Result<String, ConfigError> {
 /// The file cannot be read, is not text, or is longer than any such file can be.
 pub fn read_text(path: &Path) -> io::Result<String> {
     match helper() {
-        Some(helper) => small_file::text_of(helper.vm_file()?, CONFIG_BYTES_MAX),
+        Some(helper) => small_file::read_open_text(helper.vm_file()?, CONFIG_BYTES_MAX),
         None => small_file::read_text(path, CONFIG_BYTES_MAX),
     }
 }

@@ -28,7 +28,7 @@
 //!   host requests would be completed twice, or never. On this host the next server knows the positions from the
 //!   in-flight region, so the VM continues here.
 //! - Caches are invalidated before the marker is created: one that survives fits no disk
-//!   ([`larder_cache::Cache::leave`]). In addition, images opened by `take` use no old cached data, not even from a
+//!   ([`larder_cache::Cache::detach`]). In addition, images opened by `take` use no old cached data, not even from a
 //!   cache that was not closed.
 //! - The marker is removed before the guest runs. So every server that is started here finds the data that the guest
 //!   has written, also after a power loss, and no server takes it for another host's. If the guest does not run here

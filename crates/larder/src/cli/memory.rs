@@ -16,7 +16,7 @@ use super::{Output, image_parser};
 #[derive(Subcommand)]
 pub(crate) enum MemoryCommand {
     /// Keep the memory of a running QEMU, or of any process with shared memory, within a budget, until SIGTERM or
-    /// until the process ends: cold pages are compressed, and come back when they are touched
+    /// until the process ends: cold pages are compressed, and paged in when they are touched
     Attach(Box<MemoryAttachArguments>),
     /// Show the state of the managed memory
     Status(MemoryStatusArguments),

@@ -1,5 +1,8 @@
 //! The command line.
 
+// Documentation comments of arguments are help texts, in which brackets are no links.
+#![allow(rustdoc::broken_intra_doc_links)]
+
 pub(crate) mod address;
 pub(crate) mod bench;
 pub(crate) mod memory;
@@ -15,9 +18,9 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
-use larder_block::filter::throttle::Limits;
+use larder_block::filter::throttle::ThrottleLimits;
 use larder_block::nbd::{ExportDescription, NbdUri};
-use larder_cache::Mode;
+use larder_cache::CacheMode;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
@@ -320,7 +323,7 @@ pub(crate) struct CacheModeArguments {
     #[arg(value_name = "FILE", value_parser = image_parser())]
     pub(crate) file: ImageAddress,
     #[arg(value_name = "MODE", value_parser = parse_cache_mode, help = cache_mode_help())]
-    pub(crate) mode: Mode,
+    pub(crate) mode: CacheMode,
     /// The control socket of the server that uses the cache
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
@@ -569,7 +572,7 @@ fn cache_mode_help() -> String {
 }
 
 fn served_cache_mode_help() -> String {
-    let usual = cache_mode_name(Mode::default());
+    let usual = cache_mode_name(CacheMode::default());
     format!(
         "{} [default: the mode of an existing cache, or {usual}]",
         cache_mode_help()
@@ -616,7 +619,7 @@ pub(crate) struct ServeArguments {
     #[arg(long, value_name = "SIZE")]
     pub(crate) cache_size: Option<ByteLen>,
     #[arg(long, value_name = "MODE", value_parser = parse_cache_mode, help = served_cache_mode_help())]
-    pub(crate) cache_mode: Option<Mode>,
+    pub(crate) cache_mode: Option<CacheMode>,
     #[arg(long, value_name = "SIZE", value_parser = parse_cache_line, help = cache_line_help())]
     pub(crate) cache_line: Option<ByteLen>,
     /// Maximum number of bytes per day that are written to the cache's device, to limit the wear of an SSD
@@ -663,7 +666,7 @@ pub(crate) struct ServeArguments {
     /// also with -max and -max-length for bursts, and iops-size; QEMU's older names and libvirt's are accepted as
     /// well
     #[arg(long, value_name = "LIMITS", value_parser = parse_given_limits)]
-    pub(crate) throttle: Option<Limits>,
+    pub(crate) throttle: Option<ThrottleLimits>,
     /// Number of virtqueues offered over vhost-user-blk
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
     pub(crate) queues: u16,

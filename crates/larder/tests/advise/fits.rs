@@ -38,7 +38,7 @@ fn twice_the_host() -> String {
     format!("-name web,debug-threads=on -m {}k", kib * 2)
 }
 
-/// The exit status tells apart a VM that fits, one that does not, one that fits with over-commit, and an unknown
+/// The exit status distinguishes a VM that fits, one that does not, one that fits with over-commit, and an unknown
 /// answer.
 #[test]
 fn exit_status_reports_whether_vm_fits() {

@@ -82,7 +82,7 @@ fn long_idle_vm_is_oversized() {
     );
 }
 
-/// Without `debug-threads=on` vCPU threads cannot be told apart, and the output explains that.
+/// Without `debug-threads=on` vCPU threads cannot be distinguished, and the output explains that.
 #[test]
 fn unnamed_vcpu_threads_are_a_gap() {
     let fake = fake("unnamed", "-name web -m 512M -smp 2");

@@ -332,7 +332,7 @@ fn memory_page_matches_pager() {
     assert_eq!(browser.complaints(), Vec::<Value>::new());
 }
 
-/// A page shows that its VM or `larder host` is gone or hangs, and recovers when it is back.
+/// A page shows that its VM or `larder host` has ended or hangs, and recovers when it is back.
 #[test]
 fn page_recovers_after_restarts() {
     let user = User::new();

@@ -207,7 +207,7 @@ fn destination_exit_at_full_window_noticed() {
     let qemu = session.qemu.take().expect("begun");
     drop(qemu.destination);
     assert!(was_closed(&qemu.source));
-    // These bytes are no migration stream, so Larder cannot tell how the migration ended.
+    // These bytes are no migration stream, so Larder does not know how the migration ended.
     session.between.succeed();
 }
 

@@ -298,7 +298,7 @@ mod taken_over {
         answers
     }
 
-    /// An allocation past the limit of private memory is refused, and the server goes on.
+    /// An allocation past the limit of private memory is refused, and the server continues.
     #[test]
     fn memory_past_limit_is_refused() {
         let vm = two();

@@ -319,7 +319,7 @@ fn the_opener_opens_nothing_else() {
     ends(two.process);
 }
 
-/// A user who is none of the services, and in whose directories links are planted.
+/// A user apart from those of the services, with links planted in the directories.
 const ALICE: u32 = 61_003;
 
 /// Creates a symbolic link of [`ALICE`].

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::Random;
+use larder_block::backend::simulated::SeededRng;
 use larder_memory::entry::Tier;
 use larder_memory::log::SEGMENT;
 use larder_memory::pager::{Options, Pager};
@@ -63,7 +63,7 @@ impl Drop for Run {
 impl Run {
     /// Creates the run of `seed`; events are logged if `is_logged` is set.
     pub(crate) fn new(variant: Variant, seed: u64, is_logged: bool) -> Self {
-        let mut random = Random::new(seed);
+        let mut random = SeededRng::new(seed);
         let shape = Shape::new(variant, &mut random);
         let media = shape.disks.iter().map(|(tier, segments)| Medium::new(*tier, *segments));
         let options = Options {

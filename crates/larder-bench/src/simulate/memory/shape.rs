@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use larder_block::backend::simulated::Random;
+use larder_block::backend::simulated::SeededRng;
 use larder_memory::entry::Tier;
 
 use super::content::Kind;
@@ -62,7 +62,7 @@ pub(super) struct Shape {
 pub(super) const CAPACITY: u32 = 4096;
 
 impl Shape {
-    pub(super) fn new(variant: Variant, random: &mut Random) -> Self {
+    pub(super) fn new(variant: Variant, random: &mut SeededRng) -> Self {
         // Only memory well beyond the capacity of compressed RAM is written to disks, and read back.
         let is_large = variant != Variant::Ram && random.chance(400);
         let pages = match is_large {
@@ -89,7 +89,7 @@ impl Shape {
             1 => vec![Kind::Structured, Kind::Structured, Kind::Uniform],
             _ => vec![Kind::Random, Kind::Random, Kind::Structured, Kind::Uniform],
         };
-        let is_bad = |random: &mut Random, of: u64| random.below(of) == 0;
+        let is_bad = |random: &mut SeededRng, of: u64| random.below(of) == 0;
         let fails = is_bad(random, 4);
         Self {
             regions,

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use larder_block::backend::simulated::Random;
+use larder_block::backend::simulated::SeededRng;
 use larder_memory::pager::Pager;
 use larder_memory::shared::SharedMemory;
 use larder_memory::state::State;
@@ -51,7 +51,7 @@ struct KillAfter {
 /// The simulated host.
 pub(super) struct World {
     pub(super) shape: Shape,
-    random: RefCell<Random>,
+    random: RefCell<SeededRng>,
     /// Start of virtual time. Only differences to it matter.
     base: Instant,
     now: Cell<Duration>,
@@ -97,7 +97,7 @@ pub(super) fn frozen_clock() -> Instant {
 }
 
 impl World {
-    pub(super) fn new(shape: Shape, random: Random, is_logged: bool) -> Rc<Self> {
+    pub(super) fn new(shape: Shape, random: SeededRng, is_logged: bool) -> Rc<Self> {
         Rc::new(Self {
             kernel: RefCell::new(Kernel::new()),
             process: RefCell::new(Process::new(&shape)),

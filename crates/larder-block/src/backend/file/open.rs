@@ -10,18 +10,18 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::super::image_lock::{self, Claim, LockError, Sharing};
-use super::mark::Marked;
+use super::super::image_lock::{self, LockError, LockMode, Sharing};
+use super::write_record::RecordedImage;
 use super::{
-    FileDevice, Found, InCall, Kind, KnownData, Mark, NO_TURN, SECTOR, size_of, visible_size, watch,
-    workers_worth_having,
+    DataRuns, FileDevice, FileKind, NO_TURN, RecordFinding, SECTOR, SyncMode, WriteRecord, file_size,
+    recheck_periodically, useful_workers, visible_size,
 };
 use crate::boot::{self, is_tmpfs};
 use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
 use crate::event_loop::Loop;
 use crate::lock_wait::{LockKind, LockWait};
-use crate::opener::{self, Access, NamedBy, opener};
+use crate::opener::{self, Access, PathSource, opener};
 
 /// The interval between two attempts to take a lock that another process has.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
@@ -43,12 +43,12 @@ pub enum Caching {
 
 /// The purpose of a file, which log messages name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Role {
+pub enum FileRole {
     /// A disk, or a part of one.
     #[default]
     Image,
     /// A backing or data file of an image. It may be empty.
-    Part,
+    Referenced,
     /// The cache of the disk with this name.
     CacheOf(String),
 }
@@ -57,9 +57,9 @@ pub enum Role {
 #[derive(Clone, Debug, Default)]
 pub struct FileOptions {
     /// The purpose of the file.
-    pub role: Role,
-    /// Only an image's header names a [`Role::Part`], see [`NamedBy::HeaderAlone`].
-    pub by_header_alone: bool,
+    pub role: FileRole,
+    /// Only an image's header names a [`FileRole::Referenced`], see [`PathSource::HeaderOnly`].
+    pub by_header_only: bool,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the file too. The user is responsible for the consequences.
@@ -68,7 +68,7 @@ pub struct FileOptions {
     /// one, and keep others from claiming it. For devices that Larder overwrites.
     pub exclusive: bool,
     /// The process that keeps others from using the file, unless it is shared.
-    pub claim: Claim,
+    pub lock_mode: LockMode,
     /// The use of the host's page cache.
     pub caching: Caching,
     /// The file is a container, not the disk itself, so its end has no meaning. It appears padded with zeros to whole
@@ -77,13 +77,13 @@ pub struct FileOptions {
     /// The directory in which the device keeps a mark of its writes, see [`FileDevice::verdict`]. It is on tmpfs and
     /// exclusive to this user, and is created if it is missing and its parent exists. A device that is shared or
     /// read-only reads the mark and keeps none.
-    pub mark: Option<PathBuf>,
+    pub write_record_directory: Option<PathBuf>,
 }
 
 /// The reason why a file cannot be opened as a disk.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum OpenError {
+pub enum FileOpenError {
     #[error("cannot open {}: {source}{}", path.display(), hint(source, *read_only))]
     Open {
         path: PathBuf,
@@ -98,7 +98,7 @@ pub enum OpenError {
     )]
     Links { path: PathBuf },
     #[error("{} is a {kind}; a disk image is a regular file or a block device", path.display())]
-    WrongKind { path: PathBuf, kind: &'static str },
+    UnsupportedKind { path: PathBuf, kind: &'static str },
     #[error("{}: {source}", path.display())]
     Locked { path: PathBuf, source: LockError },
     #[error(
@@ -140,10 +140,10 @@ impl FileDevice {
     /// Opens `path` as a disk on the loop `on`.
     ///
     /// # Errors
-    /// See [`OpenError`]. A lock of a server that is just exiting is waited for.
-    pub async fn open(on: &Loop, path: &Path, options: FileOptions) -> Result<Rc<Self>, OpenError> {
+    /// See [`FileOpenError`]. A lock of a server that is just exiting is waited for.
+    pub async fn open(on: &Loop, path: &Path, options: FileOptions) -> Result<Rc<Self>, FileOpenError> {
         let os = |what| {
-            move |source: io::Error| OpenError::Os {
+            move |source: io::Error| FileOpenError::Os {
                 path: path.to_owned(),
                 what,
                 source,
@@ -151,43 +151,44 @@ impl FileDevice {
         };
         let (file, kind) = loop {
             let (file, kind) = open_unlocked(path, &options)?;
-            lock_patiently(on, &file, path, &options).await?;
+            lock_with_wait(on, &file, path, &options).await?;
             // The previous lock owner may have removed or replaced the file meanwhile. Then `file` has no name, and
             // its data would be lost when this process exits.
-            if leads_to(path, &file) {
+            if path_refers_to(path, &file) {
                 break (file, kind);
             }
         };
-        let claimed = match options.exclusive && kind == Kind::Block {
-            true => Some(claim_patiently(on, &file, path).await?),
+        let claimed = match options.exclusive && kind == FileKind::Block {
+            true => Some(claim_with_wait(on, &file, path).await?),
             false => None,
         };
 
-        let mut size = size_of(&file).map_err(os("cannot determine its size"))?;
-        if size == 0 && (options.role != Role::Part || kind == Kind::Block) {
+        let mut size = file_size(&file).map_err(os("cannot determine its size"))?;
+        if size == 0 && (options.role != FileRole::Referenced || kind == FileKind::Block) {
             let path = path.to_owned();
             return Err(match kind {
-                Kind::Block => OpenError::EmptyDevice { path },
-                Kind::Regular | Kind::Tmpfs => OpenError::Empty { path },
+                FileKind::Block => FileOpenError::EmptyDevice { path },
+                FileKind::Regular | FileKind::Tmpfs => FileOpenError::Empty { path },
             });
         }
-        let container = options.container && kind != Kind::Block;
+        let container = options.container && kind != FileKind::Block;
         if container {
             // The file itself grows only when data is written there: the probe may yet show that it is no such
             // container.
             size = size.next_multiple_of(CONTAINER_UNIT);
         } else {
-            tell_of_odd_size(path, size, options.read_only);
+            warn_odd_size(path, size, options.read_only);
         }
-        let direct = choose_direct(&file, path, kind, size, options.caching).map_err(|why| OpenError::NoDirect {
-            path: path.to_owned(),
-            why,
-        })?;
+        let direct =
+            choose_direct(&file, path, kind, size, options.caching).map_err(|why| FileOpenError::NoDirect {
+                path: path.to_owned(),
+                why,
+            })?;
         let block_size = direct.map_or(SECTOR as u32, |alignment| alignment.offset);
         let in_call = match (kind, direct) {
-            (_, Some(_)) => InCall::No,
-            (Kind::Tmpfs, None) => InCall::Plain,
-            (_, None) => InCall::NoWait,
+            (_, Some(_)) => SyncMode::Never,
+            (FileKind::Tmpfs, None) => SyncMode::Plain,
+            (_, None) => SyncMode::NoWait,
         };
         let geometry = Geometry {
             size: visible_size(size, block_size, direct.is_some(), container),
@@ -200,22 +201,24 @@ impl FileDevice {
         };
         tracing::debug!(path = %path.display(), ?kind, ?direct, ?geometry, "opened");
         let unit = CONTAINER_UNIT.max(block_size.into());
-        let marked = Marked {
+        let recorded = RecordedImage {
             file: &file,
             kind,
             is_direct: direct.is_some(),
-            is_kept: !options.read_only && !options.share,
+            keeps_record: !options.read_only && !options.share,
             size_max: size.next_multiple_of(unit),
         };
-        let is_local = kind == Kind::Block || rustix::fs::fstatfs(&file).is_ok_and(|found| boot::is_local(&found));
-        let (found, mark) = open_mark(on, path, options.mark.as_deref(), &marked);
+        let is_local =
+            kind == FileKind::Block || rustix::fs::fstatfs(&file).is_ok_and(|found| boot::is_local_file_system(&found));
+        let (record_finding, write_record) =
+            open_write_record(on, path, options.write_record_directory.as_deref(), &recorded);
         let device = Rc::new(Self {
             name: path.display().to_string().into(),
             path: path.to_owned(),
             file,
             claimed: RefCell::new(claimed),
             role: options.role,
-            displaced: Cell::new(None),
+            reported_path_change: Cell::new(None),
             on: on.clone(),
             ring: on.ring_or_panic(),
             geometry: Cell::new(geometry),
@@ -223,40 +226,40 @@ impl FileDevice {
             container,
             kind,
             is_local,
-            times_grown: Cell::new(0),
-            read_in_call: Cell::new(in_call),
-            write_in_call: Cell::new(in_call),
-            writes_offloaded: Cell::new(0),
-            large_in_call: Cell::new(NO_TURN),
-            given_to_workers: Cell::new(0),
-            given_max: workers_worth_having() * 2,
-            can_zero: Cell::new(kind != Kind::Tmpfs),
+            grow_count: Cell::new(0),
+            sync_read_mode: Cell::new(in_call),
+            sync_write_mode: Cell::new(in_call),
+            offloaded_writes_left: Cell::new(0),
+            last_large_transfer_turn: Cell::new(NO_TURN),
+            worker_transfers: Cell::new(0),
+            worker_transfers_max: useful_workers() * 2,
+            can_zero: Cell::new(kind != FileKind::Tmpfs),
             can_punch: Cell::new(true),
-            can_allocate: Cell::new(kind != Kind::Block),
+            can_allocate: Cell::new(kind != FileKind::Block),
             flush_failed: Cell::new(None),
             changes: SizeChanges::default(),
-            known_data: KnownData::default(),
-            found,
-            mark,
+            data_runs: DataRuns::default(),
+            record_finding,
+            write_record,
         });
-        on.spawn(watch(on.clone(), Rc::downgrade(&device)));
+        on.spawn(recheck_periodically(on.clone(), Rc::downgrade(&device)));
         Ok(device)
     }
 }
 
 /// Returns the finding of the mark in `directory`, and the new mark. If no mark can be maintained, the image is
 /// served without one.
-fn open_mark(
+fn open_write_record(
     on: &Loop,
     path: &Path,
     directory: Option<&Path>,
-    marked: &Marked<'_>,
-) -> (Option<Found>, Option<Rc<Mark>>) {
+    recorded: &RecordedImage<'_>,
+) -> (Option<RecordFinding>, Option<Rc<WriteRecord>>) {
     let Some(directory) = directory else {
         return (None, None);
     };
-    match Mark::open(on, directory, marked) {
-        Ok((found, mark)) => (Some(found), mark),
+    match WriteRecord::open(on, directory, recorded) {
+        Ok((finding, record)) => (Some(finding), record),
         Err(error) => {
             tracing::warn!(
                 "{}: no record of its writes can be kept in {}: {error}; after a kill of this server nothing proves that no other \
@@ -264,38 +267,38 @@ fn open_mark(
                 path.display(),
                 directory.display()
             );
-            (Some(Found::NO_MARK), None)
+            (Some(RecordFinding::NO_RECORD), None)
         }
     }
 }
 
 /// Opens `path` and returns its kind.
-fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), OpenError> {
+fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, FileKind), FileOpenError> {
     let read_only = options.read_only;
-    let failed = |source| OpenError::Open {
+    let failed = |source| FileOpenError::Open {
         path: path.to_owned(),
         source,
         read_only,
     };
-    let by = match options.role {
-        Role::Part if options.by_header_alone => NamedBy::HeaderAlone,
-        Role::Part => NamedBy::Header,
-        Role::Image | Role::CacheOf(_) => NamedBy::User,
+    let path_source = match options.role {
+        FileRole::Referenced if options.by_header_only => PathSource::HeaderOnly,
+        FileRole::Referenced => PathSource::Header,
+        FileRole::Image | FileRole::CacheOf(_) => PathSource::User,
     };
     let access = if read_only { Access::Read } else { Access::Write };
-    let file = opener().open(path, access, by).map_err(|source| {
-        if by != NamedBy::User && source.raw_os_error() == Some(libc::ELOOP) {
-            return OpenError::Links { path: path.to_owned() };
+    let file = opener().open(path, access, path_source).map_err(|source| {
+        if path_source != PathSource::User && source.raw_os_error() == Some(libc::ELOOP) {
+            return FileOpenError::Links { path: path.to_owned() };
         }
         // If the file is of a wrong kind, that explains more than the error of the open call.
-        let place = opener().open(path, Access::Look, by).ok();
-        let wrong = place.and_then(|place| kind_of(&place, path).err());
-        wrong
-            .filter(|wrong| matches!(wrong, OpenError::WrongKind { .. }))
+        let path_file = opener().open(path, Access::Inspect, path_source).ok();
+        let kind_error = path_file.and_then(|place| kind_of(&place, path).err());
+        kind_error
+            .filter(|wrong| matches!(wrong, FileOpenError::UnsupportedKind { .. }))
             .unwrap_or_else(|| failed(source))
     })?;
     let kind = kind_of(&file, path)?;
-    if kind == Kind::Block && !read_only && is_read_only_device(&file) {
+    if kind == FileKind::Block && !read_only && is_read_only_device(&file) {
         return Err(failed(io::Error::from_raw_os_error(libc::EROFS)));
     }
     Ok((file, kind))
@@ -305,9 +308,9 @@ fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, Kind), Ope
 /// disk. No other process uses the file until it is closed.
 ///
 /// # Errors
-/// See [`OpenError`].
-pub async fn claim(on: &Loop, path: &Path) -> Result<File, OpenError> {
-    let failed = |source| OpenError::Open {
+/// See [`FileOpenError`].
+pub async fn open_locked(on: &Loop, path: &Path) -> Result<File, FileOpenError> {
+    let failed = |source| FileOpenError::Open {
         path: path.to_owned(),
         source,
         read_only: false,
@@ -320,8 +323,8 @@ pub async fn claim(on: &Loop, path: &Path) -> Result<File, OpenError> {
             .open(path)
             .map_err(failed)?;
         kind_of(&file, path)?;
-        lock_patiently(on, &file, path, &FileOptions::default()).await?;
-        if leads_to(path, &file) {
+        lock_with_wait(on, &file, path, &FileOptions::default()).await?;
+        if path_refers_to(path, &file) {
             return Ok(file);
         }
     }
@@ -329,75 +332,75 @@ pub async fn claim(on: &Loop, path: &Path) -> Result<File, OpenError> {
 
 /// Returns true if `path` still refers to `file`, as far as is known. A file that was opened by its number
 /// (`/proc/self/fd/5`) does, even if it was removed.
-fn leads_to(path: &Path, file: &File) -> bool {
+fn path_refers_to(path: &Path, file: &File) -> bool {
     match (opener::metadata(path), file.metadata()) {
-        (Ok(there), Ok(file)) => (there.dev(), there.ino()) == (file.dev(), file.ino()),
+        (Ok(at_path), Ok(file)) => (at_path.dev(), at_path.ino()) == (file.dev(), file.ino()),
         (Err(error), _) => error.kind() != io::ErrorKind::NotFound,
         (_, Err(_)) => true,
     }
 }
 
-fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
+fn kind_of(file: &File, path: &Path) -> Result<FileKind, FileOpenError> {
     let os = |what| {
-        move |source: io::Error| OpenError::Os {
+        move |source: io::Error| FileOpenError::Os {
             path: path.to_owned(),
             what,
             source,
         }
     };
-    let wrong = |kind| OpenError::WrongKind {
+    let wrong_kind = |kind| FileOpenError::UnsupportedKind {
         path: path.to_owned(),
         kind,
     };
     let file_type = file.metadata().map_err(os("cannot read its type"))?.file_type();
     match file_type {
-        found if found.is_dir() => Err(wrong("directory")),
-        found if found.is_fifo() => Err(wrong("FIFO")),
-        found if found.is_char_device() => Err(wrong("character device")),
-        found if found.is_block_device() => Ok(Kind::Block),
+        found if found.is_dir() => Err(wrong_kind("directory")),
+        found if found.is_fifo() => Err(wrong_kind("FIFO")),
+        found if found.is_char_device() => Err(wrong_kind("character device")),
+        found if found.is_block_device() => Ok(FileKind::Block),
         found if found.is_file() => {
             let file_system = rustix::fs::fstatfs(file)
                 .map_err(io::Error::from)
                 .map_err(os("cannot read its file system's type"))?;
             if is_tmpfs(&file_system) {
-                Ok(Kind::Tmpfs)
+                Ok(FileKind::Tmpfs)
             } else {
-                Ok(Kind::Regular)
+                Ok(FileKind::Regular)
             }
         }
-        _ => Err(wrong("socket")),
+        _ => Err(wrong_kind("socket")),
     }
 }
 
-async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptions) -> Result<(), OpenError> {
+async fn lock_with_wait(on: &Loop, file: &File, path: &Path, options: &FileOptions) -> Result<(), FileOpenError> {
     let sharing = match (options.share, options.read_only) {
         (true, read_only) => Sharing::Shared { writable: !read_only },
         (false, true) => Sharing::ReadOnly,
         (false, false) => Sharing::Exclusive,
     };
-    let (mut by_qemus_locks, mut by_writer) = (
+    let (mut qemu_lock_wait, mut writer_wait) = (
         LockWait::new(LockKind::Ofd(None)),
-        LockWait::new(LockKind::Ofd(Some(image_lock::WRITER))),
+        LockWait::new(LockKind::Ofd(Some(image_lock::WRITER_BYTE))),
     );
     loop {
-        match image_lock::lock(file.as_fd(), sharing, options.claim) {
+        match image_lock::lock(file.as_fd(), sharing, options.lock_mode) {
             Ok(()) => return Ok(()),
             Err(LockError::Os(error)) if is_unsupported(&error) => {
                 tracing::warn!(path = %path.display(), "the file system does not support locks: nothing prevents other processes from using this image");
                 return Ok(());
             }
             Err(source) => {
-                let said = format!("{}: {source}", path.display());
-                let goes_on = match &source {
-                    LockError::InUse { .. } => by_qemus_locks.goes_on(file.as_fd(), &said),
-                    LockError::StillWritten => by_writer.goes_on(file.as_fd(), &said),
+                let failure = format!("{}: {source}", path.display());
+                let retry = match &source {
+                    LockError::InUse { .. } => qemu_lock_wait.should_retry(file.as_fd(), &failure),
+                    LockError::WritesInFlight => writer_wait.should_retry(file.as_fd(), &failure),
                     _ => false,
                 };
-                if goes_on {
+                if retry {
                     on.sleep(LOCK_INTERVAL).await;
                     continue;
                 }
-                return Err(OpenError::Locked {
+                return Err(FileOpenError::Locked {
                     path: path.to_owned(),
                     source,
                 });
@@ -407,19 +410,19 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptio
 }
 
 /// Claims an open block device, and waits for a server that is just exiting.
-async fn claim_patiently(on: &Loop, file: &File, path: &Path) -> Result<File, OpenError> {
+async fn claim_with_wait(on: &Loop, file: &File, path: &Path) -> Result<File, FileOpenError> {
     let mut wait = LockWait::new(LockKind::Claim);
     loop {
         match claim_device(path) {
-            Err(OpenError::Claimed { .. }) => {
-                let error = OpenError::Claimed { path: path.to_owned() };
-                if !wait.goes_on(file.as_fd(), &error) {
+            Err(FileOpenError::Claimed { .. }) => {
+                let error = FileOpenError::Claimed { path: path.to_owned() };
+                if !wait.should_retry(file.as_fd(), &error) {
                     return Err(error);
                 }
                 on.sleep(LOCK_INTERVAL).await;
             }
             Ok(claimed) if !is_same_device(&claimed, file) => {
-                return Err(OpenError::Open {
+                return Err(FileOpenError::Open {
                     path: path.to_owned(),
                     source: io::Error::other("another device has replaced it in the meantime; try again"),
                     read_only: false,
@@ -440,11 +443,11 @@ fn is_same_device(one: &File, other: &File) -> bool {
 ///
 /// # Errors
 /// Another program or the kernel has claimed the device, or it cannot be opened.
-pub fn claim_device(path: &Path) -> Result<File, OpenError> {
-    let claimed = opener().open(path, Access::Claim, NamedBy::User);
+pub fn claim_device(path: &Path) -> Result<File, FileOpenError> {
+    let claimed = opener().open(path, Access::Claim, PathSource::User);
     claimed.map_err(|source| match source.kind() {
-        io::ErrorKind::ResourceBusy => OpenError::Claimed { path: path.to_owned() },
-        _ => OpenError::Open {
+        io::ErrorKind::ResourceBusy => FileOpenError::Claimed { path: path.to_owned() },
+        _ => FileOpenError::Open {
             path: path.to_owned(),
             source,
             read_only: true,
@@ -470,7 +473,7 @@ struct Alignment {
 fn choose_direct(
     file: &File,
     path: &Path,
-    kind: Kind,
+    kind: FileKind,
     size: u64,
     caching: Caching,
 ) -> Result<Option<Alignment>, String> {
@@ -504,7 +507,7 @@ fn choose_direct(
 
 /// Warns of a size that is no multiple of 512. It is rounded up, as in QEMU; the file grows when its last sector is
 /// written.
-fn tell_of_odd_size(path: &Path, size: u64, read_only: bool) {
+fn warn_odd_size(path: &Path, size: u64, read_only: bool) {
     let missing = size.next_multiple_of(SECTOR) - size;
     if missing == 0 {
         return;
@@ -519,8 +522,8 @@ fn tell_of_odd_size(path: &Path, size: u64, read_only: bool) {
     );
 }
 
-fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {
-    if kind == Kind::Tmpfs {
+fn probe_direct(file: &File, kind: FileKind) -> Result<Alignment, String> {
+    if kind == FileKind::Tmpfs {
         return Err("the image is on tmpfs, which is all page cache".to_owned());
     }
     if let Some(alignment) = reported_alignment(file) {
@@ -578,9 +581,9 @@ fn is_read_only_device(file: &File) -> bool {
     result == 0 && read_only != 0
 }
 
-fn physical_block_size(file: &File, kind: Kind) -> u32 {
+fn physical_block_size(file: &File, kind: FileKind) -> u32 {
     const BLKPBSZGET: libc::Ioctl = 0x127b;
-    if kind != Kind::Block {
+    if kind != FileKind::Block {
         return 4096;
     }
     let mut size: libc::c_uint = 0;

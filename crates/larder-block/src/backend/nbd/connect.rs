@@ -7,16 +7,16 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::error::{Change, ConnectError, Refusal, Step};
+use super::error::{ConnectError, ConnectStep, ExportChange, OptionRefusal};
 use crate::event_loop::{Loop, Socket};
 use crate::nbd::handshake::{
-    self, BlockSizes, EXPORT_NAME_PADDING, ExportRequest, FIXED_NEWSTYLE, GREETING_LEN, Info, MetaContextRequest,
+    self, BlockSizes, EXPORT_NAME_PADDING, ExportInfo, ExportRequest, FIXED_NEWSTYLE, GREETING_LEN, MetaContextRequest,
     NO_ZEROES, OPTION_REPLY_HEADER_LEN, OptionReplyHeader, infos, options, replies,
 };
 use crate::nbd::transmission::Framing;
-use crate::nbd::{BASE_ALLOCATION, Input, Malformed, NbdUri, PAYLOAD_LEN_MAX, TransmissionFlags};
+use crate::nbd::{BASE_ALLOCATION, Malformed, NbdUri, PAYLOAD_LEN_MAX, StreamReader, TransmissionFlags};
 use crate::signal::first_of;
-use crate::tls::{ClientTls, Stream};
+use crate::tls::{ClientTls, MaybeTlsStream};
 use crate::units::ByteLen;
 
 /// The maximum length of an option reply that is read, in bytes: a few times the longest string.
@@ -39,13 +39,13 @@ pub(super) struct Export {
 
 /// A connection that is ready for requests.
 pub(super) struct Connection {
-    pub(super) stream: Rc<Stream>,
-    pub(super) input: Input,
+    pub(super) stream: Rc<MaybeTlsStream>,
+    pub(super) input: StreamReader,
     pub(super) export: Export,
 }
 
 /// The waiting time after which the log names the step that a first connection waits for.
-const QUIET: Duration = Duration::from_secs(2);
+const SLOW_STEP_WARNING_AFTER: Duration = Duration::from_secs(2);
 
 /// Connects and completes the handshake within `limit`.
 pub(super) async fn connect(
@@ -54,33 +54,33 @@ pub(super) async fn connect(
     tls: Option<&ClientTls>,
     limit: Duration,
 ) -> Result<Connection, ConnectError> {
-    connect_by_steps(on, uri, tls, limit, &Cell::new(Step::Dial)).await
+    connect_within_limit(on, uri, tls, limit, &Cell::new(ConnectStep::Dial)).await
 }
 
-/// Connects like [`connect`], and logs the step that it waits for after [`QUIET`].
-pub(super) async fn connect_and_tell(
+/// Connects like [`connect`], and logs the step that it waits for after [`SLOW_STEP_WARNING_AFTER`].
+pub(super) async fn connect_with_warning(
     on: &Loop,
     uri: &NbdUri,
     tls: Option<&ClientTls>,
     limit: Duration,
 ) -> Result<Connection, ConnectError> {
-    let step = Cell::new(Step::Dial);
-    let telling = async {
-        on.sleep(QUIET).await;
+    let step = Cell::new(ConnectStep::Dial);
+    let warning = async {
+        on.sleep(SLOW_STEP_WARNING_AFTER).await;
         tracing::warn!("{uri}: waiting up to {limit:?} for {}", step.get());
         std::future::pending().await
     };
-    first_of(connect_by_steps(on, uri, tls, limit, &step), telling).await
+    first_of(connect_within_limit(on, uri, tls, limit, &step), warning).await
 }
 
-async fn connect_by_steps(
+async fn connect_within_limit(
     on: &Loop,
     uri: &NbdUri,
     tls: Option<&ClientTls>,
     limit: Duration,
-    step: &Cell<Step>,
+    step: &Cell<ConnectStep>,
 ) -> Result<Connection, ConnectError> {
-    let connected = on.timeout(limit, connect_patiently(on, uri, tls, step)).await;
+    let connected = on.timeout(limit, connect_without_limit(on, uri, tls, step)).await;
     connected.unwrap_or_else(|| {
         Err(ConnectError::Timeout {
             limit,
@@ -89,22 +89,22 @@ async fn connect_by_steps(
     })
 }
 
-async fn connect_patiently(
+async fn connect_without_limit(
     on: &Loop,
     uri: &NbdUri,
     tls: Option<&ClientTls>,
-    step: &Cell<Step>,
+    step: &Cell<ConnectStep>,
 ) -> Result<Connection, ConnectError> {
     let socket = Socket::connect(on, &uri.address).await.map_err(ConnectError::Dial)?;
-    step.set(Step::Greeting);
-    let stream = Rc::new(Stream::plain(socket));
+    step.set(ConnectStep::Greeting);
+    let stream = Rc::new(MaybeTlsStream::plain(socket));
     let mut handshake = Handshake {
-        input: Input::new(Rc::clone(&stream)),
+        input: StreamReader::new(Rc::clone(&stream)),
         stream,
         no_zeroes: false,
     };
     let fixed = handshake.greet().await?;
-    step.set(Step::Options);
+    step.set(ConnectStep::Options);
     if let Some(tls) = tls {
         handshake.start_tls(tls).await?;
     }
@@ -116,13 +116,13 @@ async fn connect_patiently(
     Ok(Connection {
         stream: handshake.stream,
         input: handshake.input,
-        export: export.checked()?,
+        export: export.validated()?,
     })
 }
 
 struct Handshake {
-    stream: Rc<Stream>,
-    input: Input,
+    stream: Rc<MaybeTlsStream>,
+    input: StreamReader,
     /// The server sends no padding after the reply to `EXPORT_NAME`, by agreement.
     no_zeroes: bool,
 }
@@ -138,22 +138,22 @@ impl Handshake {
             } => ConnectError::Oldstyle,
             error => error.into(),
         })?;
-        let answer = flags & (FIXED_NEWSTYLE | NO_ZEROES);
-        self.stream.write_all(&u32::from(answer).to_be_bytes()).await?;
-        self.no_zeroes = answer & NO_ZEROES != 0;
-        Ok(answer & FIXED_NEWSTYLE != 0)
+        let client_flags = flags & (FIXED_NEWSTYLE | NO_ZEROES);
+        self.stream.write_all(&u32::from(client_flags).to_be_bytes()).await?;
+        self.no_zeroes = client_flags & NO_ZEROES != 0;
+        Ok(client_flags & FIXED_NEWSTYLE != 0)
     }
 
     async fn start_tls(&mut self, tls: &ClientTls) -> Result<(), ConnectError> {
-        self.ask(options::STARTTLS, &[]).await?;
-        match self.reply(options::STARTTLS).await? {
-            Reply::Done => {}
-            Reply::Refused(refusal) => return Err(ConnectError::TlsRefused(refusal)),
-            Reply::Data { kind, .. } => return Err(wrong_reply(options::STARTTLS, kind)),
+        self.send_option(options::STARTTLS, &[]).await?;
+        match self.read_reply(options::STARTTLS).await? {
+            OptionReply::Done => {}
+            OptionReply::Refused(refusal) => return Err(ConnectError::TlsRefused(refusal)),
+            OptionReply::Data { kind, .. } => return Err(unexpected_reply(options::STARTTLS, kind)),
         }
         // Data that arrived unencrypted after the acknowledgement must not pass for data received under TLS.
-        if !self.input.arrived().is_empty() {
-            return Err(ConnectError::Injected(self.input.arrived().len()));
+        if !self.input.buffered().is_empty() {
+            return Err(ConnectError::Injected(self.input.buffered().len()));
         }
         Ok(self.stream.start_client(tls).await?)
     }
@@ -181,12 +181,12 @@ impl Handshake {
 
     /// Requests an option that older servers lack. Returns true if this server supports it.
     async fn try_option(&mut self, option: u32) -> Result<bool, ConnectError> {
-        self.ask(option, &[]).await?;
-        match self.reply(option).await? {
-            Reply::Done => Ok(true),
-            Reply::Refused(refusal) if refusal.kind == replies::ERR_TLS_REQD => Err(ConnectError::TlsRequired),
-            Reply::Refused(_) => Ok(false),
-            Reply::Data { kind, .. } => Err(wrong_reply(option, kind)),
+        self.send_option(option, &[]).await?;
+        match self.read_reply(option).await? {
+            OptionReply::Done => Ok(true),
+            OptionReply::Refused(refusal) if refusal.kind == replies::ERR_TLS_REQD => Err(ConnectError::TlsRequired),
+            OptionReply::Refused(_) => Ok(false),
+            OptionReply::Data { kind, .. } => Err(unexpected_reply(option, kind)),
         }
     }
 
@@ -196,68 +196,69 @@ impl Handshake {
             name,
             queries: vec![BASE_ALLOCATION],
         };
-        self.ask(option, &request.encode()).await?;
-        let mut found = None;
+        self.send_option(option, &request.encode()).await?;
+        let mut allocation_id = None;
         for _ in 0..OPTION_REPLIES_MAX {
-            match self.reply(option).await? {
-                Reply::Done => return Ok(found),
+            match self.read_reply(option).await? {
+                OptionReply::Done => return Ok(allocation_id),
                 // The server may refuse because the export is unknown, which `GO` reports better.
-                Reply::Refused(_) => return Ok(None),
-                Reply::Data {
+                OptionReply::Refused(_) => return Ok(None),
+                OptionReply::Data {
                     kind: replies::META_CONTEXT,
                     data,
                 } => {
                     let (id, context) = handshake::parse_meta_context(&data)?;
                     if context == BASE_ALLOCATION {
-                        found = Some(id);
+                        allocation_id = Some(id);
                     }
                 }
-                Reply::Data { kind, .. } => return Err(wrong_reply(option, kind)),
+                OptionReply::Data { kind, .. } => return Err(unexpected_reply(option, kind)),
             }
         }
-        Err(ConnectError::ManyReplies { option })
+        Err(ConnectError::TooManyReplies { option })
     }
 
     /// Selects the export by `GO`. Returns `None` if the server is too old for `GO`.
     async fn go(&mut self, name: &str) -> Result<Option<Export>, ConnectError> {
         let option = options::GO;
-        let wanted = [infos::BLOCK_SIZE, infos::NAME, infos::DESCRIPTION];
-        self.ask(option, &ExportRequest::encode(name, &wanted)).await?;
+        let requested = [infos::BLOCK_SIZE, infos::NAME, infos::DESCRIPTION];
+        self.send_option(option, &ExportRequest::encode(name, &requested))
+            .await?;
         let mut export = None;
         let mut sizes = BlockSizes::DEFAULT;
         for _ in 0..OPTION_REPLIES_MAX {
-            match self.reply(option).await? {
-                Reply::Done => {
-                    let (size, flags) = export.ok_or(ConnectError::NoExport)?;
+            match self.read_reply(option).await? {
+                OptionReply::Done => {
+                    let (size, flags) = export.ok_or(ConnectError::NoExportSize)?;
                     return Ok(Some(Export::new(size, flags, sizes)));
                 }
-                Reply::Refused(refusal) => {
+                OptionReply::Refused(refusal) => {
                     return match refusal.kind {
                         replies::ERR_UNSUP => Ok(None),
                         replies::ERR_TLS_REQD => Err(ConnectError::TlsRequired),
                         _ => Err(ConnectError::Refused(refusal)),
                     };
                 }
-                Reply::Data {
+                OptionReply::Data {
                     kind: replies::INFO,
                     data,
-                } => match Info::parse(&data)? {
-                    Info::Export { size, flags } => export = Some((size, flags)),
-                    Info::BlockSize(given) => sizes = given,
-                    Info::Name(name) => tracing::debug!(name, "the server's canonical name of the export"),
-                    Info::Description(text) => tracing::debug!(text, "the export's description"),
-                    Info::Other(_) => {}
+                } => match ExportInfo::parse(&data)? {
+                    ExportInfo::Export { size, flags } => export = Some((size, flags)),
+                    ExportInfo::BlockSize(reported) => sizes = reported,
+                    ExportInfo::Name(name) => tracing::debug!(name, "the server's canonical name of the export"),
+                    ExportInfo::Description(text) => tracing::debug!(text, "the export's description"),
+                    ExportInfo::Unknown(_) => {}
                 },
-                Reply::Data { kind, .. } => return Err(wrong_reply(option, kind)),
+                OptionReply::Data { kind, .. } => return Err(unexpected_reply(option, kind)),
             }
         }
-        Err(ConnectError::ManyReplies { option })
+        Err(ConnectError::TooManyReplies { option })
     }
 
     /// Selects the export by the old option `EXPORT_NAME`. It cannot report an error: the server closes the
     /// connection.
     async fn export_name(&mut self, name: &str) -> Result<Export, ConnectError> {
-        self.ask(options::EXPORT_NAME, name.as_bytes()).await?;
+        self.send_option(options::EXPORT_NAME, name.as_bytes()).await?;
         let size = u64::from_be_bytes(self.input.take().await?);
         let flags = TransmissionFlags(u16::from_be_bytes(self.input.take().await?));
         if !self.no_zeroes {
@@ -266,16 +267,16 @@ impl Handshake {
         Ok(Export::new(size, flags, BlockSizes::DEFAULT))
     }
 
-    async fn ask(&self, option: u32, data: &[u8]) -> Result<(), ConnectError> {
+    async fn send_option(&self, option: u32, data: &[u8]) -> Result<(), ConnectError> {
         let message = handshake::encode_option(option, data);
         Ok(self.stream.write_all(&message).await?)
     }
 
-    async fn reply(&mut self, option: u32) -> Result<Reply, ConnectError> {
+    async fn read_reply(&mut self, option: u32) -> Result<OptionReply, ConnectError> {
         let header = self.input.take::<OPTION_REPLY_HEADER_LEN>().await?;
         let header = OptionReplyHeader::parse(&header)?;
         if header.option != option {
-            return Err(ConnectError::WrongOption {
+            return Err(ConnectError::UnexpectedOption {
                 asked: option,
                 found: header.option,
             });
@@ -290,32 +291,32 @@ impl Handshake {
         let mut data = vec![0; header.len as usize];
         self.input.read_exact(&mut data).await?;
         if header.is_error() {
-            return Ok(Reply::Refused(Refusal {
+            return Ok(OptionReply::Refused(OptionRefusal {
                 option,
                 kind: header.kind,
                 text: String::from_utf8_lossy(&data).into_owned(),
             }));
         }
         Ok(match header.kind {
-            replies::ACK => Reply::Done,
-            kind => Reply::Data { kind, data },
+            replies::ACK => OptionReply::Done,
+            kind => OptionReply::Data { kind, data },
         })
     }
 }
 
 /// A reply to an option.
-enum Reply {
+enum OptionReply {
     Done,
-    Refused(Refusal),
+    Refused(OptionRefusal),
     Data { kind: u32, data: Vec<u8> },
 }
 
-fn wrong_reply(option: u32, kind: u32) -> ConnectError {
-    ConnectError::WrongReply { option, kind }
+fn unexpected_reply(option: u32, kind: u32) -> ConnectError {
+    ConnectError::UnexpectedReply { option, kind }
 }
 
 /// The flags that a reconnected export must still have if it had them before: in-flight requests may need them.
-const KEPT_FLAGS: TransmissionFlags = TransmissionFlags::FLUSH
+const REQUIRED_FLAGS: TransmissionFlags = TransmissionFlags::FLUSH
     .with(TransmissionFlags::FUA)
     .with(TransmissionFlags::TRIM)
     .with(TransmissionFlags::WRITE_ZEROES)
@@ -336,7 +337,7 @@ impl Export {
     }
 
     /// Refuses invalid sizes, and caps the payload at the maximum that this client sends.
-    fn checked(mut self) -> Result<Self, ConnectError> {
+    fn validated(mut self) -> Result<Self, ConnectError> {
         let BlockSizes {
             minimum,
             preferred,
@@ -346,16 +347,16 @@ impl Export {
             return Err(ConnectError::Empty);
         }
         if self.size > EXPORT_SIZE_MAX {
-            return Err(ConnectError::AbsurdSize(self.size));
+            return Err(ConnectError::SizeTooLarge(self.size));
         }
         // Spec, "Size constraints": a power of two up to 64 KiB. A very large maximum payload means no limit.
-        let sound = minimum.is_power_of_two()
+        let valid = minimum.is_power_of_two()
             && minimum <= 65536
             && preferred.is_power_of_two()
             && preferred >= minimum
             && payload_max >= minimum
             && payload_max >= 512;
-        if !sound {
+        if !valid {
             return Err(ConnectError::BlockSizes {
                 minimum,
                 preferred,
@@ -371,35 +372,35 @@ impl Export {
     }
 
     /// Checks that this export can replace `before`, for which requests may be in flight.
-    pub(super) fn replaces(&self, before: &Self) -> Result<(), Change> {
-        let lost = before.flags.without(self.flags).intersection(KEPT_FLAGS);
-        if self.size < before.size {
-            return Err(Change::Smaller {
-                from: ByteLen::new(before.size),
+    pub(super) fn check_replaces(&self, previous: &Self) -> Result<(), ExportChange> {
+        let missing = previous.flags.without(self.flags).intersection(REQUIRED_FLAGS);
+        if self.size < previous.size {
+            return Err(ExportChange::Smaller {
+                from: ByteLen::new(previous.size),
                 to: ByteLen::new(self.size),
             });
         }
-        if self.has(TransmissionFlags::READ_ONLY) && !before.has(TransmissionFlags::READ_ONLY) {
-            return Err(Change::ReadOnly);
+        if self.has(TransmissionFlags::READ_ONLY) && !previous.has(TransmissionFlags::READ_ONLY) {
+            return Err(ExportChange::ReadOnly);
         }
         // Requests are whole sectors, even if the old minimum was smaller.
-        if self.sizes.minimum > before.sizes.minimum.max(super::SECTOR) {
-            return Err(Change::LargerBlocks {
-                from: before.sizes.minimum,
+        if self.sizes.minimum > previous.sizes.minimum.max(super::SECTOR) {
+            return Err(ExportChange::LargerBlocks {
+                from: previous.sizes.minimum,
                 to: self.sizes.minimum,
             });
         }
-        if lost != TransmissionFlags::NONE {
-            return Err(Change::Lost(lost.to_string()));
+        if missing != TransmissionFlags::NONE {
+            return Err(ExportChange::Lost(missing.to_string()));
         }
-        if self.sizes.payload_max < before.sizes.payload_max {
-            return Err(Change::Lost(format!(
+        if self.sizes.payload_max < previous.sizes.payload_max {
+            return Err(ExportChange::Lost(format!(
                 "payloads of {}",
-                ByteLen::new(u64::from(before.sizes.payload_max))
+                ByteLen::new(u64::from(previous.sizes.payload_max))
             )));
         }
-        if self.allocation.is_none() && before.allocation.is_some() {
-            return Err(Change::Lost(BASE_ALLOCATION.to_owned()));
+        if self.allocation.is_none() && previous.allocation.is_some() {
+            return Err(ExportChange::Lost(BASE_ALLOCATION.to_owned()));
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 use std::{fmt, io};
 
-use crate::nbd::handshake::{option_name, reply_error_name};
+use crate::nbd::handshake::{option_name, reply_error_text};
 use crate::nbd::{Malformed, NbdUriError};
 use crate::printable;
 use crate::tls::TlsError;
@@ -12,7 +12,7 @@ use crate::units::ByteLen;
 /// The reason why an export cannot be opened as a disk.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum OpenError {
+pub enum NbdOpenError {
     #[error(transparent)]
     Uri(#[from] NbdUriError),
     #[error("{uri}: {source}")]
@@ -26,7 +26,7 @@ pub enum ConnectError {
     #[error("cannot connect: {0}{hint}", hint = dial_hint(.0))]
     Dial(io::Error),
     #[error("timed out after {limit:?}, waiting for {step}")]
-    Timeout { limit: Duration, step: Step },
+    Timeout { limit: Duration, step: ConnectStep },
     #[error("the connection broke during the handshake: {0}")]
     Io(#[from] io::Error),
     #[error("not an NBD server, or one that violates the protocol: {0}")]
@@ -36,27 +36,27 @@ pub enum ConnectError {
     #[error("{0}")]
     Tls(#[from] TlsError),
     #[error("the server does not support TLS: {0}; use nbd:// if an unencrypted connection is acceptable")]
-    TlsRefused(Refusal),
+    TlsRefused(OptionRefusal),
     #[error("the server requires TLS: use nbds:// instead of nbd://")]
     TlsRequired,
     #[error("the server sent {0} unencrypted bytes where TLS had to begin; the connection may have been tampered with")]
     Injected(usize),
     #[error("the server refused: {0}")]
-    Refused(Refusal),
+    Refused(OptionRefusal),
     #[error("a reply of {len} bytes to {} exceeds the maximum of {allowed} bytes", option_name(*option))]
     LongReply { option: u32, len: u32, allowed: u32 },
     #[error("too many replies to {}", option_name(*option))]
-    ManyReplies { option: u32 },
+    TooManyReplies { option: u32 },
     #[error("the server replied to {} when {} was requested", option_name(*found), option_name(*asked))]
-    WrongOption { asked: u32, found: u32 },
+    UnexpectedOption { asked: u32, found: u32 },
     #[error("the server answered {} with a reply of kind {kind:#x}", option_name(*option))]
-    WrongReply { option: u32, kind: u32 },
+    UnexpectedReply { option: u32, kind: u32 },
     #[error("the server reported no size for the export")]
-    NoExport,
+    NoExportSize,
     #[error("the export is empty")]
     Empty,
     #[error("the server reports an export of {0} bytes; a disk has at most 2^63 - 512 bytes, in whole sectors")]
-    AbsurdSize(u64),
+    SizeTooLarge(u64),
     #[error(
         "the server reports invalid block sizes: minimum {minimum}, preferred {preferred}, largest payload {payload_max}"
     )]
@@ -66,9 +66,9 @@ pub enum ConnectError {
         payload_max: u32,
     },
     #[error("the export differs from the one before the connection was lost: {0}")]
-    Changed(Change),
+    Changed(ExportChange),
     #[error("writes that the server had acknowledged before the connection was lost could not be replayed: {0}")]
-    Replay(Broken),
+    Replay(ConnectionLoss),
 }
 
 /// Returns a hint at the cause of a failed connection.
@@ -86,13 +86,13 @@ fn dial_hint(error: &io::Error) -> &'static str {
 /// The step of connection set-up that is waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
-pub enum Step {
+pub enum ConnectStep {
     Dial,
     Greeting,
     Options,
 }
 
-impl fmt::Display for Step {
+impl fmt::Display for ConnectStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Dial => "the connection; is the host up, and does no firewall block it?",
@@ -106,8 +106,8 @@ impl fmt::Display for Step {
 
 /// A server's refusal of an option.
 #[derive(Debug, thiserror::Error)]
-#[error("{}, in reply to {}{}", reply_error_name(*kind), option_name(*option), quoted(text))]
-pub struct Refusal {
+#[error("{}, in reply to {}{}", reply_error_text(*kind), option_name(*option), quoted(text))]
+pub struct OptionRefusal {
     /// The number of the option.
     pub option: u32,
     /// The type of the error reply.
@@ -127,7 +127,7 @@ fn quoted(text: &str) -> String {
 /// The difference that keeps an export from replacing the one before the connection broke.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum Change {
+pub enum ExportChange {
     #[error("it has shrunk from {from} to {to}")]
     Smaller { from: ByteLen, to: ByteLen },
     #[error("it is read-only now")]
@@ -141,9 +141,9 @@ pub enum Change {
 /// The reason why a connection ended.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum Broken {
+pub enum ConnectionLoss {
     #[error("the server closed the connection")]
-    Ended,
+    Closed,
     #[error("{0}")]
     Io(io::Error),
     #[error("no byte was transferred for {0:?} although requests are waiting")]
@@ -155,7 +155,7 @@ pub enum Broken {
     #[error("protocol error by the server: a reply to an unknown request (cookie {0:#x})")]
     UnknownCookie(u64),
     #[error("protocol error by the server: a {got} in reply to a {command} of {len} bytes at {offset:#x}")]
-    WrongReply {
+    UnexpectedReply {
         got: String,
         command: &'static str,
         offset: u64,
@@ -167,10 +167,10 @@ pub enum Broken {
     ReplayFailed { error: u32, text: String },
 }
 
-impl From<io::Error> for Broken {
+impl From<io::Error> for ConnectionLoss {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::UnexpectedEof => Self::Ended,
+            io::ErrorKind::UnexpectedEof => Self::Closed,
             _ => Self::Io(error),
         }
     }

@@ -30,7 +30,7 @@ pub(super) struct ReplayLog {
     /// The number of entries that were ever released.
     released: u64,
     /// The capacity that `entries` take, in bytes.
-    kept: u64,
+    used: u64,
     reserved: u64,
 }
 
@@ -52,7 +52,7 @@ impl Entry {
 
 /// A position in the log: it covers everything acknowledged before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Mark(u64);
+pub(super) struct LogPosition(u64);
 
 /// Returns the capacity in bytes that a change with `data_len` bytes of data takes.
 fn cost(data_len: u64) -> u64 {
@@ -68,23 +68,23 @@ impl ReplayLog {
             filled: 0,
             entries: VecDeque::new(),
             released: 0,
-            kept: 0,
+            used: 0,
             reserved: 0,
         }
     }
 
-    pub(super) fn is_on(&self) -> bool {
+    pub(super) fn is_enabled(&self) -> bool {
         self.capacity > 0
     }
 
     /// Returns the maximum length of a write, of which several fit into the log; `None` if the log is disabled.
     pub(super) fn write_len_max(&self) -> Option<u64> {
-        self.is_on().then_some(self.capacity / 4)
+        self.is_enabled().then_some(self.capacity / 4)
     }
 
     /// Returns the capacity in use, in bytes.
-    pub(super) fn kept(&self) -> u64 {
-        self.kept
+    pub(super) fn used(&self) -> u64 {
+        self.used
     }
 
     pub(super) fn len(&self) -> usize {
@@ -92,16 +92,16 @@ impl ReplayLog {
     }
 
     pub(super) fn is_half_full(&self) -> bool {
-        self.is_on() && self.kept >= self.capacity / 2
+        self.is_enabled() && self.used >= self.capacity / 2
     }
 
     /// Reserves capacity for a change with `data_len` bytes of data that is about to be sent. Returns false if there
     /// is not enough now.
     pub(super) fn reserve(&mut self, data_len: u64) -> bool {
-        if !self.is_on() {
+        if !self.is_enabled() {
             return true;
         }
-        if self.kept + self.reserved + cost(data_len) > self.capacity {
+        if self.used + self.reserved + cost(data_len) > self.capacity {
             return false;
         }
         self.reserved += cost(data_len);
@@ -110,7 +110,7 @@ impl ReplayLog {
 
     /// Releases a reservation, because the change was not acknowledged.
     pub(super) fn unreserve(&mut self, data_len: u64) {
-        if self.is_on() {
+        if self.is_enabled() {
             debug_assert!(self.reserved >= cost(data_len));
             self.reserved -= cost(data_len);
         }
@@ -118,12 +118,12 @@ impl ReplayLog {
 
     /// Appends an acknowledged change, for which capacity was reserved. `data` is the data of a write.
     pub(super) fn append(&mut self, entry: Entry, data: Option<WriteBuf<'_>>) {
-        if !self.is_on() {
+        if !self.is_enabled() {
             return;
         }
         let data_len = entry.data_len();
         self.unreserve(data_len as u64);
-        self.kept += cost(data_len as u64);
+        self.used += cost(data_len as u64);
         self.entries.push_back(entry);
         let Some(data) = data else { return };
         debug_assert_eq!(data.len(), data_len);
@@ -139,19 +139,19 @@ impl ReplayLog {
     }
 
     /// Returns the present end of the log.
-    pub(super) fn mark(&self) -> Mark {
-        Mark(self.released + self.entries.len() as u64)
+    pub(super) fn end_position(&self) -> LogPosition {
+        LogPosition(self.released + self.entries.len() as u64)
     }
 
     /// Removes the changes acknowledged before `mark`, which are durable now.
-    pub(super) fn release(&mut self, mark: Mark) {
-        while self.released < mark.0 {
+    pub(super) fn release(&mut self, position: LogPosition) {
+        while self.released < position.0 {
             let Some(entry) = self.entries.pop_front() else {
                 return;
             };
             let data_len = entry.data_len();
             self.released += 1;
-            self.kept -= cost(data_len as u64);
+            self.used -= cost(data_len as u64);
             self.filled -= data_len;
             if data_len > 0 {
                 self.head = (self.head + data_len) % self.ring.len();
@@ -207,8 +207,8 @@ mod tests {
             for (len, kind, byte) in steps {
                 if kind == 0 {
                     let half = model.len() / 2;
-                    let mark = Mark(log.mark().0 - (model.len() - half) as u64);
-                    log.release(mark);
+                    let position = LogPosition(log.end_position().0 - (model.len() - half) as u64);
+                    log.release(position);
                     model.drain(..half);
                 } else {
                     let data = vec![byte; if kind == 1 { 0 } else { len.max(1) }];
@@ -225,12 +225,12 @@ mod tests {
                         refused += 1;
                     }
                 }
-                prop_assert!(log.kept() <= 4096);
+                prop_assert!(log.used() <= 4096);
                 prop_assert_eq!(log.reserved, 0);
                 prop_assert_eq!(&contents(&log), &model);
             }
-            log.release(log.mark());
-            prop_assert_eq!((log.kept(), log.filled, log.len()), (0, 0, 0));
+            log.release(log.end_position());
+            prop_assert_eq!((log.used(), log.filled, log.len()), (0, 0, 0));
             prop_assert!(refused == 0 || log.reserve(4000));
         }
     }
@@ -245,6 +245,6 @@ mod tests {
             range: ByteRange::new(0, 512),
         };
         log.append(entry, Some(WriteBuf::new(&data)));
-        assert_eq!((log.len(), log.kept(), log.is_half_full()), (0, 0, false));
+        assert_eq!((log.len(), log.used(), log.is_half_full()), (0, 0, false));
     }
 }

@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use self::connect::Export;
 use self::log::ReplayLog;
-use self::requests::{Asked, Memory, RequestId, Requests};
+use self::requests::{NbdRequest, PayloadBuffer, RequestId, Requests};
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{
     BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
@@ -49,7 +49,7 @@ use crate::signal::Signal;
 use crate::tls::{ClientTls, TlsError};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-pub use self::error::{Broken, Change, ConnectError, OpenError, Refusal, Step};
+pub use self::error::{ConnectError, ConnectStep, ConnectionLoss, ExportChange, NbdOpenError, OptionRefusal};
 
 /// The smallest sector size that guests use, in bytes.
 const SECTOR: u32 = 512;
@@ -109,7 +109,7 @@ pub struct NbdStatistics {
     /// Requests that have not been answered.
     pub unanswered: usize,
     /// The used capacity of the log, in bytes.
-    pub log_kept: ByteLen,
+    pub log_used: ByteLen,
     /// Requests fail because the server is unreachable.
     pub unreachable: bool,
     /// The connection uses extended headers.
@@ -133,8 +133,8 @@ struct Shared {
     log: RefCell<ReplayLog>,
     /// Raised when there is something to send, or the device is closing.
     changed: Signal,
-    closing: Cell<bool>,
-    unreachable: Cell<bool>,
+    is_closing: Cell<bool>,
+    is_unreachable: Cell<bool>,
     last_activity: Cell<LoopTime>,
     connections: Cell<u64>,
     replayed: Cell<u64>,
@@ -147,20 +147,20 @@ impl NbdDevice {
     /// Connects to the export and keeps it connected.
     ///
     /// # Errors
-    /// See [`OpenError`]. The first connection is not retried, so that the start of a disk fails at once.
-    pub async fn open(on: &Loop, uri: &NbdUri, options: NbdOptions) -> Result<Rc<Self>, OpenError> {
-        let failed = |source| OpenError::Connect {
+    /// See [`NbdOpenError`]. The first connection is not retried, so that the start of a disk fails at once.
+    pub async fn open(on: &Loop, uri: &NbdUri, options: NbdOptions) -> Result<Rc<Self>, NbdOpenError> {
+        let failed = |source| NbdOpenError::Connect {
             uri: uri.to_string(),
             source,
         };
         let tls = load_tls(uri).map_err(|error| failed(error.into()))?;
-        let connection = connect::connect_and_tell(on, uri, tls.as_ref(), options.handshake_timeout)
+        let connection = connect::connect_with_warning(on, uri, tls.as_ref(), options.handshake_timeout)
             .await
             .map_err(failed)?;
         let export = connection.export;
         let geometry = geometry_of(&export, options.read_only);
         tracing::debug!(%uri, ?export, ?geometry, "connected");
-        tell_of_odd_size(uri, export.size, &geometry);
+        warn_odd_size(uri, export.size, &geometry);
         let log_capacity = if export.has(TransmissionFlags::FLUSH) && !options.replay_log.is_zero() {
             options.replay_log.max(REPLAY_LOG_MIN).get()
         } else {
@@ -176,15 +176,15 @@ impl NbdDevice {
             log: RefCell::new(ReplayLog::new(log_capacity)),
             options,
             changed: Signal::default(),
-            closing: Cell::new(false),
-            unreachable: Cell::new(false),
+            is_closing: Cell::new(false),
+            is_unreachable: Cell::new(false),
             last_activity: Cell::new(on.now()),
             connections: Cell::new(1),
             replayed: Cell::new(0),
             changes: SizeChanges::default(),
             tls: RefCell::new(tls),
         });
-        on.spawn(run::run(Rc::clone(&shared), connection));
+        on.spawn(run::maintain_connection(Rc::clone(&shared), connection));
         Ok(Rc::new(Self { shared }))
     }
 
@@ -196,8 +196,8 @@ impl NbdDevice {
             replayed: shared.replayed.get(),
             answered: shared.requests.borrow().answered(),
             unanswered: shared.requests.borrow().unanswered(),
-            log_kept: ByteLen::new(shared.log.borrow().kept()),
-            unreachable: shared.unreachable.get(),
+            log_used: ByteLen::new(shared.log.borrow().used()),
+            unreachable: shared.is_unreachable.get(),
             extended_headers: shared.export.get().framing == Framing::Extended,
         }
     }
@@ -205,7 +205,7 @@ impl NbdDevice {
 
 impl Drop for NbdDevice {
     fn drop(&mut self) {
-        self.shared.closing.set(true);
+        self.shared.is_closing.set(true);
         self.shared.changed.raise();
     }
 }
@@ -234,7 +234,7 @@ fn visible_size(size: u64, block_size: u32) -> ByteLen {
     }
 }
 
-fn tell_of_odd_size(uri: &NbdUri, size: u64, geometry: &Geometry) {
+fn warn_odd_size(uri: &NbdUri, size: u64, geometry: &Geometry) {
     let (visible, unit) = (geometry.size.get(), geometry.block_size);
     if visible > size {
         tracing::warn!(
@@ -253,12 +253,12 @@ fn tell_of_odd_size(uri: &NbdUri, size: u64, geometry: &Geometry) {
 fn geometry_of(export: &Export, read_only: bool) -> Geometry {
     let block_size = export.sizes.minimum.max(SECTOR);
     let preferred = export.sizes.preferred.clamp(block_size, 1 << 20);
-    let trims = export.has(TransmissionFlags::TRIM);
+    let can_trim = export.has(TransmissionFlags::TRIM);
     Geometry {
         size: visible_size(export.size, block_size),
         block_size,
         physical_block_size: preferred.min(65536),
-        discard_granularity: if trims { preferred } else { 0 },
+        discard_granularity: if can_trim { preferred } else { 0 },
         memory_alignment: 1,
         read_only: read_only || export.has(TransmissionFlags::READ_ONLY),
         fast_zeroes: export.has(TransmissionFlags::WRITE_ZEROES),
@@ -293,13 +293,13 @@ impl Shared {
     }
 
     /// Returns the part of `range` that the export contains: all but the padding of the last sector of an odd one.
-    fn real(&self, range: ByteRange) -> ByteRange {
+    fn within_export(&self, range: ByteRange) -> ByteRange {
         let end = ByteOffset::new(self.export.get().size).min(range.end());
         ByteRange::between(range.start, end)
     }
 
     /// Returns true if a request with a payload can be sent without being split.
-    fn is_plain(&self, range: ByteRange, len_max: u64) -> bool {
+    fn is_single(&self, range: ByteRange, len_max: u64) -> bool {
         range.len.get() <= len_max && range.end().get() <= self.export.get().size
     }
 
@@ -317,34 +317,40 @@ impl Shared {
         (len - len % block).max(block)
     }
 
-    fn submit<'a>(&'a self, operation: Operation, asked: Asked, memory: Memory, extents_limit: usize) -> Pending<'a> {
+    fn submit<'a>(
+        &'a self,
+        operation: Operation,
+        request: NbdRequest,
+        memory: PayloadBuffer,
+        extents_limit: usize,
+    ) -> PendingReply<'a> {
         let mut requests = self.requests.borrow_mut();
-        let id = if self.unreachable.get() {
-            requests.submit_failed(asked, Failure::Unreachable)
+        let id = if self.is_unreachable.get() {
+            requests.submit_failed(request, Failure::Unreachable)
         } else {
-            requests.submit(asked, memory, extents_limit)
+            requests.submit(request, memory, extents_limit)
         };
         drop(requests);
         self.changed.raise();
-        Pending {
+        PendingReply {
             shared: self,
             id,
             operation,
-            range: asked.range,
+            range: request.range,
             buffer: PhantomData,
         }
     }
 
-    fn submit_read<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Pending<'a> {
+    fn submit_read<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> PendingReply<'a> {
         // SAFETY: only the lifetime changes. The slot drops the buffer when the request is answered, or when
         // `Pending`, which has the true lifetime, is dropped.
         let buffer = unsafe { std::mem::transmute::<ReadBuf<'a>, ReadBuf<'static>>(buffer) };
-        let asked = Asked {
+        let request = NbdRequest {
             command: Command::Read,
             flags: CommandFlags::NONE,
             range,
         };
-        self.submit(Operation::Read, asked, Memory::Into(buffer), 0)
+        self.submit(Operation::Read, request, PayloadBuffer::ReadInto(buffer), 0)
     }
 
     fn submit_write<'a>(
@@ -353,15 +359,15 @@ impl Shared {
         range: ByteRange,
         buffer: WriteBuf<'a>,
         flags: CommandFlags,
-    ) -> Pending<'a> {
+    ) -> PendingReply<'a> {
         // SAFETY: as in `submit_read`.
         let buffer = unsafe { std::mem::transmute::<WriteBuf<'a>, WriteBuf<'static>>(buffer) };
-        let asked = Asked {
+        let request = NbdRequest {
             command: Command::Write,
             flags,
             range,
         };
-        self.submit(operation, asked, Memory::From(buffer), 0)
+        self.submit(operation, request, PayloadBuffer::WriteFrom(buffer), 0)
     }
 
     fn submit_plain(
@@ -370,17 +376,17 @@ impl Shared {
         command: Command,
         flags: CommandFlags,
         range: ByteRange,
-    ) -> Pending<'_> {
-        let asked = Asked { command, flags, range };
-        self.submit(operation, asked, Memory::None, 0)
+    ) -> PendingReply<'_> {
+        let request = NbdRequest { command, flags, range };
+        self.submit(operation, request, PayloadBuffer::None, 0)
     }
 
     /// Reads a range that must be split or ends beyond the export's exact end.
     async fn read_in_parts(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
-        let real = self.real(range);
+        let within_export = self.within_export(range);
         let len_max = self.payload_len_max(Operation::Read);
         let mut done = 0;
-        for part in parts(real, len_max) {
+        for part in parts(within_export, len_max) {
             let target = buffer.slice(done, part.len.as_usize());
             self.submit_read(part, target).await?;
             done += part.len.as_usize();
@@ -391,21 +397,21 @@ impl Shared {
 
     /// Refuses a write of anything but zeros beyond the end of an export of an odd size, which has no space for the
     /// padding of its last sector.
-    fn check_beyond(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult {
-        let mut end = [0; SECTOR as usize];
-        let beyond = buffer.skip(self.real(range).len.as_usize());
-        beyond.copy_to_slice(&mut end[..beyond.len()]);
-        match end == [0; SECTOR as usize] {
+    fn check_padding(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult {
+        let mut padding = [0; SECTOR as usize];
+        let beyond = buffer.skip(self.within_export(range).len.as_usize());
+        beyond.copy_to_slice(&mut padding[..beyond.len()]);
+        match padding == [0; SECTOR as usize] {
             true => Ok(()),
             false => Err(self.error(Operation::Write, range, Failure::NoSpace)),
         }
     }
 
     async fn write_in_parts(&self, range: ByteRange, buffer: WriteBuf<'_>, fua: Fua) -> IoResult {
-        self.check_beyond(range, buffer)?;
-        let real = self.real(range);
+        self.check_padding(range, buffer)?;
+        let within_export = self.within_export(range);
         let mut done = 0;
-        for part in parts(real, self.payload_len_max(Operation::Write)) {
+        for part in parts(within_export, self.payload_len_max(Operation::Write)) {
             let source = buffer.slice(done, part.len.as_usize());
             self.submit_write(Operation::Write, part, source, fua.flag()).await?;
             done += part.len.as_usize();
@@ -421,7 +427,7 @@ impl Shared {
         range: ByteRange,
         flags: CommandFlags,
     ) -> IoResult {
-        for part in parts(self.real(range), NO_PAYLOAD_LEN_MAX) {
+        for part in parts(self.within_export(range), NO_PAYLOAD_LEN_MAX) {
             self.submit_plain(operation, command, flags, part).await?;
         }
         Ok(())
@@ -447,7 +453,7 @@ impl Shared {
         match done {
             Err(error) if error.failure() == Failure::Unsupported && !flags.fast_only => {
                 let len_max = self.payload_len_max(Operation::Write).min(ZEROS.len() as u64);
-                for part in parts(self.real(range), len_max) {
+                for part in parts(self.within_export(range), len_max) {
                     let zeros = WriteBuf::new(&ZEROS[..part.len.as_usize()]);
                     self.submit_write(operation, part, zeros, fua.flag()).await?;
                 }
@@ -457,8 +463,8 @@ impl Shared {
         self.make_durable(operation, range, fua).await
     }
 
-    fn fua(&self, wanted: bool) -> Fua {
-        match (wanted, self.has(TransmissionFlags::FUA)) {
+    fn fua(&self, requested: bool) -> Fua {
+        match (requested, self.has(TransmissionFlags::FUA)) {
             (false, _) => Fua::No,
             (true, true) => Fua::Flag,
             (true, false) if self.has(TransmissionFlags::FLUSH) => Fua::Flush,
@@ -476,36 +482,36 @@ impl Shared {
         Ok(())
     }
 
-    fn flush(&self) -> Pending<'_> {
+    fn flush(&self) -> PendingReply<'_> {
         let nothing = ByteRange::default();
         self.submit_plain(Operation::Flush, Command::Flush, CommandFlags::NONE, nothing)
     }
 
     async fn extents(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
         self.check(Operation::Extents, range)?;
-        let real = self.real(range);
+        let within_export = self.within_export(range);
         let all_data = Extent {
             range,
             kind: ExtentKind::Data,
         };
-        if self.export.get().allocation.is_none() || real.is_empty() {
+        if self.export.get().allocation.is_none() || within_export.is_empty() {
             return Ok(vec![all_data]);
         }
-        let Some(part) = parts(real, NO_PAYLOAD_LEN_MAX).next() else {
+        let Some(part) = parts(within_export, NO_PAYLOAD_LEN_MAX).next() else {
             return Ok(vec![all_data]);
         };
         let limit = limit.max(1);
-        let asked = Asked {
+        let request = NbdRequest {
             command: Command::BlockStatus,
             flags: CommandFlags::NONE.with_if(limit == 1, CommandFlags::REQ_ONE),
             range: part,
         };
         let found = self
-            .submit(Operation::Extents, asked, Memory::None, limit)
+            .submit(Operation::Extents, request, PayloadBuffer::None, limit)
             .extents()
             .await?;
         let unit = u64::from(self.geometry.get().block_size);
-        Ok(whole_blocks(range, &found, unit))
+        Ok(align_extents(range, &found, unit))
     }
 }
 
@@ -528,11 +534,11 @@ impl Fua {
 fn parts(range: ByteRange, len_max: u64) -> impl Iterator<Item = ByteRange> {
     let mut at = range.start;
     std::iter::from_fn(move || {
-        let left = ByteRange::between(at, range.end());
-        if left.is_empty() {
+        let remaining = ByteRange::between(at, range.end());
+        if remaining.is_empty() {
             return None;
         }
-        let part = at.range(left.len.min(ByteLen::new(len_max - at.get() % len_max)));
+        let part = at.range(remaining.len.min(ByteLen::new(len_max - at.get() % len_max)));
         at = part.end();
         Some(part)
     })
@@ -540,7 +546,7 @@ fn parts(range: ByteRange, len_max: u64) -> impl Iterator<Item = ByteRange> {
 
 /// Aligns the boundaries of extents to whole blocks: a block that contains data is data. The rest of the range after
 /// the export's exact end, less than a block, belongs to the last extent.
-fn whole_blocks(range: ByteRange, found: &[Extent], unit: u64) -> Vec<Extent> {
+fn align_extents(range: ByteRange, found: &[Extent], unit: u64) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::with_capacity(found.len());
     let mut push = |at: &mut ByteOffset, end: ByteOffset, kind| {
         let range = ByteRange::between(*at, end);
@@ -554,13 +560,13 @@ fn whole_blocks(range: ByteRange, found: &[Extent], unit: u64) -> Vec<Extent> {
     for extent in found {
         let end = extent.range.end();
         let reaches_end = range.end() - end < ByteLen::new(unit);
-        let whole = match extent.kind {
+        let aligned_end = match extent.kind {
             _ if reaches_end => range.end(),
             ExtentKind::Data => end.align_up(unit).min(range.end()),
             ExtentKind::Zero | ExtentKind::Hole => end.align_down(unit),
         };
-        if whole > at {
-            push(&mut at, whole, extent.kind);
+        if aligned_end > at {
+            push(&mut at, aligned_end, extent.kind);
         }
     }
     if at == range.start {
@@ -586,7 +592,7 @@ impl BlockDevice for NbdDevice {
         match shared.check(Operation::Read, range) {
             Err(error) => Io::ready(Err(error)),
             Ok(()) if range.is_empty() => Io::ready(Ok(())),
-            Ok(()) if shared.is_plain(range, shared.payload_len_max(Operation::Read)) => {
+            Ok(()) if shared.is_single(range, shared.payload_len_max(Operation::Read)) => {
                 Io::nbd(shared.submit_read(range, buffer))
             }
             Ok(()) => Io::task(shared.read_in_parts(range, buffer)),
@@ -604,13 +610,13 @@ impl BlockDevice for NbdDevice {
         }
         let fua = shared.fua(flags.fua);
         let len_max = shared.payload_len_max(Operation::Write);
-        if shared.is_plain(range, len_max) && fua != Fua::Flush {
+        if shared.is_single(range, len_max) && fua != Fua::Flush {
             return Io::nbd(shared.submit_write(Operation::Write, range, buffer, fua.flag()));
         }
         Io::task(shared.write_in_parts(range, buffer, fua))
     }
 
-    fn minds_content(&self, range: ByteRange) -> bool {
+    fn may_reject_content(&self, range: ByteRange) -> bool {
         range
             .checked_end()
             .is_some_and(|end| end.get() > self.shared.export.get().size)
@@ -619,7 +625,7 @@ impl BlockDevice for NbdDevice {
     fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
         let range = start.range(buffer.byte_len());
         self.shared.check(Operation::Write, range)?;
-        self.shared.check_beyond(range, buffer)
+        self.shared.check_padding(range, buffer)
     }
 
     fn flush(&self) -> Io<'_> {
@@ -661,7 +667,7 @@ impl BlockDevice for NbdDevice {
 }
 
 /// A request that the server has not answered yet, or whose answer the caller has not taken.
-pub(crate) struct Pending<'a> {
+pub(crate) struct PendingReply<'a> {
     shared: &'a Shared,
     id: RequestId,
     operation: Operation,
@@ -669,7 +675,7 @@ pub(crate) struct Pending<'a> {
     buffer: PhantomData<&'a mut [u8]>,
 }
 
-impl Pending<'_> {
+impl PendingReply<'_> {
     fn poll_answer(&mut self, context: &mut Context<'_>) -> Poll<IoResult<Vec<Extent>>> {
         let mut requests = self.shared.requests.borrow_mut();
         match requests.poll(self.id, context.waker()) {
@@ -684,7 +690,7 @@ impl Pending<'_> {
     }
 }
 
-impl Future for Pending<'_> {
+impl Future for PendingReply<'_> {
     type Output = IoResult;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
@@ -692,10 +698,10 @@ impl Future for Pending<'_> {
     }
 }
 
-impl Drop for Pending<'_> {
+impl Drop for PendingReply<'_> {
     fn drop(&mut self) {
         let mut requests = self.shared.requests.borrow_mut();
-        requests.give_up(self.id, &self.shared.log.borrow());
+        requests.abandon(self.id, &self.shared.log.borrow());
     }
 }
 
@@ -719,9 +725,9 @@ mod tests {
             extent(2700, 100, data),
             extent(2800, 1296, hole),
         ];
-        let whole = whole_blocks(ByteRange::new(0, 4096), &found, 512);
+        let aligned = align_extents(ByteRange::new(0, 4096), &found, 512);
         assert_eq!(
-            whole,
+            aligned,
             [
                 extent(0, 1024, data),
                 extent(1024, 1536, hole),
@@ -730,10 +736,10 @@ mod tests {
             ]
         );
         let found = [extent(512, 100, hole), extent(612, 100, data)];
-        let whole = whole_blocks(ByteRange::new(512, 4096), &found, 512);
-        assert_eq!(whole, [extent(512, 512, data)]);
+        let aligned = align_extents(ByteRange::new(512, 4096), &found, 512);
+        assert_eq!(aligned, [extent(512, 512, data)]);
         let found = [extent(512, 100, hole)];
-        let whole = whole_blocks(ByteRange::new(512, 512), &found, 512);
-        assert_eq!(whole, [extent(512, 512, hole)], "the export ends there");
+        let aligned = align_extents(ByteRange::new(512, 512), &found, 512);
+        assert_eq!(aligned, [extent(512, 512, hole)], "the export ends there");
     }
 }

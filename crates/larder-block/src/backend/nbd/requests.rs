@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
-use super::log::{Entry, Mark, ReplayLog};
+use super::log::{Entry, LogPosition, ReplayLog};
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::Extent;
 use crate::error::Failure;
@@ -30,7 +30,7 @@ impl RequestId {
         u64::from(self.generation) << 32 | u64::from(self.slot)
     }
 
-    pub(super) fn of_cookie(cookie: u64) -> Self {
+    pub(super) fn from_cookie(cookie: u64) -> Self {
         Self {
             slot: cookie as u32,
             generation: (cookie >> 32) as u32,
@@ -40,13 +40,13 @@ impl RequestId {
 
 /// The content of a request to the server.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Asked {
+pub(super) struct NbdRequest {
     pub(super) command: Command,
     pub(super) flags: CommandFlags,
     pub(super) range: ByteRange,
 }
 
-impl Asked {
+impl NbdRequest {
     /// Returns the length in bytes of the payload sent with the request.
     pub(super) fn payload_len(&self) -> usize {
         match self.command {
@@ -57,15 +57,15 @@ impl Asked {
 }
 
 /// The source or destination of a request's payload.
-pub(super) enum Memory {
+pub(super) enum PayloadBuffer {
     /// There is no payload, or its caller has dropped the request.
     None,
     /// The caller's buffer of a read; replaced before the caller's future is dropped.
-    Into(ReadBuf<'static>),
+    ReadInto(ReadBuf<'static>),
     /// The caller's buffer of a write; replaced before the caller's future is dropped.
-    From(WriteBuf<'static>),
+    WriteFrom(WriteBuf<'static>),
     /// A copy of the data of a write whose caller has dropped the request.
-    Kept(Box<[u8]>),
+    Copied(Box<[u8]>),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ enum State {
 enum Owner {
     Caller,
     /// None: the caller has dropped the request.
-    Nobody,
+    Abandoned,
     /// The replay log, which needs space.
     Log,
 }
@@ -92,21 +92,21 @@ pub(super) struct Slot {
     generation: u32,
     state: State,
     owner: Owner,
-    asked: Asked,
-    memory: Memory,
+    request: NbdRequest,
+    memory: PayloadBuffer,
     waker: Option<Waker>,
     /// The position in the order of submission.
     sequence: u64,
     /// The reservation in the log, in bytes of data.
     reserved: Option<u64>,
     /// The position in the log that a flush covers.
-    mark: Mark,
+    log_position: LogPosition,
     /// The bytes of a read that were accounted for.
     received: u64,
     /// The failure from an error chunk that came before the last chunk.
     failure: Option<Failure>,
     /// The answer, if it came before the whole payload was sent.
-    early: Option<Result<(), Failure>>,
+    early_result: Option<Result<(), Failure>>,
     extents: Vec<Extent>,
     extents_limit: usize,
 }
@@ -123,9 +123,9 @@ pub(super) struct Requests {
     next_sequence: u64,
     answered: u64,
     /// A flush for the log is in flight.
-    log_flush: bool,
+    log_flush_in_flight: bool,
     /// Changes wait for space in the log.
-    starved: bool,
+    is_log_full: bool,
 }
 
 impl Requests {
@@ -138,8 +138,8 @@ impl Requests {
             on_wire_max,
             next_sequence: 0,
             answered: 0,
-            log_flush: false,
-            starved: false,
+            log_flush_in_flight: false,
+            is_log_full: false,
         }
     }
 
@@ -161,19 +161,19 @@ impl Requests {
         self.on_wire + self.queue.len()
     }
 
-    pub(super) fn submit(&mut self, asked: Asked, memory: Memory, limit: usize) -> RequestId {
-        self.insert(asked, memory, limit, Owner::Caller)
+    pub(super) fn submit(&mut self, request: NbdRequest, memory: PayloadBuffer, limit: usize) -> RequestId {
+        self.insert(request, memory, limit, Owner::Caller)
     }
 
     /// Adds a request that has failed before it was sent.
-    pub(super) fn submit_failed(&mut self, asked: Asked, failure: Failure) -> RequestId {
-        let id = self.insert(asked, Memory::None, 0, Owner::Caller);
+    pub(super) fn submit_failed(&mut self, request: NbdRequest, failure: Failure) -> RequestId {
+        let id = self.insert(request, PayloadBuffer::None, 0, Owner::Caller);
         self.queue.pop_back();
         self.slots[id.slot as usize].state = State::Done(Err(failure));
         id
     }
 
-    fn insert(&mut self, asked: Asked, memory: Memory, limit: usize, owner: Owner) -> RequestId {
+    fn insert(&mut self, request: NbdRequest, memory: PayloadBuffer, limit: usize, owner: Owner) -> RequestId {
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::new());
             (self.slots.len() - 1) as u32
@@ -183,12 +183,12 @@ impl Requests {
         debug_assert_eq!(slot.state, State::Free);
         slot.state = State::Queued;
         slot.owner = owner;
-        slot.asked = asked;
+        slot.request = request;
         slot.memory = memory;
         slot.sequence = self.next_sequence;
         slot.received = 0;
         slot.failure = None;
-        slot.early = None;
+        slot.early_result = None;
         slot.extents_limit = limit;
         self.queue.push_back(index);
         RequestId {
@@ -213,7 +213,7 @@ impl Requests {
         let slot = &mut self.slots[index as usize];
         slot.generation = slot.generation.wrapping_add(1);
         slot.state = State::Free;
-        slot.memory = Memory::None;
+        slot.memory = PayloadBuffer::None;
         slot.waker = None;
         slot.extents = Vec::new();
         self.free.push(index);
@@ -227,7 +227,7 @@ impl Requests {
         };
         let State::Done(result) = slot.state else {
             match &mut slot.waker {
-                Some(known) => known.clone_from(waker),
+                Some(stored) => stored.clone_from(waker),
                 None => slot.waker = Some(waker.clone()),
             }
             return None;
@@ -238,12 +238,12 @@ impl Requests {
     }
 
     /// Abandons a request, whose caller takes its buffer away. Does nothing if the answer was taken.
-    pub(super) fn give_up(&mut self, id: RequestId, log: &ReplayLog) {
+    pub(super) fn abandon(&mut self, id: RequestId, log: &ReplayLog) {
         let Some(slot) = self.slot_mut(id) else {
             return;
         };
         slot.waker = None;
-        slot.owner = Owner::Nobody;
+        slot.owner = Owner::Abandoned;
         match slot.state {
             State::Free => {}
             State::Queued => {
@@ -253,31 +253,31 @@ impl Requests {
             State::Done(_) => self.release(id.slot),
             // The rest of the payload must be sent unchanged, or the server would write garbage. A change that may
             // yet be acknowledged must be available for a replay, because it may have been read by then.
-            State::Sending(_) => slot.keep_memory(),
-            State::Sent if log.is_on() => slot.keep_memory(),
-            State::Sent => slot.memory = Memory::None,
+            State::Sending(_) => slot.copy_payload(),
+            State::Sent if log.is_enabled() => slot.copy_payload(),
+            State::Sent => slot.memory = PayloadBuffer::None,
         }
     }
 
     /// Starts the next request, if the wire has room for one. Changes for which the log has no space wait for a
     /// flush; other requests overtake them.
-    pub(super) fn begin_next(&mut self, log: &mut ReplayLog) -> Option<(RequestId, Asked)> {
+    pub(super) fn start_next(&mut self, log: &mut ReplayLog) -> Option<(RequestId, NbdRequest)> {
         if self.on_wire >= self.on_wire_max {
             return None;
         }
-        self.starved = false;
+        self.is_log_full = false;
         for position in 0..self.queue.len() {
             let index = self.queue[position];
             let slot = &mut self.slots[index as usize];
-            if slot.asked.command.is_change() {
-                let data_len = slot.asked.payload_len() as u64;
-                if self.starved || !log.reserve(data_len) {
-                    self.starved = true;
+            if slot.request.command.is_change() {
+                let data_len = slot.request.payload_len() as u64;
+                if self.is_log_full || !log.reserve(data_len) {
+                    self.is_log_full = true;
                     continue;
                 }
                 slot.reserved = Some(data_len);
             }
-            slot.mark = log.mark();
+            slot.log_position = log.end_position();
             slot.state = State::Sending(0);
             self.queue.remove(position);
             self.on_wire += 1;
@@ -286,28 +286,28 @@ impl Requests {
                 slot: index,
                 generation: slot.generation,
             };
-            return Some((id, slot.asked));
+            return Some((id, slot.request));
         }
         None
     }
 
     /// Enqueues a flush if changes wait for space in the log that only a flush can make.
-    pub(super) fn flush_for_room(&mut self, log: &ReplayLog) {
-        if self.starved && log.len() > 0 {
+    pub(super) fn flush_for_log_space(&mut self, log: &ReplayLog) {
+        if self.is_log_full && log.len() > 0 {
             self.start_log_flush();
         }
     }
 
     /// Enqueues a flush, so that the log's changes need not be replayed again, unless such a flush is in flight.
     pub(super) fn start_log_flush(&mut self) {
-        if !self.log_flush {
-            self.log_flush = true;
-            let flush = Asked {
+        if !self.log_flush_in_flight {
+            self.log_flush_in_flight = true;
+            let flush = NbdRequest {
                 command: Command::Flush,
                 flags: CommandFlags::NONE,
                 range: ByteRange::default(),
             };
-            self.insert(flush, Memory::None, 0, Owner::Log);
+            self.insert(flush, PayloadBuffer::None, 0, Owner::Log);
             // The flush goes before the changes that wait for it.
             self.queue.rotate_right(1);
         }
@@ -324,9 +324,9 @@ impl Requests {
             return WriteBuf::new(&[]);
         };
         match memory {
-            Memory::From(buffer) => buffer.skip(*sent),
-            Memory::Kept(bytes) => WriteBuf::new(bytes).skip(*sent),
-            Memory::None | Memory::Into(_) => WriteBuf::new(&[]),
+            PayloadBuffer::WriteFrom(buffer) => buffer.skip(*sent),
+            PayloadBuffer::Copied(bytes) => WriteBuf::new(bytes).skip(*sent),
+            PayloadBuffer::None | PayloadBuffer::ReadInto(_) => WriteBuf::new(&[]),
         }
     }
 
@@ -347,21 +347,21 @@ impl Requests {
             return;
         };
         slot.state = State::Sent;
-        if slot.owner == Owner::Nobody && !log.is_on() {
-            slot.memory = Memory::None;
+        if slot.owner == Owner::Abandoned && !log.is_enabled() {
+            slot.memory = PayloadBuffer::None;
         }
-        if let Some(result) = slot.early.take() {
+        if let Some(result) = slot.early_result.take() {
             self.finish(id, result, log);
         }
     }
 
     /// Returns the request on the wire that has this cookie, if there is one.
-    pub(super) fn on_wire_request(&self, cookie: u64) -> Option<(RequestId, Asked)> {
-        let id = RequestId::of_cookie(cookie);
+    pub(super) fn on_wire_request(&self, cookie: u64) -> Option<(RequestId, NbdRequest)> {
+        let id = RequestId::from_cookie(cookie);
         let slot = self.slot(id)?;
         match slot.state {
-            State::Sending(_) if slot.early.is_none() => Some((id, slot.asked)),
-            State::Sent => Some((id, slot.asked)),
+            State::Sending(_) if slot.early_result.is_none() => Some((id, slot.request)),
+            State::Sent => Some((id, slot.request)),
             _ => None,
         }
     }
@@ -369,7 +369,7 @@ impl Requests {
     /// Returns `len` bytes of a read's buffer from `from` on; `None` if its caller has dropped the request.
     pub(super) fn read_target(&self, id: RequestId, from: usize, len: usize) -> Option<ReadBuf<'_>> {
         match &self.slot(id)?.memory {
-            Memory::Into(buffer) => Some(buffer.slice(from, len)),
+            PayloadBuffer::ReadInto(buffer) => Some(buffer.slice(from, len)),
             _ => None,
         }
     }
@@ -390,7 +390,7 @@ impl Requests {
     }
 
     /// Records the failure from an error chunk, with which the last chunk will complete the request.
-    pub(super) fn fail_later(&mut self, id: RequestId, failure: Failure) {
+    pub(super) fn record_failure(&mut self, id: RequestId, failure: Failure) {
         if let Some(slot) = self.slot_mut(id) {
             slot.failure.get_or_insert(failure);
         }
@@ -421,57 +421,57 @@ impl Requests {
             return;
         };
         if let State::Sending(_) = slot.state {
-            slot.early = Some(result);
+            slot.early_result = Some(result);
             return;
         }
         debug_assert_eq!(slot.state, State::Sent);
         let reserved = slot.reserved.take();
         match (reserved, result) {
-            (Some(_), Ok(())) => slot.keep_in(log),
+            (Some(_), Ok(())) => slot.append_to_log(log),
             (Some(data_len), Err(_)) => log.unreserve(data_len),
-            (None, Ok(())) if slot.asked.command == Command::Flush => log.release(slot.mark),
+            (None, Ok(())) if slot.request.command == Command::Flush => log.release(slot.log_position),
             (None, _) => {}
         }
         self.on_wire -= 1;
         self.answered += 1;
-        self.answer(id.slot, result);
+        self.complete(id.slot, result);
         // Only a change starts a flush: a failed flush that starts another one at once would loop for ever.
         if reserved.is_some() && log.is_half_full() {
             self.start_log_flush();
         }
     }
 
-    fn answer(&mut self, index: u32, result: Result<(), Failure>) {
+    fn complete(&mut self, index: u32, result: Result<(), Failure>) {
         let slot = &mut self.slots[index as usize];
         match slot.owner {
             Owner::Caller => {
                 slot.state = State::Done(result);
-                slot.memory = Memory::None;
+                slot.memory = PayloadBuffer::None;
                 if let Some(waker) = slot.waker.take() {
                     waker.wake();
                 }
             }
-            Owner::Nobody => self.release(index),
+            Owner::Abandoned => self.release(index),
             Owner::Log => {
                 self.release(index);
-                self.log_flush = false;
+                self.log_flush_in_flight = false;
                 if let Err(failure) = result {
                     tracing::warn!(%failure, "a flush to free space in the replay log failed");
-                    self.fail_starved(failure);
+                    self.fail_waiting_changes(failure);
                 }
             }
         }
     }
 
     /// Fails the changes that wait for space in the log after a failed flush, because they would wait for ever.
-    fn fail_starved(&mut self, failure: Failure) {
-        if !std::mem::take(&mut self.starved) {
+    fn fail_waiting_changes(&mut self, failure: Failure) {
+        if !std::mem::take(&mut self.is_log_full) {
             return;
         }
         let queue = std::mem::take(&mut self.queue);
         for index in queue {
-            if self.slots[index as usize].asked.command.is_change() {
-                self.answer(index, Err(failure));
+            if self.slots[index as usize].request.command.is_change() {
+                self.complete(index, Err(failure));
             } else {
                 self.queue.push_back(index);
             }
@@ -480,7 +480,7 @@ impl Requests {
 
     /// Requeues all unanswered requests after a broken connection, in their old order, to be sent on another one.
     pub(super) fn requeue(&mut self, log: &mut ReplayLog) {
-        let mut again = Vec::new();
+        let mut requeued = Vec::new();
         for index in 0..self.slots.len() as u32 {
             let slot = &mut self.slots[index as usize];
             if !matches!(slot.state, State::Sending(_) | State::Sent) {
@@ -489,32 +489,32 @@ impl Requests {
             if let Some(data_len) = slot.reserved.take() {
                 log.unreserve(data_len);
             }
-            let needless = slot.owner == Owner::Nobody
-                && match slot.asked.command {
-                    Command::Write => !matches!(slot.memory, Memory::Kept(_)),
+            let droppable = slot.owner == Owner::Abandoned
+                && match slot.request.command {
+                    Command::Write => !matches!(slot.memory, PayloadBuffer::Copied(_)),
                     command => !command.is_change(),
                 };
-            if needless {
+            if droppable {
                 self.release(index);
                 continue;
             }
             slot.state = State::Queued;
             slot.received = 0;
             slot.failure = None;
-            slot.early = None;
+            slot.early_result = None;
             slot.extents.clear();
-            again.push(index);
+            requeued.push(index);
         }
-        again.extend(self.queue.drain(..));
-        again.sort_by_key(|index| self.slots[*index as usize].sequence);
-        self.queue.extend(again);
+        requeued.extend(self.queue.drain(..));
+        requeued.sort_by_key(|index| self.slots[*index as usize].sequence);
+        self.queue.extend(requeued);
         self.on_wire = 0;
     }
 
     /// Fails all requests that wait.
     pub(super) fn fail_queued(&mut self, failure: Failure) {
         for index in std::mem::take(&mut self.queue) {
-            self.answer(index, Err(failure));
+            self.complete(index, Err(failure));
         }
     }
 }
@@ -524,43 +524,43 @@ impl Slot {
         Self {
             generation: 0,
             state: State::Free,
-            owner: Owner::Nobody,
-            asked: Asked {
+            owner: Owner::Abandoned,
+            request: NbdRequest {
                 command: Command::Flush,
                 flags: CommandFlags::NONE,
                 range: ByteRange::default(),
             },
-            memory: Memory::None,
+            memory: PayloadBuffer::None,
             waker: None,
             sequence: 0,
             reserved: None,
-            mark: Mark::default(),
+            log_position: LogPosition::default(),
             received: 0,
             failure: None,
-            early: None,
+            early_result: None,
             extents: Vec::new(),
             extents_limit: 0,
         }
     }
 
     /// Copies the caller's memory where it is still needed.
-    fn keep_memory(&mut self) {
-        self.memory = match std::mem::replace(&mut self.memory, Memory::None) {
-            Memory::From(buffer) => Memory::Kept(buffer.to_vec().into_boxed_slice()),
-            Memory::Kept(bytes) => Memory::Kept(bytes),
-            Memory::Into(_) | Memory::None => Memory::None,
+    fn copy_payload(&mut self) {
+        self.memory = match std::mem::replace(&mut self.memory, PayloadBuffer::None) {
+            PayloadBuffer::WriteFrom(buffer) => PayloadBuffer::Copied(buffer.to_vec().into_boxed_slice()),
+            PayloadBuffer::Copied(bytes) => PayloadBuffer::Copied(bytes),
+            PayloadBuffer::ReadInto(_) | PayloadBuffer::None => PayloadBuffer::None,
         };
     }
 
-    fn keep_in(&self, log: &mut ReplayLog) {
+    fn append_to_log(&self, log: &mut ReplayLog) {
         let data = match &self.memory {
-            Memory::From(buffer) => Some(*buffer),
-            Memory::Kept(bytes) => Some(WriteBuf::new(bytes)),
-            Memory::Into(_) | Memory::None => None,
+            PayloadBuffer::WriteFrom(buffer) => Some(*buffer),
+            PayloadBuffer::Copied(bytes) => Some(WriteBuf::new(bytes)),
+            PayloadBuffer::ReadInto(_) | PayloadBuffer::None => None,
         };
         let entry = Entry {
-            command: self.asked.command,
-            range: self.asked.range,
+            command: self.request.command,
+            range: self.request.range,
         };
         log.append(entry, data);
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::Shared;
 use super::connect::{Connection, connect};
-use super::error::{Broken, ConnectError};
+use super::error::{ConnectError, ConnectionLoss};
 use super::log::Entry;
 use super::receive::{Receiver, read_error_chunk, read_header};
 use super::transmit::transmit;
@@ -20,15 +20,16 @@ use crate::error::Failure;
 use crate::event_loop::LoopTime;
 use crate::nbd::CommandFlags;
 use crate::nbd::flags::errors;
-use crate::nbd::transmission::{ReplyHeader, Request, chunks};
+use crate::nbd::transmission::{ReplyHeader, RequestHeader, chunks};
 use crate::signal::first_of;
 use crate::units::{ByteLen, ByteRange};
 
-/// The pause before the second attempt to reconnect in an outage. It doubles with each attempt, up to [`PAUSE_MAX`].
-const PAUSE_FIRST: Duration = Duration::from_millis(10);
+/// The pause before the second attempt to reconnect in an outage. It doubles with each attempt, up to
+/// [`RETRY_DELAY_MAX`].
+const RETRY_DELAY_MIN: Duration = Duration::from_millis(10);
 
 /// The maximum pause between attempts to reconnect.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
+const RETRY_DELAY_MAX: Duration = Duration::from_secs(1);
 
 /// The maximum number of changes that are replayed at the same time.
 const REPLAY_WINDOW: usize = 32;
@@ -39,44 +40,44 @@ struct Outage {
     /// The start of the time after which requests fail.
     start: LoopTime,
     /// The pause before the next attempt to reconnect.
-    pause: Duration,
+    retry_delay: Duration,
 }
 
 impl Outage {
-    fn begin(start: LoopTime) -> Self {
-        let pause = Duration::ZERO;
-        Self { start, pause }
+    fn new(start: LoopTime) -> Self {
+        let retry_delay = Duration::ZERO;
+        Self { start, retry_delay }
     }
 }
 
 /// Keeps the export connected until the device is closed.
-pub(super) async fn run(shared: Rc<Shared>, first: Connection) {
+pub(super) async fn maintain_connection(shared: Rc<Shared>, first: Connection) {
     let limit = shared.options.reconnect;
     let mut connection = first;
-    let mut outage = Outage::begin(shared.on.now());
+    let mut outage = Outage::new(shared.on.now());
     loop {
-        let connected = shared.on.now();
-        let (answered, waiting) = {
+        let connected_at = shared.on.now();
+        let (answered, had_waiting) = {
             let requests = shared.requests.borrow();
             (requests.answered(), requests.unanswered() > 0)
         };
-        let why = carry(&shared, connection).await;
+        let why = run_connection(&shared, connection).await;
         let Some(why) = why else { return };
         let (unanswered, is_answered) = {
             let mut requests = shared.requests.borrow_mut();
             requests.requeue(&mut shared.log.borrow_mut());
             (requests.unanswered(), requests.answered() > answered)
         };
-        if shared.closing.get() {
+        if shared.is_closing.get() {
             return;
         }
         tracing::warn!(export = %shared.name, unanswered, %why, "the connection is lost; reconnecting");
         let now = shared.on.now();
-        let has_failed = connected.since(outage.start) >= limit;
-        let is_short = now.since(connected) < limit;
+        let has_failed = connected_at.since(outage.start) >= limit;
+        let is_short = now.since(connected_at) < limit;
         if is_answered {
-            outage = Outage::begin(now);
-        } else if !(waiting || has_failed && is_short) {
+            outage = Outage::new(now);
+        } else if !(had_waiting || has_failed && is_short) {
             // The connection may have been idle for hours: no request has waited since the outage began.
             outage.start = now;
         }
@@ -88,18 +89,18 @@ pub(super) async fn run(shared: Rc<Shared>, first: Connection) {
 }
 
 /// Carries requests until the connection breaks (returns the reason) or the device is closed (`None`).
-async fn carry(shared: &Shared, connection: Connection) -> Option<Broken> {
+async fn run_connection(shared: &Shared, connection: Connection) -> Option<ConnectionLoss> {
     let Connection { stream, input, export } = connection;
     let receiving = async { Some(Receiver::new(shared, input, export).receive().await) };
     let sending = async { transmit(shared, &stream, export).await.err() };
-    let watching = async { Some(watch(shared).await) };
+    let watching = async { Some(detect_stall(shared).await) };
     let why = first_of(receiving, first_of(sending, watching)).await;
     stream.shutdown();
     why
 }
 
 /// Returns when requests are on the wire and no byte was transferred for too long.
-async fn watch(shared: &Shared) -> Broken {
+async fn detect_stall(shared: &Shared) -> ConnectionLoss {
     let limit = shared.options.request_timeout;
     loop {
         let busy = || shared.requests.borrow().on_wire() > 0;
@@ -108,7 +109,7 @@ async fn watch(shared: &Shared) -> Broken {
         shared.on.sleep_until(deadline).await;
         let idle = shared.on.now().since(shared.last_activity.get());
         if busy() && idle >= limit {
-            return Broken::Stalled(limit);
+            return ConnectionLoss::Stalled(limit);
         }
     }
 }
@@ -118,35 +119,35 @@ async fn watch(shared: &Shared) -> Broken {
 async fn reconnect(shared: &Shared, outage: &mut Outage) -> Option<Connection> {
     let deadline = outage.start.after(shared.options.reconnect);
     let closed = async {
-        let closing = || shared.closing.get().then_some(());
+        let closing = || shared.is_closing.get().then_some(());
         shared.changed.until(closing).await;
         None
     };
-    let given_up = async {
+    let on_timeout = async {
         shared.on.sleep_until(deadline).await;
-        give_up(shared);
+        fail_requests(shared);
         std::future::pending().await
     };
-    let attempts = async { Some(attempt_for_ever(shared, &mut outage.pause).await) };
-    first_of(attempts, first_of(given_up, closed)).await
+    let attempts = async { Some(retry_until_connected(shared, &mut outage.retry_delay).await) };
+    first_of(attempts, first_of(on_timeout, closed)).await
 }
 
 /// Fails all requests until there is a connection again.
-fn give_up(shared: &Shared) {
+fn fail_requests(shared: &Shared) {
     tracing::error!(
         export = %shared.name, after = ?shared.options.reconnect,
         "the server does not answer requests: they fail from now on, and reconnection attempts continue"
     );
-    shared.unreachable.set(true);
+    shared.is_unreachable.set(true);
     shared.requests.borrow_mut().fail_queued(Failure::Unreachable);
 }
 
-async fn attempt_for_ever(shared: &Shared, pause: &mut Duration) -> Connection {
+async fn retry_until_connected(shared: &Shared, retry_delay: &mut Duration) -> Connection {
     let mut last_error = String::new();
     loop {
-        shared.on.sleep(*pause).await;
-        *pause = (*pause * 2).clamp(PAUSE_FIRST, PAUSE_MAX);
-        match attempt(shared).await {
+        shared.on.sleep(*retry_delay).await;
+        *retry_delay = (*retry_delay * 2).clamp(RETRY_DELAY_MIN, RETRY_DELAY_MAX);
+        match try_reconnect(shared).await {
             Ok(connection) => return connection,
             Err(error) => {
                 let error = error.to_string();
@@ -161,13 +162,13 @@ async fn attempt_for_ever(shared: &Shared, pause: &mut Duration) -> Connection {
     }
 }
 
-async fn attempt(shared: &Shared) -> Result<Connection, ConnectError> {
+async fn try_reconnect(shared: &Shared) -> Result<Connection, ConnectError> {
     let limit = shared.options.handshake_timeout;
     let tls = shared.load_tls()?;
     let mut connection = connect(&shared.on, &shared.uri, tls.as_ref(), limit).await?;
     connection
         .export
-        .replaces(&shared.export.get())
+        .check_replaces(&shared.export.get())
         .map_err(ConnectError::Changed)?;
     let replayed = replay(shared, &mut connection).await.map_err(ConnectError::Replay)?;
     tracing::info!(export = %shared.name, replayed, "reconnected");
@@ -176,44 +177,47 @@ async fn attempt(shared: &Shared) -> Result<Connection, ConnectError> {
         // A server that dies often must not receive the same changes every time.
         shared.requests.borrow_mut().start_log_flush();
     }
-    shared.connected(&connection.export);
+    shared.adopt_connection(&connection.export);
     Ok(connection)
 }
 
 /// Replays the changes in the log, in order, and returns their number. Changes that do not overlap are sent together.
-async fn replay(shared: &Shared, connection: &mut Connection) -> Result<usize, Broken> {
+async fn replay(shared: &Shared, connection: &mut Connection) -> Result<usize, ConnectionLoss> {
     let entries: Vec<_> = shared.log.borrow().entries().collect();
-    let mut under_way: VecDeque<(u64, ByteRange)> = VecDeque::new();
+    let mut in_flight: VecDeque<(u64, ByteRange)> = VecDeque::new();
     for (index, (entry, start)) in entries.iter().enumerate() {
-        let conflicts = |under_way: &VecDeque<(u64, ByteRange)>| {
+        let conflicts = |in_flight: &VecDeque<(u64, ByteRange)>| {
             let overlaps = |(_, range): &(u64, ByteRange)| range.overlaps(entry.range);
-            under_way.len() >= REPLAY_WINDOW || under_way.iter().any(overlaps)
+            in_flight.len() >= REPLAY_WINDOW || in_flight.iter().any(overlaps)
         };
-        while conflicts(&under_way) {
-            patiently(shared, replay_reply(connection, &mut under_way)).await?;
+        while conflicts(&in_flight) {
+            with_request_timeout(shared, replay_reply(connection, &mut in_flight)).await?;
         }
         let message = replay_message(shared, connection, index as u64, entry, *start);
-        patiently(shared, async { Ok(connection.stream.write_all(&message).await?) }).await?;
-        under_way.push_back((index as u64, entry.range));
+        with_request_timeout(shared, async { Ok(connection.stream.write_all(&message).await?) }).await?;
+        in_flight.push_back((index as u64, entry.range));
     }
-    while !under_way.is_empty() {
-        patiently(shared, replay_reply(connection, &mut under_way)).await?;
+    while !in_flight.is_empty() {
+        with_request_timeout(shared, replay_reply(connection, &mut in_flight)).await?;
     }
     Ok(entries.len())
 }
 
-async fn patiently<T>(shared: &Shared, step: impl Future<Output = Result<T, Broken>>) -> Result<T, Broken> {
+async fn with_request_timeout<T>(
+    shared: &Shared,
+    step: impl Future<Output = Result<T, ConnectionLoss>>,
+) -> Result<T, ConnectionLoss> {
     let limit = shared.options.request_timeout;
     shared
         .on
         .timeout(limit, step)
         .await
-        .unwrap_or(Err(Broken::Stalled(limit)))
+        .unwrap_or(Err(ConnectionLoss::Stalled(limit)))
 }
 
 fn replay_message(shared: &Shared, connection: &Connection, cookie: u64, entry: &Entry, start: usize) -> Vec<u8> {
     let mut message = Vec::new();
-    Request {
+    RequestHeader {
         flags: CommandFlags::NONE,
         command: entry.command.code(),
         cookie,
@@ -226,7 +230,10 @@ fn replay_message(shared: &Shared, connection: &Connection, cookie: u64, entry: 
 }
 
 /// Receives one reply to a replayed change.
-async fn replay_reply(connection: &mut Connection, under_way: &mut VecDeque<(u64, ByteRange)>) -> Result<(), Broken> {
+async fn replay_reply(
+    connection: &mut Connection,
+    in_flight: &mut VecDeque<(u64, ByteRange)>,
+) -> Result<(), ConnectionLoss> {
     let input = &mut connection.input;
     let header = read_header(input, connection.export.framing).await?;
     let (cookie, error, text, done) = match header {
@@ -249,7 +256,7 @@ async fn replay_reply(connection: &mut Connection, under_way: &mut VecDeque<(u64
             ..
         } => (cookie, 0, String::new(), true),
         ReplyHeader::Chunk { kind, len, cookie, .. } => {
-            return Err(Broken::WrongReply {
+            return Err(ConnectionLoss::UnexpectedReply {
                 got: format!("chunk of type {kind} with {len} bytes"),
                 command: "replayed change",
                 offset: cookie,
@@ -258,19 +265,19 @@ async fn replay_reply(connection: &mut Connection, under_way: &mut VecDeque<(u64
         }
     };
     if error == errors::ESHUTDOWN {
-        return Err(Broken::ShuttingDown);
+        return Err(ConnectionLoss::ShuttingDown);
     }
     if error != 0 {
-        return Err(Broken::ReplayFailed { error, text });
+        return Err(ConnectionLoss::ReplayFailed { error, text });
     }
-    let place = under_way.iter().position(|(known, _)| *known == cookie);
-    match place {
+    let position = in_flight.iter().position(|(known, _)| *known == cookie);
+    match position {
         Some(place) if done => {
-            under_way.remove(place);
+            in_flight.remove(place);
             Ok(())
         }
         Some(_) => Ok(()),
-        None => Err(Broken::UnknownCookie(cookie)),
+        None => Err(ConnectionLoss::UnknownCookie(cookie)),
     }
 }
 
@@ -281,12 +288,12 @@ impl Shared {
     }
 
     /// Adopts a new connection, whose export can replace the old one.
-    fn connected(&self, export: &super::connect::Export) {
-        let before = self.export.replace(*export);
-        self.unreachable.set(false);
+    fn adopt_connection(&self, export: &super::connect::Export) {
+        let previous = self.export.replace(*export);
+        self.is_unreachable.set(false);
         self.touch();
-        bump(&self.connections);
-        if export.size == before.size {
+        increment(&self.connections);
+        if export.size == previous.size {
             return;
         }
         let mut geometry = self.geometry.get();
@@ -295,7 +302,7 @@ impl Shared {
             return;
         }
         tracing::info!(
-            export = %self.name, from = %ByteLen::new(before.size), to = %ByteLen::new(export.size),
+            export = %self.name, from = %ByteLen::new(previous.size), to = %ByteLen::new(export.size),
             "the size of the export has changed"
         );
         self.geometry.set(geometry);
@@ -303,6 +310,6 @@ impl Shared {
     }
 }
 
-fn bump(counter: &Cell<u64>) {
+fn increment(counter: &Cell<u64>) {
     counter.set(counter.get() + 1);
 }

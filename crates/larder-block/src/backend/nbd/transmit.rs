@@ -5,24 +5,24 @@ use std::io;
 
 use super::Shared;
 use super::connect::Export;
-use super::error::Broken;
-use super::requests::{Asked, RequestId};
+use super::error::ConnectionLoss;
+use super::requests::{NbdRequest, RequestId};
 use crate::buffer::WriteBuf;
-use crate::nbd::transmission::Request;
+use crate::nbd::transmission::RequestHeader;
 use crate::nbd::{Command, CommandFlags};
-use crate::tls::Stream;
+use crate::tls::MaybeTlsStream;
 
 /// The maximum length of gathered headers, in bytes.
 const GATHERED_LEN_MAX: usize = 4 << 10;
 
 /// Sends requests until the connection breaks, or the device is closed and everything has been sent.
-pub(super) async fn transmit(shared: &Shared, stream: &Stream, export: Export) -> Result<(), Broken> {
+pub(super) async fn transmit(shared: &Shared, stream: &MaybeTlsStream, export: Export) -> Result<(), ConnectionLoss> {
     let mut head = Vec::with_capacity(GATHERED_LEN_MAX + 64);
     loop {
         head.clear();
         let payload = gather(shared, export, &mut head);
         if head.is_empty() {
-            if shared.closing.get() {
+            if shared.is_closing.get() {
                 return disconnect(stream, export).await;
             }
             wait_for_work(shared).await;
@@ -41,14 +41,14 @@ fn gather(shared: &Shared, export: Export, head: &mut Vec<u8>) -> Option<Request
         if requests.on_wire() == 0 {
             shared.touch();
         }
-        let mut next = requests.begin_next(&mut log);
+        let mut next = requests.start_next(&mut log);
         if next.is_none() {
-            requests.flush_for_room(&log);
-            next = requests.begin_next(&mut log);
+            requests.flush_for_log_space(&log);
+            next = requests.start_next(&mut log);
         }
-        let (id, asked) = next?;
-        push(head, export, id, asked);
-        if asked.payload_len() > 0 {
+        let (id, request) = next?;
+        push_header(head, export, id, request);
+        if request.payload_len() > 0 {
             return Some(id);
         }
         requests.sent(id, &mut log);
@@ -56,13 +56,13 @@ fn gather(shared: &Shared, export: Export, head: &mut Vec<u8>) -> Option<Request
     None
 }
 
-fn push(head: &mut Vec<u8>, export: Export, id: RequestId, asked: Asked) {
-    Request {
-        flags: asked.flags,
-        command: asked.command.code(),
+fn push_header(head: &mut Vec<u8>, export: Export, id: RequestId, request: NbdRequest) {
+    RequestHeader {
+        flags: request.flags,
+        command: request.command.code(),
         cookie: id.cookie(),
-        offset: asked.range.start.get(),
-        len: asked.range.len.get(),
+        offset: request.range.start.get(),
+        len: request.range.len.get(),
     }
     .push(export.framing, head);
 }
@@ -78,7 +78,12 @@ async fn wait_for_work(shared: &Shared) {
 
 /// Writes `head` and the payload of the request `payload`. Every call looks the payload up again, because its caller
 /// may drop the request at any time.
-async fn send(shared: &Shared, stream: &Stream, head: &[u8], payload: Option<RequestId>) -> Result<(), Broken> {
+async fn send(
+    shared: &Shared,
+    stream: &MaybeTlsStream,
+    head: &[u8],
+    payload: Option<RequestId>,
+) -> Result<(), ConnectionLoss> {
     let mut head = head;
     loop {
         let written = {
@@ -95,10 +100,10 @@ async fn send(shared: &Shared, stream: &Stream, head: &[u8], payload: Option<Req
         match written {
             Ok(count) => {
                 shared.touch();
-                let of_head = count.min(head.len());
-                head = &head[of_head..];
+                let head_written = count.min(head.len());
+                head = &head[head_written..];
                 if let Some(id) = payload {
-                    shared.requests.borrow_mut().advance(id, count - of_head);
+                    shared.requests.borrow_mut().advance(id, count - head_written);
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -114,9 +119,9 @@ async fn send(shared: &Shared, stream: &Stream, head: &[u8], payload: Option<Req
 }
 
 /// Announces to the server that no more requests follow (spec, `NBD_CMD_DISC`).
-async fn disconnect(stream: &Stream, export: Export) -> Result<(), Broken> {
+async fn disconnect(stream: &MaybeTlsStream, export: Export) -> Result<(), ConnectionLoss> {
     let mut message = Vec::new();
-    Request {
+    RequestHeader {
         flags: CommandFlags::NONE,
         command: Command::Disconnect.code(),
         cookie: 0,

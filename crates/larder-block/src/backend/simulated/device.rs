@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::fault::{Effect, Fault, Faults};
-use super::latency::Latency;
-use super::medium::{ChangeNumber, FlushMark, Medium, ROOM_UNIT, Source};
-use super::options::{Options, Stop};
-use super::random::Random;
+use super::fault::{FaultEffect, Faults, InjectedFault};
+use super::latency::LatencyDistribution;
+use super::medium::{ALLOCATION_UNIT_BYTES, ChangeNumber, FlushCoverage, SimulatedMedium, Source};
+use super::options::{DeviceStop, SimulatedOptions};
+use super::random::SeededRng;
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{
     BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
@@ -24,7 +24,8 @@ use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, LoopTime, WeakLoop};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-/// A device over a [`Medium`]. The duration and the failures of requests follow from its options, faults and seed.
+/// A device over a [`SimulatedMedium`]. The duration and the failures of requests follow from its options, faults and
+/// seed.
 ///
 /// A change takes effect in one or several parts at moments before its completion. A flush makes durable no more than
 /// the changes that had completed when it was called, a FUA write no more than its own bytes and the versions that
@@ -34,28 +35,28 @@ pub struct SimulatedDevice {
     seed: u64,
     on: WeakLoop,
     geometry: Cell<Geometry>,
-    latency: Cell<Latency>,
+    latency: Cell<LatencyDistribution>,
     failures_per_mille: Cell<u32>,
     state: RefCell<State>,
     changes: SizeChanges,
 }
 
 struct State {
-    medium: Medium,
-    random: Random,
+    medium: SimulatedMedium,
+    random: SeededRng,
     faults: Faults,
-    under_way: BTreeMap<ChangeNumber, Change>,
+    in_flight: BTreeMap<ChangeNumber, InFlightChange>,
     stopped: bool,
     failures: u64,
     /// The number of unallocated parts of the medium that may still be allocated; `None` for no limit.
-    room_left: Option<u64>,
+    free_units: Option<u64>,
     /// The number of times that stuck requests were released, and the wakers of requests that are stuck now.
     releases: u64,
-    stuck: Vec<Waker>,
+    hung_requests: Vec<Waker>,
 }
 
 /// A write, zeroes or discard that has not completed.
-struct Change {
+struct InFlightChange {
     range: ByteRange,
     source: Source,
     /// The parts that have not taken effect yet.
@@ -65,11 +66,11 @@ struct Change {
 type Parts = SmallVec<[ByteRange; 3]>;
 
 /// The planned outcome of a request.
-struct Plan {
+struct RequestPlan {
     /// The duration of the request; `None` if it completes synchronously.
     delay: Option<Duration>,
     failure: Option<Failure>,
-    stuck: bool,
+    hangs: bool,
 }
 
 impl SimulatedDevice {
@@ -77,7 +78,7 @@ impl SimulatedDevice {
     ///
     /// # Panics
     /// If the block size is not a power of two and a multiple of the medium's sector.
-    pub fn open(on: &Loop, medium: Medium, options: Options) -> Rc<Self> {
+    pub fn open(on: &Loop, medium: SimulatedMedium, options: SimulatedOptions) -> Rc<Self> {
         let block_size = options.block_size;
         assert!(block_size.is_power_of_two() && block_size >= medium.sector_size());
         Rc::new(Self {
@@ -97,21 +98,21 @@ impl SimulatedDevice {
             failures_per_mille: Cell::new(options.failures_per_mille),
             state: RefCell::new(State {
                 medium,
-                random: Random::new(options.seed),
+                random: SeededRng::new(options.seed),
                 faults: Faults::default(),
-                under_way: BTreeMap::new(),
+                in_flight: BTreeMap::new(),
                 stopped: false,
                 failures: 0,
-                room_left: None,
+                free_units: None,
                 releases: 0,
-                stuck: Vec::new(),
+                hung_requests: Vec::new(),
             }),
             changes: SizeChanges::default(),
         })
     }
 
     /// Adds a fault. If a request meets several faults, the oldest takes effect.
-    pub fn inject(&self, fault: Fault) {
+    pub fn inject(&self, fault: InjectedFault) {
         self.state.borrow_mut().faults.add(fault);
     }
 
@@ -121,30 +122,30 @@ impl SimulatedDevice {
     }
 
     /// Removes all injected faults, and stops random failures. Stuck requests stay stuck.
-    pub fn heal(&self) {
+    pub fn clear_faults(&self) {
         self.failures_per_mille.set(0);
         self.state.borrow_mut().faults.clear();
     }
 
     /// Limits the space that can still be allocated, on a medium that tracks allocation; `None` for no limit. A write
     /// that needs more fails with [`Failure::NoSpace`]. A discard releases the space of whole units.
-    pub fn limit_room(&self, room: Option<ByteLen>) {
-        self.state.borrow_mut().room_left = room.map(|room| room.get() / ROOM_UNIT);
+    pub fn limit_free_space(&self, free_space: Option<ByteLen>) {
+        self.state.borrow_mut().free_units = free_space.map(|room| room.get() / ALLOCATION_UNIT_BYTES);
     }
 
     /// Sets the latency of requests from now on.
-    pub fn set_latency(&self, latency: Latency) {
+    pub fn set_latency(&self, latency: LatencyDistribution) {
         self.latency.set(latency);
     }
 
     /// Lets stuck requests continue.
     pub fn release(&self) {
-        let stuck = {
+        let wakers = {
             let mut state = self.state.borrow_mut();
             state.releases += 1;
-            std::mem::take(&mut state.stuck)
+            std::mem::take(&mut state.hung_requests)
         };
-        stuck.into_iter().for_each(Waker::wake);
+        wakers.into_iter().for_each(Waker::wake);
     }
 
     /// Returns the seed from the options.
@@ -175,23 +176,23 @@ impl SimulatedDevice {
         self.changes.announce_size(geometry.size);
     }
 
-    /// Stops the device for good and returns its medium. Of each in-flight change, each sector may have been written;
+    /// Stops the device for good and returns its medium. Each sector of an in-flight change may have been written;
     /// no request completes any more.
     ///
     /// A second stop returns an empty medium.
-    pub fn stop(&self, how: Stop) -> Medium {
+    pub fn stop(&self, stop: DeviceStop) -> SimulatedMedium {
         let mut state = self.state.borrow_mut();
         state.stopped = true;
-        let changes = std::mem::take(&mut state.under_way);
+        let changes = std::mem::take(&mut state.in_flight);
         for (number, change) in &changes {
             state.abandon(*number, change);
         }
-        let empty = Medium::new(ByteLen::ZERO, state.medium.sector_size());
+        let empty = SimulatedMedium::new(ByteLen::ZERO, state.medium.sector_size());
         let mut medium = std::mem::replace(&mut state.medium, empty);
-        match how {
-            Stop::PowerLoss => medium.lose_power(&mut state.random),
-            Stop::KillAndForget => medium.lose_host_memory(),
-            Stop::Kill => {}
+        match stop {
+            DeviceStop::PowerLoss => medium.lose_power(&mut state.random),
+            DeviceStop::KillAndClearMemory => medium.clear_host_memory(),
+            DeviceStop::Kill => {}
         }
         medium
     }
@@ -201,24 +202,24 @@ impl SimulatedDevice {
     }
 
     /// Decides the outcome of a request.
-    fn plan(&self, operation: Operation, range: ByteRange) -> Plan {
+    fn plan(&self, operation: Operation, range: ByteRange) -> RequestPlan {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
-        let mut plan = Plan {
+        let mut plan = RequestPlan {
             delay: self.latency.get().draw(&mut state.random),
             failure: None,
-            stuck: false,
+            hangs: false,
         };
-        match state.faults.meet(operation, range) {
-            Some(Effect::Fail(failure)) => plan.failure = Some(failure),
-            Some(Effect::Delay(more)) => plan.delay = Some(plan.delay.unwrap_or_default() + more),
-            Some(Effect::Stick) => plan.stuck = true,
+        match state.faults.effect_on(operation, range) {
+            Some(FaultEffect::Fail(failure)) => plan.failure = Some(failure),
+            Some(FaultEffect::Delay(more)) => plan.delay = Some(plan.delay.unwrap_or_default() + more),
+            Some(FaultEffect::Hang) => plan.hangs = true,
             None if state.random.chance(self.failures_per_mille.get()) => {
                 plan.failure = Some(Failure::Os(libc::EIO));
             }
             None => {}
         }
-        if plan.failure.is_none() && !state.take_room(operation, range) {
+        if plan.failure.is_none() && !state.allocate_for(operation, range) {
             plan.failure = Some(Failure::NoSpace);
         }
         if plan.failure.is_some() {
@@ -239,8 +240,8 @@ impl SimulatedDevice {
     }
 
     /// Waits until a stuck request is released. Returns the request's start and end times.
-    async fn begin(&self, plan: &Plan) -> (LoopTime, LoopTime) {
-        if plan.stuck {
+    async fn wait_for_start(&self, plan: &RequestPlan) -> (LoopTime, LoopTime) {
+        if plan.hangs {
             self.wait_for_release().await;
         }
         let now = self.on.upgrade().map_or_else(LoopTime::default, |on| on.now());
@@ -248,20 +249,20 @@ impl SimulatedDevice {
     }
 
     async fn wait_for_release(&self) {
-        let seen = self.state.borrow().releases;
+        let releases_before = self.state.borrow().releases;
         std::future::poll_fn(|context| {
             let mut state = self.state.borrow_mut();
-            if state.releases != seen {
+            if state.releases != releases_before {
                 return Poll::Ready(());
             }
-            state.stuck.push(context.waker().clone());
+            state.hung_requests.push(context.waker().clone());
             Poll::Pending
         })
         .await;
     }
 
     /// Returns a random moment between two, both included.
-    fn moment(&self, first: LoopTime, last: LoopTime) -> LoopTime {
+    fn random_time(&self, first: LoopTime, last: LoopTime) -> LoopTime {
         let random = &mut self.state.borrow_mut().random;
         first.after(random.duration(Duration::ZERO, last.since(first)))
     }
@@ -277,13 +278,13 @@ impl SimulatedDevice {
         Ok(())
     }
 
-    async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>, plan: Plan) -> IoResult {
+    async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>, plan: RequestPlan) -> IoResult {
         let failed = |failure| self.error(Operation::Read, range, failure);
-        let (begin, end) = self.begin(&plan).await;
+        let (begin, end) = self.wait_for_start(&plan).await;
         let parts = self.state.borrow_mut().split(range);
         let mut at = begin;
         for part in parts {
-            at = self.moment(at, end);
+            at = self.random_time(at, end);
             self.wait_until(at).await;
             let from = (part.start - range.start).as_usize();
             self.fill(part, buffer.slice(from, part.len.as_usize()))
@@ -300,12 +301,12 @@ impl SimulatedDevice {
             let mut state = self.state.borrow_mut();
             let remaining = state.split(range);
             let number = state.medium.start_change();
-            let change = Change {
+            let change = InFlightChange {
                 range,
                 source,
                 remaining,
             };
-            state.under_way.insert(number, change);
+            state.in_flight.insert(number, change);
             number
         };
         let request = ChangeRequest {
@@ -315,18 +316,18 @@ impl SimulatedDevice {
             number,
             fua,
         };
-        if plan.delay.is_none() && !plan.stuck {
+        if plan.delay.is_none() && !plan.hangs {
             return Io::ready(request.finish(plan.failure));
         }
         Io::task(request.steps(plan))
     }
 
-    fn checked(&self, operation: Operation, range: ByteRange) -> IoResult {
+    fn check_range(&self, operation: Operation, range: ByteRange) -> IoResult {
         check_request(&self.name, &self.geometry.get(), operation, range)
     }
 
-    fn checked_memory(&self, operation: Operation, range: ByteRange, aligned: bool) -> IoResult {
-        self.checked(operation, range)?;
+    fn check_with_memory(&self, operation: Operation, range: ByteRange, aligned: bool) -> IoResult {
+        self.check_range(operation, range)?;
         if !aligned {
             return Err(self.error(operation, range, Failure::Misaligned));
         }
@@ -341,14 +342,14 @@ impl SimulatedDevice {
         self.state.borrow().stopped
     }
 
-    async fn flush_steps(&self, mark: FlushMark, plan: Plan) -> IoResult {
-        let (_, end) = self.begin(&plan).await;
+    async fn flush_steps(&self, coverage: FlushCoverage, plan: RequestPlan) -> IoResult {
+        let (_, end) = self.wait_for_start(&plan).await;
         self.wait_until(end).await;
-        self.finish_flush(&mark, plan.failure)
+        self.finish_flush(&coverage, plan.failure)
     }
 
-    async fn allocate_steps(&self, range: ByteRange, plan: Plan) -> IoResult {
-        let (_, end) = self.begin(&plan).await;
+    async fn allocate_steps(&self, range: ByteRange, plan: RequestPlan) -> IoResult {
+        let (_, end) = self.wait_for_start(&plan).await;
         self.wait_until(end).await;
         self.finish_allocate(range, plan.failure)
     }
@@ -357,17 +358,17 @@ impl SimulatedDevice {
         failure.map_or(Ok(()), |failure| Err(self.error(Operation::Write, range, failure)))
     }
 
-    fn finish_flush(&self, mark: &FlushMark, failure: Option<Failure>) -> IoResult {
+    fn finish_flush(&self, coverage: &FlushCoverage, failure: Option<Failure>) -> IoResult {
         if let Some(failure) = failure {
             return Err(self.error(Operation::Flush, ByteRange::default(), failure));
         }
-        self.state.borrow_mut().medium.flush(mark);
+        self.state.borrow_mut().medium.flush(coverage);
         Ok(())
     }
 
-    async fn extents_steps(&self, range: ByteRange, limit: usize, plan: Plan) -> IoResult<Vec<Extent>> {
-        let (begin, end) = self.begin(&plan).await;
-        self.wait_until(self.moment(begin, end)).await;
+    async fn extents_steps(&self, range: ByteRange, limit: usize, plan: RequestPlan) -> IoResult<Vec<Extent>> {
+        let (begin, end) = self.wait_for_start(&plan).await;
+        self.wait_until(self.random_time(begin, end)).await;
         let found = self.finish_extents(range, limit, plan.failure);
         self.wait_until(end).await;
         found
@@ -375,7 +376,7 @@ impl SimulatedDevice {
 
     fn finish_extents(&self, range: ByteRange, limit: usize, failure: Option<Failure>) -> IoResult<Vec<Extent>> {
         // The device may have shrunk meanwhile.
-        self.checked(Operation::Extents, range)?;
+        self.check_range(Operation::Extents, range)?;
         if let Some(failure) = failure {
             return Err(self.error(Operation::Extents, range, failure));
         }
@@ -402,20 +403,20 @@ impl SimulatedDevice {
 impl State {
     /// Allocates the space that a request needs, or releases the space that it discards. Returns false if there is
     /// not enough.
-    fn take_room(&mut self, operation: Operation, range: ByteRange) -> bool {
+    fn allocate_for(&mut self, operation: Operation, range: ByteRange) -> bool {
         match operation {
             Operation::Write | Operation::WriteZeroes => {
-                if let Some(left) = &mut self.room_left {
-                    let Some(rest) = left.checked_sub(self.medium.without_room(range)) else {
+                if let Some(free_units) = &mut self.free_units {
+                    let Some(rest) = free_units.checked_sub(self.medium.unallocated_units(range)) else {
                         return false;
                     };
-                    *left = rest;
+                    *free_units = rest;
                 }
-                self.medium.take_room(range);
+                self.medium.allocate(range);
             }
             Operation::Discard => {
-                let given = self.medium.give_room_back(range);
-                self.room_left = self.room_left.map(|left| left + given);
+                let deallocated = self.medium.deallocate(range);
+                self.free_units = self.free_units.map(|left| left + deallocated);
             }
             Operation::Read | Operation::Flush | Operation::Extents | Operation::Grow => {}
         }
@@ -444,20 +445,20 @@ impl State {
     }
 
     /// Ends a change of which each remaining sector is written or not, at random.
-    fn abandon(&mut self, number: ChangeNumber, change: &Change) {
-        let happens = self.random.pick(&[0, 500, 1000]);
+    fn abandon(&mut self, number: ChangeNumber, change: &InFlightChange) {
+        let applied_per_mille = self.random.pick(&[0, 500, 1000]);
         let size = ByteOffset::new(self.medium.size().get());
         let inside = ByteRange::between(ByteOffset::ZERO, size);
         for part in &change.remaining {
             let part = part.intersection(inside);
             if !part.is_empty() {
-                self.apply(number, change, part, happens);
+                self.apply(number, change, part, applied_per_mille);
             }
         }
     }
 
-    fn apply(&mut self, number: ChangeNumber, change: &Change, part: ByteRange, per_mille: u32) {
-        let choose = |random: &mut Random| per_mille == 1000 || random.chance(per_mille);
+    fn apply(&mut self, number: ChangeNumber, change: &InFlightChange, part: ByteRange, per_mille: u32) {
+        let choose = |random: &mut SeededRng| per_mille == 1000 || random.chance(per_mille);
         self.medium
             .apply(number, change.range, part, &change.source, &mut self.random, choose);
     }
@@ -473,11 +474,11 @@ struct ChangeRequest<'a> {
 }
 
 impl ChangeRequest<'_> {
-    async fn steps(self, plan: Plan) -> IoResult {
+    async fn steps(self, plan: RequestPlan) -> IoResult {
         let device = self.device;
-        let (mut at, end) = device.begin(&plan).await;
+        let (mut at, end) = device.wait_for_start(&plan).await;
         while plan.failure.is_none() && self.has_remaining() {
-            at = device.moment(at, end);
+            at = device.random_time(at, end);
             device.wait_until(at).await;
             self.apply_next()?;
         }
@@ -488,7 +489,7 @@ impl ChangeRequest<'_> {
     fn has_remaining(&self) -> bool {
         let state = self.device.state.borrow();
         state
-            .under_way
+            .in_flight
             .get(&self.number)
             .is_some_and(|change| !change.remaining.is_empty())
     }
@@ -496,7 +497,7 @@ impl ChangeRequest<'_> {
     /// Applies the next part, if there is one.
     fn apply_next(&self) -> IoResult {
         let state = &mut *self.device.state.borrow_mut();
-        let Some(mut change) = state.under_way.remove(&self.number) else {
+        let Some(mut change) = state.in_flight.remove(&self.number) else {
             return Ok(());
         };
         if self.range.end().get() > state.medium.size().get() {
@@ -507,7 +508,7 @@ impl ChangeRequest<'_> {
             let part = change.remaining.remove(0);
             state.apply(self.number, &change, part, 1000);
         }
-        state.under_way.insert(self.number, change);
+        state.in_flight.insert(self.number, change);
         Ok(())
     }
 
@@ -521,9 +522,9 @@ impl ChangeRequest<'_> {
             self.apply_next()?;
         }
         let state = &mut *self.device.state.borrow_mut();
-        state.under_way.remove(&self.number);
+        state.in_flight.remove(&self.number);
         if self.fua {
-            state.medium.force(self.number, self.range);
+            state.medium.flush_change(self.number, self.range);
         }
         Ok(())
     }
@@ -532,7 +533,7 @@ impl ChangeRequest<'_> {
 impl Drop for ChangeRequest<'_> {
     fn drop(&mut self) {
         let state = &mut *self.device.state.borrow_mut();
-        if let Some(change) = state.under_way.remove(&self.number) {
+        if let Some(change) = state.in_flight.remove(&self.number) {
             state.abandon(self.number, &change);
         }
     }
@@ -557,11 +558,11 @@ impl BlockDevice for SimulatedDevice {
         }
         let range = start.range(buffer.byte_len());
         let aligned = buffer.is_aligned(self.memory_alignment());
-        if let Err(error) = self.checked_memory(Operation::Read, range, aligned) {
+        if let Err(error) = self.check_with_memory(Operation::Read, range, aligned) {
             return Io::ready(Err(error));
         }
         let plan = self.plan(Operation::Read, range);
-        if plan.delay.is_some() || plan.stuck {
+        if plan.delay.is_some() || plan.hangs {
             return Io::task(self.read_steps(range, buffer, plan));
         }
         let filled = match plan.failure {
@@ -577,7 +578,7 @@ impl BlockDevice for SimulatedDevice {
         }
         let range = start.range(buffer.byte_len());
         let aligned = buffer.is_aligned(self.memory_alignment());
-        if let Err(error) = self.checked_memory(Operation::Write, range, aligned) {
+        if let Err(error) = self.check_with_memory(Operation::Write, range, aligned) {
             return Io::ready(Err(error));
         }
         self.change(Operation::Write, range, Source::Data(buffer.to_vec().into()), flags.fua)
@@ -588,21 +589,21 @@ impl BlockDevice for SimulatedDevice {
             return Io::task(pending());
         }
         let plan = self.plan(Operation::Flush, ByteRange::default());
-        let mark = {
+        let coverage = {
             let state = self.state.borrow();
-            FlushMark::new(&state.medium, state.under_way.keys().copied())
+            FlushCoverage::new(&state.medium, state.in_flight.keys().copied())
         };
-        if plan.delay.is_some() || plan.stuck {
-            return Io::task(self.flush_steps(mark, plan));
+        if plan.delay.is_some() || plan.hangs {
+            return Io::task(self.flush_steps(coverage, plan));
         }
-        Io::ready(self.finish_flush(&mark, plan.failure))
+        Io::ready(self.finish_flush(&coverage, plan.failure))
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
         if self.is_stopped() {
             return Io::task(pending());
         }
-        match self.checked(Operation::Discard, range) {
+        match self.check_range(Operation::Discard, range) {
             Err(error) => Io::ready(Err(error)),
             Ok(()) => self.change(Operation::Discard, range, Source::Discard, false),
         }
@@ -612,7 +613,7 @@ impl BlockDevice for SimulatedDevice {
         if self.is_stopped() {
             return Io::task(pending());
         }
-        if let Err(error) = self.checked(Operation::WriteZeroes, range) {
+        if let Err(error) = self.check_range(Operation::WriteZeroes, range) {
             return Io::ready(Err(error));
         }
         if flags.fast_only && !self.geometry.get().fast_zeroes {
@@ -625,11 +626,11 @@ impl BlockDevice for SimulatedDevice {
         if self.is_stopped() {
             return Io::task(pending());
         }
-        if let Err(error) = self.checked(Operation::Write, range) {
+        if let Err(error) = self.check_range(Operation::Write, range) {
             return Io::ready(Err(error));
         }
         let plan = self.plan(Operation::Write, range);
-        if plan.delay.is_some() || plan.stuck {
+        if plan.delay.is_some() || plan.hangs {
             return Io::task(self.allocate_steps(range, plan));
         }
         Io::ready(self.finish_allocate(range, plan.failure))
@@ -639,11 +640,11 @@ impl BlockDevice for SimulatedDevice {
         if self.is_stopped() {
             return Box::pin(pending());
         }
-        if let Err(error) = self.checked(Operation::Extents, range) {
+        if let Err(error) = self.check_range(Operation::Extents, range) {
             return Box::pin(ready(Err(error)));
         }
         let plan = self.plan(Operation::Extents, range);
-        if plan.delay.is_some() || plan.stuck {
+        if plan.delay.is_some() || plan.hangs {
             return Box::pin(self.extents_steps(range, limit, plan));
         }
         Box::pin(ready(self.finish_extents(range, limit, plan.failure)))
@@ -656,7 +657,7 @@ impl BlockDevice for SimulatedDevice {
                 return Ok(());
             }
             let plan = self.plan(Operation::Grow, range);
-            let (_, end) = self.begin(&plan).await;
+            let (_, end) = self.wait_for_start(&plan).await;
             self.wait_until(end).await;
             if let Some(failure) = plan.failure {
                 return Err(self.error(Operation::Grow, range, failure));

@@ -7,18 +7,18 @@ use crate::units::ByteRange;
 
 /// The effect of a fault on a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Effect {
-    /// The request fails. Of a change, each sector is old or new.
+pub enum FaultEffect {
+    /// The request fails. Each sector of a change is old or new.
     Fail(Failure),
     /// The request takes this much longer, in the loop's time.
     Delay(Duration),
     /// The request does not complete until [`release`](super::SimulatedDevice::release) or a stop of the device.
-    Stick,
+    Hang,
 }
 
 /// A condition for requests, and the effect on the requests that meet it.
 #[derive(Clone, Copy, Debug)]
-pub struct Fault {
+pub struct InjectedFault {
     /// The kind of requests; any kind if `None`.
     pub operation: Option<Operation>,
     /// Requests that share a byte with this range; all if `None`. A flush has no bytes.
@@ -28,12 +28,12 @@ pub struct Fault {
     /// The number of matching requests that are affected; `None` for all that follow.
     pub times: Option<u64>,
     /// The effect on the affected requests.
-    pub effect: Effect,
+    pub effect: FaultEffect,
 }
 
-impl Fault {
+impl InjectedFault {
     /// Returns a fault with `effect` on every request from now on.
-    pub fn always(effect: Effect) -> Self {
+    pub fn always(effect: FaultEffect) -> Self {
         Self {
             operation: None,
             range: None,
@@ -44,7 +44,7 @@ impl Fault {
     }
 
     /// Returns a fault with `effect` on the next request.
-    pub fn once(effect: Effect) -> Self {
+    pub fn once(effect: FaultEffect) -> Self {
         Self {
             times: Some(1),
             ..Self::always(effect)
@@ -72,17 +72,17 @@ impl Fault {
         Self { after, ..self }
     }
 
-    fn meets(&self, operation: Operation, range: ByteRange) -> bool {
+    fn matches(&self, operation: Operation, range: ByteRange) -> bool {
         self.operation.is_none_or(|own| own == operation) && self.range.is_none_or(|own| own.overlaps(range))
     }
 }
 
 /// The injected faults of a device.
 #[derive(Default)]
-pub(super) struct Faults(Vec<Fault>);
+pub(super) struct Faults(Vec<InjectedFault>);
 
 impl Faults {
-    pub(super) fn add(&mut self, fault: Fault) {
+    pub(super) fn add(&mut self, fault: InjectedFault) {
         self.0.push(fault);
     }
 
@@ -91,9 +91,9 @@ impl Faults {
     }
 
     /// Returns the effect on a request; the oldest fault that it meets takes effect.
-    pub(super) fn meet(&mut self, operation: Operation, range: ByteRange) -> Option<Effect> {
+    pub(super) fn effect_on(&mut self, operation: Operation, range: ByteRange) -> Option<FaultEffect> {
         let mut found = None;
-        for fault in self.0.iter_mut().filter(|fault| fault.meets(operation, range)) {
+        for fault in self.0.iter_mut().filter(|fault| fault.matches(operation, range)) {
             if fault.after > 0 {
                 fault.after -= 1;
             } else if found.is_none() {

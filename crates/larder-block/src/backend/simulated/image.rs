@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// The unit of allocation, in bytes.
-const PAGE: u64 = 4096;
+const PAGE_BYTES: u64 = 4096;
 
 /// The bytes of a disk. Unwritten bytes read as zeros. Costs about 4 KiB for every 4 KiB that holds data.
 #[derive(Clone, Default)]
-pub struct Image {
-    pages: BTreeMap<u64, Box<[u8; PAGE as usize]>>,
+pub struct SparseImage {
+    pages: BTreeMap<u64, Box<[u8; PAGE_BYTES as usize]>>,
 }
 
-impl Image {
+impl SparseImage {
     /// Fills `buffer` with the bytes from `start` on.
     pub fn read(&self, start: ByteOffset, buffer: &mut [u8]) {
         for (page, within, part) in parts(start, buffer.len()) {
@@ -29,21 +29,24 @@ impl Image {
     pub fn write(&mut self, start: ByteOffset, bytes: &[u8]) {
         for (page, within, part) in parts(start, bytes.len()) {
             let from = &bytes[part];
-            let into = self.pages.entry(page).or_insert_with(|| Box::new([0; PAGE as usize]));
+            let into = self
+                .pages
+                .entry(page)
+                .or_insert_with(|| Box::new([0; PAGE_BYTES as usize]));
             into[within..within + from.len()].copy_from_slice(from);
         }
     }
 
     /// Zeroes the bytes of `range`, and frees the pages that are wholly inside.
     pub fn zero(&mut self, range: ByteRange) {
-        let inside = range.narrowed(PAGE);
+        let inside = range.narrowed(PAGE_BYTES);
         if inside.is_empty() {
             return self.zero_in_pages(range);
         }
-        let (first, behind) = (inside.start.get() / PAGE, inside.end().get() / PAGE);
+        let (first, end) = (inside.start.get() / PAGE_BYTES, inside.end().get() / PAGE_BYTES);
         let mut tail = self.pages.split_off(&first);
-        let mut kept = tail.split_off(&behind);
-        self.pages.append(&mut kept);
+        let mut after_range = tail.split_off(&end);
+        self.pages.append(&mut after_range);
         self.zero_in_pages(ByteRange::between(range.start, inside.start));
         self.zero_in_pages(ByteRange::between(inside.end(), range.end()));
     }
@@ -59,15 +62,15 @@ impl Image {
 
     /// Returns the first part of `range` that takes memory; the bytes before it are zeros.
     pub fn next_data(&self, range: ByteRange) -> Option<ByteRange> {
-        let first = range.start.get() / PAGE;
+        let first = range.start.get() / PAGE_BYTES;
         let (page, _) = self.pages.range(first..).next()?;
-        let found = ByteRange::new(page * PAGE, PAGE).intersection(range);
+        let found = ByteRange::new(page * PAGE_BYTES, PAGE_BYTES).intersection(range);
         (!found.is_empty()).then_some(found)
     }
 
     /// Returns the bytes of memory that the data takes.
     pub fn allocated(&self) -> ByteLen {
-        ByteLen::new(self.pages.len() as u64 * PAGE)
+        ByteLen::new(self.pages.len() as u64 * PAGE_BYTES)
     }
 }
 
@@ -79,12 +82,12 @@ fn parts(start: ByteOffset, len: usize) -> impl Iterator<Item = (u64, usize, std
         if done == len {
             return None;
         }
-        let at = start.get() + done as u64;
-        let within = (at % PAGE) as usize;
-        let taken = (PAGE as usize - within).min(len - done);
+        let offset = start.get() + done as u64;
+        let within = (offset % PAGE_BYTES) as usize;
+        let taken = (PAGE_BYTES as usize - within).min(len - done);
         let part = done..done + taken;
         done += taken;
-        Some((at / PAGE, within, part))
+        Some((offset / PAGE_BYTES, within, part))
     })
 }
 
@@ -94,28 +97,28 @@ mod tests {
 
     #[test]
     fn sparse_image_costs_only_written_pages() {
-        let mut image = Image::default();
+        let mut image = SparseImage::default();
         let far = ByteOffset::new((50 << 40) + 100);
         image.write(far, &[7; 5000]);
         assert_eq!(image.allocated(), ByteLen::kib(8));
-        let mut seen = [1; 5100];
-        image.read(ByteOffset::new(far.get() - 50), &mut seen);
-        assert!(seen[..50].iter().chain(&seen[5050..]).all(|byte| *byte == 0));
-        assert!(seen[50..5050].iter().all(|byte| *byte == 7));
+        let mut content = [1; 5100];
+        image.read(ByteOffset::new(far.get() - 50), &mut content);
+        assert!(content[..50].iter().chain(&content[5050..]).all(|byte| *byte == 0));
+        assert!(content[50..5050].iter().all(|byte| *byte == 7));
         image.zero(ByteRange::new(0, 60 << 40));
         assert_eq!(image.allocated(), ByteLen::ZERO);
     }
 
     #[test]
     fn zeroing_keeps_neighbouring_bytes() {
-        let mut image = Image::default();
+        let mut image = SparseImage::default();
         image.write(ByteOffset::ZERO, &[9; 20000]);
         image.zero(ByteRange::new(100, 10000));
-        let mut seen = [0; 20000];
-        image.read(ByteOffset::ZERO, &mut seen);
+        let mut content = [0; 20000];
+        image.read(ByteOffset::ZERO, &mut content);
         let nines = |range: &[u8]| range.iter().all(|byte| *byte == 9);
-        assert!(nines(&seen[..100]) && nines(&seen[10100..]));
-        assert!(seen[100..10100].iter().all(|byte| *byte == 0));
+        assert!(nines(&content[..100]) && nines(&content[10100..]));
+        assert!(content[100..10100].iter().all(|byte| *byte == 0));
         assert_eq!(image.allocated(), ByteLen::kib(16));
         let found = image.next_data(ByteRange::new(4096, 16384));
         assert_eq!(found, Some(ByteRange::new(8192, 4096)));

@@ -10,15 +10,15 @@ use std::fs::File;
 use std::io;
 use std::rc::Rc;
 
-use super::image::Image;
-use super::random::Random;
+use super::image::SparseImage;
+use super::random::SeededRng;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// The number of a change (write, zeroes, discard) of a medium, in the order in which the changes started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ChangeNumber(u64);
 
-/// The index of a sector of [`Medium::sector_size`] bytes.
+/// The index of a sector of [`SimulatedMedium::sector_size`] bytes.
 type SectorIndex = u64;
 
 /// The content of a sector.
@@ -35,7 +35,7 @@ struct Version {
     content: Content,
 }
 
-/// The content that a change writes, see [`Medium::apply`].
+/// The content that a change writes, see [`SimulatedMedium::apply`].
 #[derive(Clone)]
 pub(super) enum Source {
     /// A write's data; its first byte belongs to the first byte of the change's range.
@@ -46,43 +46,44 @@ pub(super) enum Source {
 }
 
 /// The changes that a flush covers: those that had completed when it was called.
-pub(super) struct FlushMark {
+pub(super) struct FlushCoverage {
     next: ChangeNumber,
-    under_way: Vec<ChangeNumber>,
+    in_flight: Vec<ChangeNumber>,
 }
 
-impl FlushMark {
+impl FlushCoverage {
     /// Covers every change so far except those `under_way`.
-    pub(super) fn new(medium: &Medium, under_way: impl Iterator<Item = ChangeNumber>) -> Self {
+    pub(super) fn new(medium: &SimulatedMedium, in_flight: impl Iterator<Item = ChangeNumber>) -> Self {
         Self {
             next: medium.next,
-            under_way: under_way.collect(),
+            in_flight: in_flight.collect(),
         }
     }
 
     fn covers(&self, change: ChangeNumber) -> bool {
-        change < self.next && !self.under_way.contains(&change)
+        change < self.next && !self.in_flight.contains(&change)
     }
 }
 
 /// The content of a simulated disk. It outlives the device, so that a new one can be opened over it.
 #[derive(Clone)]
-pub struct Medium {
+pub struct SimulatedMedium {
     size: ByteLen,
     sector_size: u32,
-    durable: Image,
+    durable: SparseImage,
     volatile: BTreeMap<SectorIndex, Vec<Version>>,
     next: ChangeNumber,
     /// Files in the host's memory, by user, which a power loss removes.
     host_memory: BTreeMap<u32, Rc<File>>,
-    /// The allocated parts, of [`ROOM_UNIT`] bytes each, if allocation is tracked: like the blocks of a sparse file.
-    with_room: Option<BTreeSet<u64>>,
+    /// The allocated parts, of [`ALLOCATION_UNIT_BYTES`] bytes each, if allocation is tracked: like the blocks of a
+    /// sparse file.
+    allocated_units: Option<BTreeSet<u64>>,
 }
 
 /// The unit of allocation, in bytes.
-pub(super) const ROOM_UNIT: u64 = 4096;
+pub(super) const ALLOCATION_UNIT_BYTES: u64 = 4096;
 
-impl Medium {
+impl SimulatedMedium {
     /// Creates a disk of `size` bytes of zeros that writes `sector_size` bytes (a power of two) atomically. A size
     /// that is no multiple of it is rounded down.
     ///
@@ -93,44 +94,47 @@ impl Medium {
         Self {
             size,
             sector_size,
-            durable: Image::default(),
+            durable: SparseImage::default(),
             volatile: BTreeMap::new(),
             next: ChangeNumber(0),
             host_memory: BTreeMap::new(),
-            with_room: None,
+            allocated_units: None,
         }
     }
 
     /// Tracks the allocated parts, so that space can be limited; none is allocated yet. Costs memory for each
     /// allocated part.
-    pub fn track_room(&mut self) {
-        self.with_room = Some(BTreeSet::new());
+    pub fn track_allocation(&mut self) {
+        self.allocated_units = Some(BTreeSet::new());
     }
 
     /// Returns the number of unallocated parts of `range`.
-    pub(super) fn without_room(&self, range: ByteRange) -> u64 {
-        let wide = range.widened(ROOM_UNIT);
-        self.with_room.as_ref().map_or(0, |parts| {
-            let has = parts.range(room_units(wide)).count() as u64;
-            wide.len.get() / ROOM_UNIT - has
+    pub(super) fn unallocated_units(&self, range: ByteRange) -> u64 {
+        let wide = range.widened(ALLOCATION_UNIT_BYTES);
+        self.allocated_units.as_ref().map_or(0, |parts| {
+            let allocated = parts.range(allocation_units(wide)).count() as u64;
+            wide.len.get() / ALLOCATION_UNIT_BYTES - allocated
         })
     }
 
     /// Allocates `range`.
-    pub(super) fn take_room(&mut self, range: ByteRange) {
-        if let Some(parts) = &mut self.with_room {
-            parts.extend(room_units(range.widened(ROOM_UNIT)));
+    pub(super) fn allocate(&mut self, range: ByteRange) {
+        if let Some(parts) = &mut self.allocated_units {
+            parts.extend(allocation_units(range.widened(ALLOCATION_UNIT_BYTES)));
         }
     }
 
     /// Deallocates the parts that are wholly in `range`, and returns the number that were allocated.
-    pub(super) fn give_room_back(&mut self, range: ByteRange) -> u64 {
-        self.with_room.as_mut().map_or(0, |parts| {
-            let given: Vec<u64> = parts.range(room_units(range.narrowed(ROOM_UNIT))).copied().collect();
-            given.iter().for_each(|part| {
+    pub(super) fn deallocate(&mut self, range: ByteRange) -> u64 {
+        self.allocated_units.as_mut().map_or(0, |parts| {
+            let deallocated: Vec<u64> = parts
+                .range(allocation_units(range.narrowed(ALLOCATION_UNIT_BYTES)))
+                .copied()
+                .collect();
+            deallocated.iter().for_each(|part| {
                 parts.remove(part);
             });
-            given.len() as u64
+            deallocated.len() as u64
         })
     }
 
@@ -146,7 +150,7 @@ impl Medium {
     }
 
     /// Removes the files in the host's memory.
-    pub(super) fn lose_host_memory(&mut self) {
+    pub(super) fn clear_host_memory(&mut self) {
         self.host_memory.clear();
     }
 
@@ -173,11 +177,11 @@ impl Medium {
             let Some(newest) = versions.last() else {
                 continue;
             };
-            let place = self.range_of(*sector);
-            let wanted = place.intersection(range);
-            let into = (wanted.start - range.start).as_usize();
-            let from = (wanted.start - place.start).as_usize();
-            let into = &mut buffer[into..into + wanted.len.as_usize()];
+            let sector_range = self.range_of(*sector);
+            let overlap = sector_range.intersection(range);
+            let into = (overlap.start - range.start).as_usize();
+            let from = (overlap.start - sector_range.start).as_usize();
+            let into = &mut buffer[into..into + overlap.len.as_usize()];
             match &newest.content {
                 Content::Zeros => into.fill(0),
                 Content::Bytes(bytes, at) => into.copy_from_slice(&bytes[at + from..][..into.len()]),
@@ -188,12 +192,12 @@ impl Medium {
     /// Writes `bytes` durably and without a version, to prepare a disk.
     pub fn write_durably(&mut self, start: ByteOffset, bytes: &[u8]) {
         let range = start.range(ByteLen::of_buffer(bytes.len()));
-        let (first, behind) = (self.sectors(range).start, self.sectors(range).end);
-        for sector in first..behind {
+        let (first, end) = (self.sectors(range).start, self.sectors(range).end);
+        for sector in first..end {
             self.volatile.remove(&sector);
         }
         self.durable.write(start, bytes);
-        self.take_room(range);
+        self.allocate(range);
     }
 
     /// Returns the first part of `range` that may hold anything but zeros. The bytes before it are zeros.
@@ -220,17 +224,17 @@ impl Medium {
     pub(super) fn apply(
         &mut self,
         change: ChangeNumber,
-        whole: ByteRange,
+        change_range: ByteRange,
         part: ByteRange,
         source: &Source,
-        random: &mut Random,
-        mut choose: impl FnMut(&mut Random) -> bool,
+        random: &mut SeededRng,
+        mut choose: impl FnMut(&mut SeededRng) -> bool,
     ) {
         for sector in self.changed_sectors(part, source) {
             if !choose(random) {
                 continue;
             }
-            if let Some(content) = self.content(whole, sector, source, random) {
+            if let Some(content) = self.content(change_range, sector, source, random) {
                 let versions = self.volatile.entry(sector).or_default();
                 versions.push(Version { change, content });
             }
@@ -254,12 +258,18 @@ impl Medium {
     }
 
     /// Returns the content that a change gives a sector; `None` if the sector keeps its content.
-    fn content(&self, whole: ByteRange, sector: SectorIndex, source: &Source, random: &mut Random) -> Option<Content> {
-        let place = self.range_of(sector);
+    fn content(
+        &self,
+        change_range: ByteRange,
+        sector: SectorIndex,
+        source: &Source,
+        random: &mut SeededRng,
+    ) -> Option<Content> {
+        let sector_range = self.range_of(sector);
         match source {
             Source::Zeros => Some(Content::Zeros),
             Source::Data(bytes) => {
-                let at = (place.start - whole.start).as_usize();
+                let at = (sector_range.start - change_range.start).as_usize();
                 Some(Content::Bytes(Rc::clone(bytes), at))
             }
             Source::Discard => match random.below(8) {
@@ -267,7 +277,7 @@ impl Medium {
                 3..7 => Some(Content::Zeros),
                 _ => {
                     let mut bytes = vec![0; self.sector_size as usize];
-                    self.durable.read(place.start, &mut bytes);
+                    self.durable.read(sector_range.start, &mut bytes);
                     Some(Content::Bytes(bytes.into(), 0))
                 }
             },
@@ -275,12 +285,12 @@ impl Medium {
     }
 
     /// Makes the changes that `mark` covers durable.
-    pub(super) fn flush(&mut self, mark: &FlushMark) {
+    pub(super) fn flush(&mut self, coverage: &FlushCoverage) {
         let durable = &mut self.durable;
         let sector_size = u64::from(self.sector_size);
         self.volatile.retain(|sector, versions| {
-            let newest = versions.iter().rposition(|version| mark.covers(version.change));
-            settle(
+            let newest = versions.iter().rposition(|version| coverage.covers(version.change));
+            make_durable(
                 durable,
                 ByteOffset::new(sector * sector_size),
                 sector_size,
@@ -292,15 +302,21 @@ impl Medium {
     }
 
     /// Makes `change` durable, and the versions that it overwrote.
-    pub(super) fn force(&mut self, change: ChangeNumber, range: ByteRange) {
+    pub(super) fn flush_change(&mut self, change: ChangeNumber, range: ByteRange) {
         let sectors: Vec<SectorIndex> = self.volatile.range(self.sectors(range)).map(|(s, _)| *s).collect();
         for sector in sectors {
-            let place = self.range_of(sector);
+            let sector_range = self.range_of(sector);
             let Some(versions) = self.volatile.get_mut(&sector) else {
                 continue;
             };
             let newest = versions.iter().rposition(|version| version.change == change);
-            settle(&mut self.durable, place.start, place.len.get(), versions, newest);
+            make_durable(
+                &mut self.durable,
+                sector_range.start,
+                sector_range.len.get(),
+                versions,
+                newest,
+            );
             if versions.is_empty() {
                 self.volatile.remove(&sector);
             }
@@ -308,18 +324,23 @@ impl Medium {
     }
 
     /// Loses power. Each sector keeps its durable content or one of the versions since.
-    pub(super) fn lose_power(&mut self, random: &mut Random) {
-        self.lose_host_memory();
-        let fate = random.pick(&[Fate::NothingSurvives, Fate::AllSurvives, Fate::Random, Fate::Random]);
+    pub(super) fn lose_power(&mut self, random: &mut SeededRng) {
+        self.clear_host_memory();
+        let effect = random.pick(&[
+            PowerLossEffect::NothingSurvives,
+            PowerLossEffect::AllSurvives,
+            PowerLossEffect::Random,
+            PowerLossEffect::Random,
+        ]);
         let sector_size = u64::from(self.sector_size);
         for (sector, mut versions) in std::mem::take(&mut self.volatile) {
-            let survivor = match fate {
-                Fate::NothingSurvives => None,
-                Fate::AllSurvives => versions.len().checked_sub(1),
-                Fate::Random => (random.below(versions.len() as u64 + 1) as usize).checked_sub(1),
+            let survivor = match effect {
+                PowerLossEffect::NothingSurvives => None,
+                PowerLossEffect::AllSurvives => versions.len().checked_sub(1),
+                PowerLossEffect::Random => (random.below(versions.len() as u64 + 1) as usize).checked_sub(1),
             };
             let start = ByteOffset::new(sector * sector_size);
-            settle(&mut self.durable, start, sector_size, &mut versions, survivor);
+            make_durable(&mut self.durable, start, sector_size, &mut versions, survivor);
         }
     }
 
@@ -346,21 +367,21 @@ impl Medium {
     }
 }
 
-fn room_units(range: ByteRange) -> std::ops::Range<u64> {
-    range.start.get() / ROOM_UNIT..range.end().get() / ROOM_UNIT
+fn allocation_units(range: ByteRange) -> std::ops::Range<u64> {
+    range.start.get() / ALLOCATION_UNIT_BYTES..range.end().get() / ALLOCATION_UNIT_BYTES
 }
 
 /// The effect of a power loss on unflushed sectors.
 #[derive(Clone, Copy)]
-enum Fate {
+enum PowerLossEffect {
     NothingSurvives,
     AllSurvives,
     Random,
 }
 
 /// Makes version `newest` of a sector durable, and removes it and all older ones from the versions.
-fn settle(
-    durable: &mut Image,
+fn make_durable(
+    durable: &mut SparseImage,
     start: ByteOffset,
     sector_size: u64,
     versions: &mut Vec<Version>,

@@ -12,11 +12,11 @@ use crate::event_loop::LoopTime;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// The request size in bytes for which latencies and rates are given.
-const UNIT: u64 = 4096;
+const REFERENCE_BYTES: u64 = 4096;
 
 /// The service of requests of one direction.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Service {
+pub struct ServiceParameters {
     /// The time for one 4 KiB request on an idle disk.
     pub latency: Duration,
     /// The maximum rate of 4 KiB requests at random offsets, per second.
@@ -29,9 +29,9 @@ pub struct Service {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ServiceModel {
     /// The service of reads.
-    pub read: Service,
+    pub read: ServiceParameters,
     /// The service of writes. Discards and zeroes count as writes without bytes.
-    pub write: Service,
+    pub write: ServiceParameters,
     /// The number of requests that the disk works on at the same time.
     pub channels: u32,
     /// The additional latency of a read while every channel writes, in percent of its latency.
@@ -111,13 +111,13 @@ impl ServiceModel {
 
     /// Returns the preset of that name.
     pub fn preset(name: &str) -> Option<Self> {
-        let found = Self::PRESETS.iter().find(|(own, _)| *own == name);
+        let found = Self::PRESETS.iter().find(|(preset_name, _)| *preset_name == name);
         found.map(|(_, model)| *model)
     }
 }
 
-const fn service(latency_us: u64, requests_per_second: u32, bytes_per_second: u64) -> Service {
-    Service {
+const fn service(latency_us: u64, requests_per_second: u32, bytes_per_second: u64) -> ServiceParameters {
+    ServiceParameters {
         latency: Duration::from_micros(latency_us),
         requests_per_second,
         bytes_per_second,
@@ -126,7 +126,7 @@ const fn service(latency_us: u64, requests_per_second: u32, bytes_per_second: u6
 
 /// The direction of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum RequestDirection {
     /// A transfer from the disk.
     Read,
     /// A transfer to the disk; without bytes, a discard or zeroes.
@@ -165,10 +165,16 @@ impl Schedule {
     }
 
     /// Returns the completion time of a request that arrives at `now` and transfers `bytes`.
-    pub(super) fn admit(&mut self, kind: Kind, range: ByteRange, bytes: ByteLen, now: LoopTime) -> LoopTime {
+    pub(super) fn admit(
+        &mut self,
+        kind: RequestDirection,
+        range: ByteRange,
+        bytes: ByteLen,
+        now: LoopTime,
+    ) -> LoopTime {
         let service = match kind {
-            Kind::Read => self.model.read,
-            Kind::Write => self.model.write,
+            RequestDirection::Read => self.model.read,
+            RequestDirection::Write => self.model.write,
         };
         let (mut latency, mut busy) = (service.latency, self.busy(service));
         if let Some(sequential) = self.model.sequential
@@ -177,15 +183,15 @@ impl Schedule {
             (latency, busy) = (sequential, sequential);
         }
         self.last_end = range.end();
-        if kind == Kind::Read {
+        if kind == RequestDirection::Read {
             latency += latency * self.model.interference_percent * self.writing(now) / 100 / self.channels.len() as u32;
         }
-        let begin = self.take_channel(kind, busy, now);
-        let link = &mut self.link_free[usize::from(kind == Kind::Write)];
-        *link = begin.max(*link).after(transfer(bytes.get(), service));
-        let beyond = bytes.get().saturating_sub(UNIT);
-        let done = begin.after(latency + transfer(beyond, service)).max(*link);
-        if kind == Kind::Write {
+        let start = self.take_channel(kind, busy, now);
+        let link = &mut self.link_free[usize::from(kind == RequestDirection::Write)];
+        *link = start.max(*link).after(transfer(bytes.get(), service));
+        let excess = bytes.get().saturating_sub(REFERENCE_BYTES);
+        let done = start.after(latency + transfer(excess, service)).max(*link);
+        if kind == RequestDirection::Write {
             self.writes_done = self.writes_done.max(done);
         }
         done
@@ -198,7 +204,7 @@ impl Schedule {
 
     /// Returns the time for which a request keeps a channel busy. All channels together then serve no more than the
     /// service's rate.
-    fn busy(&self, service: Service) -> Duration {
+    fn busy(&self, service: ServiceParameters) -> Duration {
         let rate = u64::from(service.requests_per_second.max(1));
         Duration::from_nanos(self.channels.len() as u64 * 1_000_000_000 / rate)
     }
@@ -213,20 +219,20 @@ impl Schedule {
     }
 
     /// Occupies the first free channel, and returns the start of the request's service.
-    fn take_channel(&mut self, kind: Kind, busy: Duration, now: LoopTime) -> LoopTime {
+    fn take_channel(&mut self, kind: RequestDirection, busy: Duration, now: LoopTime) -> LoopTime {
         let Some(channel) = self.channels.iter_mut().min_by_key(|channel| channel.free) else {
             return now;
         };
         let begin = channel.free.max(now);
         *channel = Channel {
             free: begin.after(busy),
-            writes: kind == Kind::Write,
+            writes: kind == RequestDirection::Write,
         };
         begin
     }
 }
 
-fn transfer(bytes: u64, service: Service) -> Duration {
+fn transfer(bytes: u64, service: ServiceParameters) -> Duration {
     let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(service.bytes_per_second.max(1));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }

@@ -1,10 +1,10 @@
 //! Options of a simulated device, and the ways in which it stops.
 
-use super::latency::Latency;
+use super::latency::LatencyDistribution;
 
 /// The options of a simulated device.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct SimulatedOptions {
     /// The device's name, for messages.
     pub name: String,
     /// The seed of all random choices.
@@ -19,12 +19,12 @@ pub struct Options {
     /// Writing zeroes is fast, as in [`fast_zeroes`](crate::Geometry::fast_zeroes).
     pub fast_zeroes: bool,
     /// The latency of requests.
-    pub latency: Latency,
+    pub latency: LatencyDistribution,
     /// The number of requests in a thousand that fail with an I/O error, in addition to the injected faults.
     pub failures_per_mille: u32,
 }
 
-impl Default for Options {
+impl Default for SimulatedOptions {
     /// Returns options with blocks of 512 bytes, varied latencies, and no failures.
     fn default() -> Self {
         Self {
@@ -34,7 +34,7 @@ impl Default for Options {
             memory_alignment: 1,
             read_only: false,
             fast_zeroes: true,
-            latency: Latency::VARIED,
+            latency: LatencyDistribution::VARIED,
             failures_per_mille: 0,
         }
     }
@@ -42,11 +42,11 @@ impl Default for Options {
 
 /// The way in which a device stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
+pub enum DeviceStop {
     /// The host loses power: each unflushed sector is kept or lost.
     PowerLoss,
     /// The process is killed: written data stays, but is not durable yet.
     Kill,
     /// The process is killed and the host's memory is lost, like that of a removed container.
-    KillAndForget,
+    KillAndClearMemory,
 }

@@ -5,11 +5,11 @@ use std::time::Duration;
 /// A generator of random numbers: splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 /// 2014). Good enough to choose what happens in a simulation; not for secrets.
 #[derive(Clone, Debug)]
-pub struct Random {
+pub struct SeededRng {
     state: u64,
 }
 
-impl Random {
+impl SeededRng {
     /// Creates the generator for `seed`.
     pub fn new(seed: u64) -> Self {
         Self { state: seed }
@@ -37,8 +37,8 @@ impl Random {
     }
 
     /// Returns a number from `least` to `most`, both included; `least` if `most` is smaller.
-    pub fn between(&mut self, least: u64, most: u64) -> u64 {
-        least + self.below(most.saturating_sub(least).saturating_add(1))
+    pub fn between(&mut self, min: u64, max: u64) -> u64 {
+        min + self.below(max.saturating_sub(min).saturating_add(1))
     }
 
     /// Returns true `per_mille` times in a thousand.
@@ -55,9 +55,9 @@ impl Random {
     }
 
     /// Returns a time from `least` to `most`, both included.
-    pub fn duration(&mut self, least: Duration, most: Duration) -> Duration {
+    pub fn duration(&mut self, min: Duration, max: Duration) -> Duration {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        Duration::from_nanos(self.between(nanos(least), nanos(most)))
+        Duration::from_nanos(self.between(nanos(min), nanos(max)))
     }
 }
 
@@ -68,14 +68,14 @@ mod tests {
     #[test]
     fn seed_always_gives_same_numbers() {
         // The first outputs of the published splitmix64 for seed 1234567.
-        let mut random = Random::new(1_234_567);
+        let mut random = SeededRng::new(1_234_567);
         assert_eq!(random.next_u64(), 6_457_827_717_110_365_317);
         assert_eq!(random.next_u64(), 3_203_168_211_198_807_973);
     }
 
     #[test]
     fn numbers_stay_within_bounds() {
-        let mut random = Random::new(7);
+        let mut random = SeededRng::new(7);
         assert_eq!(random.below(0), 0);
         assert_eq!(random.between(5, 5), 5);
         for _ in 0..1000 {

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::future::Future;
 use std::rc::Rc;
 
-use super::model::{Kind, Schedule, ServiceModel};
+use super::model::{RequestDirection, Schedule, ServiceModel};
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags};
 use crate::error::IoResult;
@@ -34,7 +34,7 @@ impl SlowDevice {
         self.on.upgrade().map_or_else(LoopTime::default, |on| on.now())
     }
 
-    fn admit(&self, kind: Kind, range: ByteRange, bytes: ByteLen) -> LoopTime {
+    fn admit(&self, kind: RequestDirection, range: ByteRange, bytes: ByteLen) -> LoopTime {
         let now = self.now();
         self.schedule.borrow_mut().admit(kind, range, bytes, now)
     }
@@ -51,7 +51,7 @@ impl SlowDevice {
 
     /// Delays a request by the model's time, unless it has failed synchronously.
     fn slowed<'a>(&'a self, mut request: Io<'a>, admit: impl FnOnce() -> LoopTime) -> Io<'a> {
-        match request.result_now() {
+        match request.take_ready_result() {
             Some(Err(error)) => Io::ready(Err(error)),
             Some(Ok(())) => Io::task(self.until(admit(), std::future::ready(Ok(())))),
             None => Io::task(self.until(admit(), request)),
@@ -71,13 +71,17 @@ impl BlockDevice for SlowDevice {
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let bytes = buffer.byte_len();
         let request = self.lower.read(start, buffer);
-        self.slowed(request, || self.admit(Kind::Read, start.range(bytes), bytes))
+        self.slowed(request, || {
+            self.admit(RequestDirection::Read, start.range(bytes), bytes)
+        })
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         let bytes = buffer.byte_len();
         let request = self.lower.write(start, buffer, flags);
-        self.slowed(request, || self.admit(Kind::Write, start.range(bytes), bytes))
+        self.slowed(request, || {
+            self.admit(RequestDirection::Write, start.range(bytes), bytes)
+        })
     }
 
     fn flush(&self) -> Io<'_> {
@@ -86,13 +90,13 @@ impl BlockDevice for SlowDevice {
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
         self.slowed(self.lower.discard(range), || {
-            self.admit(Kind::Write, range, ByteLen::ZERO)
+            self.admit(RequestDirection::Write, range, ByteLen::ZERO)
         })
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         let request = self.lower.write_zeroes(range, flags);
-        self.slowed(request, || self.admit(Kind::Write, range, ByteLen::ZERO))
+        self.slowed(request, || self.admit(RequestDirection::Write, range, ByteLen::ZERO))
     }
 
     fn allocate(&self, range: ByteRange) -> Io<'_> {

@@ -6,25 +6,25 @@
 
 use std::time::Duration;
 
-use super::Limit;
+use super::RateLimit;
 use crate::event_loop::LoopTime;
 
-pub(super) struct Bucket {
-    limit: Limit,
+pub(super) struct LeakyBucket {
+    limit: RateLimit,
     /// The amount that has not leaked yet, at `at`.
     level: f64,
     /// The amount in a second bucket, which leaks at the burst's rate.
     burst_level: f64,
-    at: LoopTime,
+    updated_at: LoopTime,
 }
 
-impl Bucket {
-    pub(super) fn new(limit: Limit, now: LoopTime) -> Self {
+impl LeakyBucket {
+    pub(super) fn new(limit: RateLimit, now: LoopTime) -> Self {
         Self {
             limit,
             level: 0.0,
             burst_level: 0.0,
-            at: now,
+            updated_at: now,
         }
     }
 
@@ -57,8 +57,8 @@ impl Bucket {
     }
 
     fn leak(&mut self, now: LoopTime) {
-        let seconds = now.since(self.at).as_secs_f64();
-        self.at = now;
+        let seconds = now.since(self.updated_at).as_secs_f64();
+        self.updated_at = now;
         self.level = (self.level - self.limit.average as f64 * seconds).max(0.0);
         self.burst_level = (self.burst_level - self.limit.burst as f64 * seconds).max(0.0);
     }

@@ -4,8 +4,8 @@ use crate::units::ByteLen;
 
 /// A limit per second, in bytes or requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Limit {
-    /// The long-term average; 0 for no limit. At most [`Limit::MAX`].
+pub struct RateLimit {
+    /// The long-term average; 0 for no limit. At most [`RateLimit::MAX`].
     pub average: u64,
     /// The rate during a burst (`*_max`); 0 for no bursts. Not below `average`.
     pub burst: u64,
@@ -13,7 +13,7 @@ pub struct Limit {
     pub burst_seconds: u32,
 }
 
-impl Limit {
+impl RateLimit {
     /// No limit.
     pub const NONE: Self = Self {
         average: 0,
@@ -33,7 +33,7 @@ impl Limit {
         }
     }
 
-    fn check(self, name: &'static str) -> Result<(), LimitError> {
+    fn check(self, name: &'static str) -> Result<(), ThrottleLimitError> {
         let Self {
             average,
             burst,
@@ -42,10 +42,10 @@ impl Limit {
         let most = Self::MAX;
         if average.max(burst) > most {
             let value = average.max(burst);
-            return Err(LimitError::TooLarge { name, value, most });
+            return Err(ThrottleLimitError::TooLarge { name, value, most });
         }
         if u128::from(burst) * u128::from(burst_seconds.max(1)) > u128::from(most) {
-            return Err(LimitError::BurstTooLarge {
+            return Err(ThrottleLimitError::BurstTooLarge {
                 name,
                 burst,
                 seconds: burst_seconds,
@@ -53,13 +53,13 @@ impl Limit {
             });
         }
         if burst > 0 && average == 0 {
-            return Err(LimitError::BurstWithoutAverage { name });
+            return Err(ThrottleLimitError::BurstWithoutAverage { name });
         }
         if burst > 0 && burst < average {
-            return Err(LimitError::BurstBelowAverage { name, burst, average });
+            return Err(ThrottleLimitError::BurstBelowAverage { name, burst, average });
         }
         if burst_seconds > 1 && burst == 0 {
-            return Err(LimitError::LengthWithoutBurst { name });
+            return Err(ThrottleLimitError::LengthWithoutBurst { name });
         }
         Ok(())
     }
@@ -67,19 +67,19 @@ impl Limit {
 
 /// The limits of a disk. A total and a limit for one of its directions cannot both be set, as in libvirt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Limits {
+pub struct ThrottleLimits {
     /// The bytes of reads and writes together (`total_bytes_sec`).
-    pub bytes_total: Limit,
+    pub bytes_total: RateLimit,
     /// The bytes read (`read_bytes_sec`).
-    pub bytes_read: Limit,
+    pub bytes_read: RateLimit,
     /// The bytes written (`write_bytes_sec`).
-    pub bytes_write: Limit,
+    pub bytes_write: RateLimit,
     /// The number of reads and writes together (`total_iops_sec`).
-    pub requests_total: Limit,
+    pub requests_total: RateLimit,
     /// The number of reads (`read_iops_sec`).
-    pub requests_read: Limit,
+    pub requests_read: RateLimit,
     /// The number of writes (`write_iops_sec`).
-    pub requests_write: Limit,
+    pub requests_write: RateLimit,
     /// The number of bytes above which a request counts as several (`size_iops_sec`); zero: each counts as one.
     pub request_size: ByteLen,
 }
@@ -87,7 +87,7 @@ pub struct Limits {
 /// The reason why limits cannot be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum LimitError {
+pub enum ThrottleLimitError {
     #[error("{name}: {value} is more than a limit can be, which is {most}; leave it out for no limit")]
     TooLarge { name: &'static str, value: u64, most: u64 },
     #[error("{name}: a burst of {burst}/s for {seconds} s is more than a limit can be, which is {most} in all")]
@@ -108,50 +108,51 @@ pub enum LimitError {
     #[error("{name}: a burst's length needs a burst")]
     LengthWithoutBurst { name: &'static str },
     #[error("{name}: set either the total or reads and writes, not both")]
-    TotalAndPart { name: &'static str },
+    TotalAndDirection { name: &'static str },
     #[error("a request size has an effect only together with a limit on requests")]
     RequestSizeWithoutLimit,
 }
 
-impl Limits {
+impl ThrottleLimits {
     /// No limits.
     pub const NONE: Self = Self {
-        bytes_total: Limit::NONE,
-        bytes_read: Limit::NONE,
-        bytes_write: Limit::NONE,
-        requests_total: Limit::NONE,
-        requests_read: Limit::NONE,
-        requests_write: Limit::NONE,
+        bytes_total: RateLimit::NONE,
+        bytes_read: RateLimit::NONE,
+        bytes_write: RateLimit::NONE,
+        requests_total: RateLimit::NONE,
+        requests_read: RateLimit::NONE,
+        requests_write: RateLimit::NONE,
         request_size: ByteLen::ZERO,
     };
 
     /// Checks that the limits are valid.
     ///
     /// # Errors
-    /// See [`LimitError`].
-    pub fn check(&self) -> Result<(), LimitError> {
+    /// See [`ThrottleLimitError`].
+    pub fn check(&self) -> Result<(), ThrottleLimitError> {
         self.bytes_total.check("total bytes")?;
         self.bytes_read.check("read bytes")?;
         self.bytes_write.check("write bytes")?;
         self.requests_total.check("total requests")?;
         self.requests_read.check("read requests")?;
         self.requests_write.check("write requests")?;
-        let both =
-            |total: Limit, read: Limit, write: Limit| total.average > 0 && (read.average > 0 || write.average > 0);
+        let both = |total: RateLimit, read: RateLimit, write: RateLimit| {
+            total.average > 0 && (read.average > 0 || write.average > 0)
+        };
         if both(self.bytes_total, self.bytes_read, self.bytes_write) {
-            return Err(LimitError::TotalAndPart { name: "bytes" });
+            return Err(ThrottleLimitError::TotalAndDirection { name: "bytes" });
         }
         if both(self.requests_total, self.requests_read, self.requests_write) {
-            return Err(LimitError::TotalAndPart { name: "requests" });
+            return Err(ThrottleLimitError::TotalAndDirection { name: "requests" });
         }
         let requests = [self.requests_total, self.requests_read, self.requests_write];
         if !self.request_size.is_zero() && requests.iter().all(|limit| limit.average == 0) {
-            return Err(LimitError::RequestSizeWithoutLimit);
+            return Err(ThrottleLimitError::RequestSizeWithoutLimit);
         }
         Ok(())
     }
 
-    pub(super) fn limits_anything(&self) -> bool {
+    pub(super) fn is_limited(&self) -> bool {
         let all = [
             self.bytes_total,
             self.bytes_read,
@@ -164,7 +165,7 @@ impl Limits {
     }
 
     /// Returns the number of requests that a request of `bytes` counts as.
-    pub(super) fn requests(&self, bytes: ByteLen) -> f64 {
+    pub(super) fn request_cost(&self, bytes: ByteLen) -> f64 {
         if self.request_size.is_zero() || bytes <= self.request_size {
             return 1.0;
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use larder_block::small_file::{self, STATE_BYTES_MAX};
 use larder_block::{BoxFuture, ByteRange, Loop};
-use larder_cache::{Cache, Witness};
+use larder_cache::{Cache, FailureLog};
 
 use super::{Note, Noted, folder_of, new_of};
 use crate::image::disk_id::{self, DiskFile, FileStamp};
@@ -119,7 +119,7 @@ impl Made {
     }
 
     /// Records that from now on the disk is used without the cache, which is not closed: see
-    /// [`Other::is_used_without`]. The file is not changed any more.
+    /// [`super::Other::is_used_without`]. The file is not changed any more.
     pub(in crate::image) fn give_up(&self) -> io::Result<()> {
         if !self.is_there() {
             // A file that could not be removed earlier may still say that the cache is valid.
@@ -226,8 +226,8 @@ impl Made {
 
 /// Writes the file before returning: guest writes wait for it anyway, and it happens only after the cache device has
 /// failed.
-impl Witness for Made {
-    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
+impl FailureLog for Made {
+    fn record_failed(&self) -> BoxFuture<'_, io::Result<()>> {
         let noted = self.change(|noted| {
             noted.detached.get_or_insert_default();
         });
@@ -236,11 +236,11 @@ impl Witness for Made {
         Box::pin(std::future::ready(done))
     }
 
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
+    fn record_superseded(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
         Box::pin(std::future::ready(self.change(|noted| noted.supersede(range))))
     }
 
-    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
+    fn clear(&self) -> BoxFuture<'_, io::Result<()>> {
         let attached = match self.is_there() {
             true => self.change(|noted| {
                 noted.detached = None;

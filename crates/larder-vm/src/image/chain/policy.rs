@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use larder_block::opener::{self, locate};
+use larder_block::opener::{self, open_safe_path};
 use larder_block::printable;
 use nix::unistd::{Gid, Group, Uid, User};
 
@@ -396,7 +396,7 @@ pub fn may_follow(
         });
     }
     match address {
-        ImageAddress::Path(path) => match locate(path) {
+        ImageAddress::Path(path) => match open_safe_path(path) {
             // The host's own errors are reported when the file is opened.
             Err(source) if source.raw_os_error().is_none() => Err(ChainError::Link {
                 image: image.to_string(),

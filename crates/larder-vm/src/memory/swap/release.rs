@@ -17,7 +17,7 @@ use std::cell::Cell;
 use std::io;
 use std::rc::Rc;
 
-use larder_block::backend::file::HeldFile;
+use larder_block::backend::file::LockedFile;
 use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, IoResult, WriteBuf, WriteFlags, ZeroFlags,
 };
@@ -119,9 +119,9 @@ pub(in crate::memory) struct SwapRelease {
 /// Kind of disk, which determines how it is erased.
 pub(super) enum Kind {
     /// A file that Larder created.
-    Made(HeldFile),
+    Made(LockedFile),
     /// A file that existed before: it keeps its size.
-    Given(HeldFile),
+    Given(LockedFile),
     /// A device or an export with an encrypted log of this many segments.
     Encrypted(u32),
     /// A device or an export with an unencrypted log.
@@ -167,8 +167,8 @@ async fn clear(device: &Rc<dyn BlockDevice>, log: Unneeded) -> Result<(), String
 }
 
 /// Removes the file, unless another file has its path by now.
-fn remove(file: &HeldFile) -> io::Result<()> {
-    match file.displaced()? {
+fn remove(file: &LockedFile) -> io::Result<()> {
+    match file.path_change()? {
         None => std::fs::remove_file(file.path()),
         Some(_) => Err(io::Error::other(
             "it was moved or replaced while it was in use; it is empty, and may be removed",

@@ -164,7 +164,7 @@ fn read_own(path: &Path) -> io::Result<String> {
     if !why.is_empty() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
-    let bytes = small_file::all_of(file, CONFIG_BYTES_MAX)?;
+    let bytes = small_file::read_open(file, CONFIG_BYTES_MAX)?;
     String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
