@@ -9,19 +9,19 @@
 //! No system call is made here, and no clock is read: the same numbers give the same sentences.
 
 mod fit;
+mod format;
+mod headroom;
 mod over_commit;
 mod right_size;
-mod room;
 mod storage;
-mod words;
 
 use serde::Serialize;
 
-use crate::measured::{Measured, Vm};
+use crate::measured::{Measured, MeasuredVm};
 
 pub use fit::{Fit, WouldFit};
-pub use room::{More, Room, Typical};
-pub use words::{percent, size, time};
+pub use format::{percent, size, time};
+pub use headroom::{AdditionalVms, Headroom, TypicalVm};
 
 /// Shortest window, in seconds, from which the needs of a VM are judged.
 pub const WINDOW_SECONDS_MIN: f64 = 5.0;
@@ -37,7 +37,7 @@ pub const CPU_TARGET: f64 = 0.80;
 
 /// Goals of the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Policy {
+pub struct AdvicePolicy {
     /// Memory in bytes that is reserved for other uses than VMs, beyond present use.
     pub reserve: u64,
     /// Share of the host's memory that may be active.
@@ -50,7 +50,7 @@ pub struct Policy {
     pub latency_seconds: f64,
 }
 
-impl Default for Policy {
+impl Default for AdvicePolicy {
     fn default() -> Self {
         Self {
             reserve: 1 << 30,
@@ -104,7 +104,7 @@ pub struct Finding {
 }
 
 impl Finding {
-    fn of(vm: &Vm, practice: Practice, level: Level, code: &'static str, text: String) -> Self {
+    fn for_vm(vm: &MeasuredVm, practice: Practice, level: Level, code: &'static str, text: String) -> Self {
         Self {
             practice,
             vm: Some(vm.title()),
@@ -114,7 +114,7 @@ impl Finding {
         }
     }
 
-    fn of_host(practice: Practice, level: Level, code: &'static str, text: String) -> Self {
+    fn for_host(practice: Practice, level: Level, code: &'static str, text: String) -> Self {
         Self {
             practice,
             vm: None,
@@ -129,25 +129,25 @@ impl Finding {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Advice {
     /// Policy that was applied.
-    pub policy: Policy,
+    pub policy: AdvicePolicy,
     /// Findings.
     pub findings: Vec<Finding>,
     /// Room for more VMs.
-    pub room: Room,
+    pub room: Headroom,
     /// Answer whether one more VM would fit, if that was asked.
     pub would_fit: Option<WouldFit>,
 }
 
 /// Judges measurements; `size` is the memory in bytes of a VM for which the answer whether it fits is wanted.
-pub fn judge(measured: &Measured, policy: &Policy, size: Option<u64>) -> Advice {
+pub fn judge(measured: &Measured, policy: &AdvicePolicy, size: Option<u64>) -> Advice {
     let mut findings = right_size::findings(measured, policy);
-    let room = Room::of(measured, policy);
+    let room = Headroom::new(measured, policy);
     findings.extend(over_commit::findings(measured, policy, &room));
     findings.extend(storage::findings(measured, policy));
     Advice {
         policy: *policy,
         findings,
-        would_fit: size.map(|size| WouldFit::of(size, measured, policy, &room)),
+        would_fit: size.map(|size| WouldFit::new(size, measured, policy, &room)),
         room,
     }
 }

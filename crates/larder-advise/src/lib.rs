@@ -1,7 +1,7 @@
 //! Resource usage of the VMs of a host, observed without touching them, and advice derived from it: which VMs are too
 //! large or too small, how many more fit, and whether a disk is the bottleneck.
 //!
-//! Measuring and judging are separate. [`look`] reads procfs and queries Larder's servers for a while ([`sample`] is
+//! Measuring and judging are separate. [`observe`] reads procfs and queries Larder's servers for a while ([`sample`] is
 //! one reading, [`window`] the difference of two) and returns plain numbers, [`measured`]. [`judge`] turns those
 //! numbers and a policy into sentences; it reads nothing, and is tested with numbers alone.
 //!
@@ -13,15 +13,15 @@
 //!   process at both ends.
 
 pub mod judge;
-pub mod look;
 pub mod measured;
+pub mod observe;
 mod procfs;
 mod qemu;
 pub mod sample;
 mod servers;
-mod told;
+mod telemetry;
 pub mod window;
 
 pub use procfs::host::{CpuTimes, DeviceCounts, DeviceNumber};
 pub use procfs::process::{ProcessId, ThreadTimes};
-pub use procfs::{Procfs, Read, Unread};
+pub use procfs::{Procfs, ReadError, ReadResult};

@@ -13,18 +13,18 @@ pub struct Measured {
     /// Length of the slices of the window, in seconds; the busiest slice counts as the peak.
     pub slice_seconds: f64,
     /// Measurements of the host.
-    pub host: Host,
+    pub host: MeasuredHost,
     /// VMs, sorted by name.
-    pub vms: Vec<Vm>,
+    pub vms: Vec<MeasuredVm>,
     /// Larder's control sockets that gave no answer, so that VMs may wait for memory unnoticed.
     pub silent: Vec<String>,
     /// Values that were not measured.
-    pub gaps: Vec<Gap>,
+    pub gaps: Vec<MeasurementGap>,
 }
 
 /// Measurements of a host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Host {
+pub struct MeasuredHost {
     /// CPUs that are online.
     pub cpus: Option<u32>,
     /// Share of CPU time that was not idle.
@@ -48,12 +48,12 @@ pub struct Host {
     /// Share of the time in which some task waited for a disk (PSI).
     pub io_stall: Option<f64>,
     /// Block devices with any activity.
-    pub devices: Vec<Device>,
+    pub devices: Vec<MeasuredDevice>,
 }
 
 /// Block device of the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Device {
+pub struct MeasuredDevice {
     /// Name, as in `/dev`.
     pub name: String,
     /// Requests per second.
@@ -66,7 +66,7 @@ pub struct Device {
 
 /// Measurements of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Vm {
+pub struct MeasuredVm {
     /// Name of the VM, or `PID` and the process ID if it has none.
     pub name: String,
     /// Process ID of QEMU.
@@ -78,11 +78,11 @@ pub struct Vm {
     /// CPU times.
     pub cpu: Option<VmCpu>,
     /// Memory that it occupies on the host.
-    pub memory: Option<VmMemory>,
+    pub memory: Option<MeasuredMemory>,
     /// State of the VM's memory, if Larder manages it.
-    pub managed: Option<Managed>,
+    pub managed: Option<PagedMemory>,
     /// Disks that Larder serves to it.
-    pub disks: Vec<VmDisk>,
+    pub disks: Vec<MeasuredDisk>,
     /// Names of the host's block devices on which it has files open.
     pub devices: Vec<String>,
 }
@@ -117,7 +117,7 @@ pub struct Vcpu {
 
 /// Memory of a VM's process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct VmMemory {
+pub struct MeasuredMemory {
     /// Resident memory in bytes; of shared memory, the process's proportional share.
     pub resident: u64,
     /// Memory in the kernel's swap, in bytes.
@@ -126,7 +126,7 @@ pub struct VmMemory {
 
 /// Memory of a VM, as managed by `larder memory attach`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Managed {
+pub struct PagedMemory {
     /// Control socket that was queried.
     pub control: String,
     /// Size of the memory, in bytes.
@@ -149,12 +149,12 @@ pub struct Managed {
     pub problem: Option<String>,
     /// Fault rates by budget, in increasing order: with the current budget, and with larger ones. They count pages in
     /// compressed RAM and on disks. Empty if Larder is too old to report them.
-    pub curve: Vec<AtBudget>,
+    pub curve: Vec<FaultRatePoint>,
 }
 
 /// Point of the fault-rate curve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct AtBudget {
+pub struct FaultRatePoint {
     /// Budget, in bytes.
     pub budget: u64,
     /// Pages faulted in per second.
@@ -163,7 +163,7 @@ pub struct AtBudget {
 
 /// Disk that Larder serves to a VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct VmDisk {
+pub struct MeasuredDisk {
     /// Name of the disk in the VM's configuration, or its image.
     pub name: String,
     /// Reads and writes per second.
@@ -180,7 +180,7 @@ pub struct VmDisk {
 
 /// Value that was not measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Gap {
+pub struct MeasurementGap {
     /// VM that the value is about; `None` for the host.
     pub vm: Option<String>,
     /// Name of the value.
@@ -189,10 +189,10 @@ pub struct Gap {
     pub why: String,
 }
 
-impl Vm {
+impl MeasuredVm {
     /// Returns the name of the VM for sentences.
     pub fn title(&self) -> String {
-        match self.name == unnamed(self.pid) {
+        match self.name == unnamed_vm(self.pid) {
             true => self.name.clone(),
             false => format!("{} (PID {})", self.name, self.pid),
         }
@@ -216,6 +216,6 @@ impl Vm {
 }
 
 /// Returns the name of a VM that has no name.
-pub fn unnamed(pid: i32) -> String {
+pub fn unnamed_vm(pid: i32) -> String {
     format!("PID {pid}")
 }

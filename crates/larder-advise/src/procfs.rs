@@ -1,8 +1,8 @@
 //! Reader of procfs. Nothing is written, and no file is read whose reading changes its values.
 //!
-//! Processes and threads may end while they are read, which is reported as [`Unread::Gone`] and is not an error. A
-//! file that a kernel lacks, or that may not be read, is also an [`Unread`], and becomes a sentence that explains why
-//! a value was not measured.
+//! Processes and threads may end while they are read, which is reported as [`ReadError::Exited`] and is not an error. A
+//! file that a kernel lacks, or that may not be read, is also an [`ReadError`], and becomes a sentence that explains
+//! why a value was not measured.
 
 pub(crate) mod host;
 pub(crate) mod process;
@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 
 /// Reason why a value could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unread {
+pub enum ReadError {
     /// The process or thread has ended.
     #[error("it has exited")]
-    Gone,
+    Exited,
     /// The kernel has no such file.
     #[error("this kernel has no {}", .0.display())]
     Missing(PathBuf),
@@ -33,7 +33,7 @@ pub enum Unread {
     },
     /// The file does not have the format of proc(5).
     #[error("{} cannot be parsed: {what}", path.display())]
-    Unknown {
+    Malformed {
         /// File that was read.
         path: PathBuf,
         /// Part that is missing or malformed.
@@ -42,7 +42,7 @@ pub enum Unread {
 }
 
 /// Value that was read, or the reason why it was not.
-pub type Read<T> = Result<T, Unread>;
+pub type ReadResult<T> = Result<T, ReadError>;
 
 /// Mount point of procfs.
 #[derive(Clone, Debug)]
@@ -60,51 +60,51 @@ impl Procfs {
         Self(path.into())
     }
 
-    fn path(&self, below: impl AsRef<Path>) -> PathBuf {
-        self.0.join(below)
+    fn path(&self, relative: impl AsRef<Path>) -> PathBuf {
+        self.0.join(relative)
     }
 
     /// Reads a file of the host.
-    fn text(&self, below: &str) -> Read<String> {
-        let path = self.path(below);
-        read(&path, || Unread::Missing(path.clone()))
+    fn text(&self, relative: &str) -> ReadResult<String> {
+        let path = self.path(relative);
+        read(&path, || ReadError::Missing(path.clone()))
     }
 
     /// Reads a file of a process or thread. If only the file is missing, the kernel lacks it; if the directory is
     /// missing too, the process has ended.
-    fn text_of(&self, folder: &Path, name: &str) -> Read<String> {
-        let path = folder.join(name);
-        read(&path, || match folder.exists() {
-            true => Unread::Missing(path.clone()),
-            false => Unread::Gone,
+    fn process_text(&self, directory: &Path, name: &str) -> ReadResult<String> {
+        let path = directory.join(name);
+        read(&path, || match directory.exists() {
+            true => ReadError::Missing(path.clone()),
+            false => ReadError::Exited,
         })
     }
 }
 
 /// `ESRCH`: the process of the file ended after the file was opened.
-const NO_SUCH_PROCESS: i32 = rustix::io::Errno::SRCH.raw_os_error();
+const ESRCH: i32 = rustix::io::Errno::SRCH.raw_os_error();
 
-fn read(path: &Path, missing: impl FnOnce() -> Unread) -> Read<String> {
+fn read(path: &Path, missing: impl FnOnce() -> ReadError) -> ReadResult<String> {
     match fs::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
-        Err(error) => Err(unread(path, &error, missing)),
+        Err(error) => Err(read_error(path, &error, missing)),
     }
 }
 
-fn unread(path: &Path, error: &io::Error, missing: impl FnOnce() -> Unread) -> Unread {
+fn read_error(path: &Path, error: &io::Error, missing: impl FnOnce() -> ReadError) -> ReadError {
     match error.kind() {
-        _ if error.raw_os_error() == Some(NO_SUCH_PROCESS) => Unread::Gone,
+        _ if error.raw_os_error() == Some(ESRCH) => ReadError::Exited,
         io::ErrorKind::NotFound => missing(),
-        io::ErrorKind::PermissionDenied => Unread::Permission(path.to_owned()),
-        _ => Unread::Os {
+        io::ErrorKind::PermissionDenied => ReadError::Permission(path.to_owned()),
+        _ => ReadError::Os {
             path: path.to_owned(),
             why: error.to_string(),
         },
     }
 }
 
-fn unknown(path: PathBuf, what: &str) -> Unread {
-    Unread::Unknown {
+fn malformed(path: PathBuf, what: &str) -> ReadError {
+    ReadError::Malformed {
         path,
         what: what.to_owned(),
     }

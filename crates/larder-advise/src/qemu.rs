@@ -23,8 +23,8 @@ pub(crate) fn is_qemu(program: &str) -> bool {
 }
 
 /// Returns the file name of a command's program.
-pub(crate) fn program(words: &[OsString]) -> Option<String> {
-    let name = Path::new(words.first()?).file_name()?;
+pub(crate) fn program(arguments: &[OsString]) -> Option<String> {
+    let name = Path::new(arguments.first()?).file_name()?;
     Some(name.to_string_lossy().into_owned())
 }
 
@@ -46,7 +46,7 @@ pub(crate) fn vcpu_number(thread: &str) -> Option<u32> {
 
 /// Properties of a VM according to its command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Described {
+pub(crate) struct QemuCommandLine {
     /// Name of the VM, if it has one.
     pub(crate) name: Option<String>,
     /// RAM at the start, in bytes; `None` if it is configured in another file.
@@ -56,74 +56,77 @@ pub(crate) struct Described {
     /// Number of vCPUs at the start.
     pub(crate) vcpus: Option<u32>,
     /// All words of the command line, for searching paths in them.
-    words: Vec<String>,
+    arguments: Vec<String>,
 }
 
-impl Described {
+impl QemuCommandLine {
     /// Parses the words of a command line, which include the program's name.
-    pub(crate) fn by(words: &[OsString]) -> Self {
-        let arguments = split(words.get(1..).unwrap_or_default());
-        let of = |name: &str, implied| {
-            let given = arguments
+    pub(crate) fn parse(raw_arguments: &[OsString]) -> Self {
+        let arguments = split(raw_arguments.get(1..).unwrap_or_default());
+        let option = |name: &str, implied| {
+            let value = arguments
                 .iter()
                 .rev()
-                .find_map(|argument: &Argument| argument.text_of(name));
-            given.map(|text| KeyValues::parse(text, Some(implied)))
+                .find_map(|argument: &Argument| argument.value_str_of(name));
+            value.map(|text| KeyValues::parse(text, Some(implied)))
         };
         // A file read with `-readconfig` may set everything, and later options add to it.
-        let is_elsewhere = arguments.iter().any(|argument| argument.name() == Some("readconfig"));
-        let memory = of("m", "size");
+        let has_config_file = arguments.iter().any(|argument| argument.name() == Some("readconfig"));
+        let memory = option("m", "size");
         let size = |key: &str| memory.as_ref().and_then(|memory| parse_size(memory.get(key)?, MIB));
         let ram = match &memory {
             Some(memory) if memory.get("size").is_some() => size("size"),
-            _ => (!is_elsewhere).then_some(RAM_DEFAULT),
+            _ => (!has_config_file).then_some(RAM_DEFAULT),
         };
         Self {
-            name: of("name", "guest").and_then(|name| name.get("guest").map(printable)),
+            name: option("name", "guest").and_then(|name| name.get("guest").map(printable)),
             ram,
             ram_max: size("maxmem").filter(|max| ram.is_some_and(|ram| *max > ram)),
-            vcpus: match of("smp", "cpus") {
+            vcpus: match option("smp", "cpus") {
                 Some(smp) => vcpus(&smp),
-                None => (!is_elsewhere).then_some(1),
+                None => (!has_config_file).then_some(1),
             },
-            words: words.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
+            arguments: raw_arguments
+                .iter()
+                .map(|argument| argument.to_string_lossy().into_owned())
+                .collect(),
         }
     }
 
     /// Returns whether the command line contains this path or address.
-    pub(crate) fn names(&self, path: &str) -> bool {
-        !path.is_empty() && self.words.iter().any(|word| has_whole(word, path))
+    pub(crate) fn contains(&self, path: &str) -> bool {
+        !path.is_empty() && self.arguments.iter().any(|argument| contains_whole(argument, path))
     }
 
     /// Returns whether the command line makes QEMU name its threads.
     pub(crate) fn names_threads(&self) -> bool {
-        let mut words = self.words.iter();
-        words.any(|word| {
-            let list = KeyValues::parse(word, Some("guest"));
+        let mut arguments = self.arguments.iter();
+        arguments.any(|argument| {
+            let list = KeyValues::parse(argument, Some("guest"));
             list.get("debug-threads").and_then(parse_bool) == Some(true)
         })
     }
 }
 
-/// Returns whether `word` contains `path`, and not as a part of a longer path.
-fn has_whole(word: &str, path: &str) -> bool {
-    word.match_indices(path).any(|(at, _)| {
-        let before = word[..at].chars().next_back();
-        let behind = word[at + path.len()..].chars().next();
-        before.is_none_or(|before| "=,:\"".contains(before)) && behind.is_none_or(|behind| ",\"".contains(behind))
+/// Returns whether `argument` contains `path`, and not as a part of a longer path.
+fn contains_whole(argument: &str, path: &str) -> bool {
+    argument.match_indices(path).any(|(at, _)| {
+        let before = argument[..at].chars().next_back();
+        let after = argument[at + path.len()..].chars().next();
+        before.is_none_or(|before| "=,:\"".contains(before)) && after.is_none_or(|after| ",\"".contains(after))
     })
 }
 
 /// Returns `cpus`, or the product of the topology's parts; a part that is not given is 1.
 fn vcpus(smp: &KeyValues) -> Option<u32> {
-    let of = |key: &str| smp.get(key).map(str::parse::<u32>);
-    match of("cpus") {
+    let topology_part = |key: &str| smp.get(key).map(str::parse::<u32>);
+    match topology_part("cpus") {
         Some(cpus) => cpus.ok(),
         None => [
             "drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads",
         ]
         .iter()
-        .filter_map(|key| of(key))
+        .filter_map(|key| topology_part(key))
         .try_fold(1_u32, |all, part| all.checked_mul(part.ok()?)),
     }
 }
@@ -138,9 +141,9 @@ pub(crate) fn printable(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn described(line: &str) -> Described {
-        let words: Vec<OsString> = line.split(' ').map(Into::into).collect();
-        Described::by(&words)
+    fn command_line(line: &str) -> QemuCommandLine {
+        let arguments: Vec<OsString> = line.split(' ').map(Into::into).collect();
+        QemuCommandLine::parse(&arguments)
     }
 
     #[test]
@@ -163,14 +166,14 @@ mod tests {
             ("q -smp cores=100000,threads=100000", (None, Some(128 * MIB), None)),
         ];
         for (line, (name, ram, vcpus)) in cases {
-            let it = described(line);
+            let it = command_line(line);
             assert_eq!((it.name.as_deref(), it.ram, it.vcpus), (name, ram, vcpus), "{line}");
         }
-        assert_eq!(described("q -m 2G,maxmem=8G").ram_max, Some(8192 * MIB));
-        assert_eq!(described("q -m 2G,maxmem=2G").ram_max, None);
-        assert_eq!(described("q -name a\x1b[2Jb").name.as_deref(), Some("a\u{fffd}[2Jb"));
-        assert!(described("q -name guest=a,debug-threads=on").names_threads());
-        assert!(!described("q -name guest=a,debug-threads=off").names_threads());
+        assert_eq!(command_line("q -m 2G,maxmem=8G").ram_max, Some(8192 * MIB));
+        assert_eq!(command_line("q -m 2G,maxmem=2G").ram_max, None);
+        assert_eq!(command_line("q -name a\x1b[2Jb").name.as_deref(), Some("a\u{fffd}[2Jb"));
+        assert!(command_line("q -name guest=a,debug-threads=on").names_threads());
+        assert!(!command_line("q -name guest=a,debug-threads=off").names_threads());
     }
 
     #[test]
@@ -194,9 +197,10 @@ mod tests {
 
     #[test]
     fn only_whole_paths_are_found() {
-        let it = described("q -chardev socket,id=c,path=/run/a.sock -drive file=nbd+unix:///x?socket=/run/b,if=virtio");
-        assert!(it.names("/run/a.sock") && it.names("nbd+unix:///x?socket=/run/b"));
-        assert!(!it.names("/run/a") && !it.names("a.sock") && !it.names(""));
+        let it =
+            command_line("q -chardev socket,id=c,path=/run/a.sock -drive file=nbd+unix:///x?socket=/run/b,if=virtio");
+        assert!(it.contains("/run/a.sock") && it.contains("nbd+unix:///x?socket=/run/b"));
+        assert!(!it.contains("/run/a") && !it.contains("a.sock") && !it.contains(""));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::procfs::Read;
+use crate::procfs::ReadResult;
 use crate::procfs::host::{CpuTimes, DeviceCounts, DeviceNumber};
 use crate::procfs::process::{ProcessId, ThreadTimes};
 
@@ -16,7 +16,7 @@ pub struct Sample {
     /// Counters of the host.
     pub host: HostSample,
     /// Threads of each VM.
-    pub vms: BTreeMap<ProcessId, Read<Threads>>,
+    pub vms: BTreeMap<ProcessId, ReadResult<Threads>>,
 }
 
 /// Threads of a process, by thread ID.
@@ -28,22 +28,22 @@ pub struct ThreadSample {
     /// Name of the thread.
     pub name: String,
     /// Run time and wait time.
-    pub times: Read<ThreadTimes>,
+    pub times: ReadResult<ThreadTimes>,
 }
 
 /// Counters of the host.
 #[derive(Clone, Debug)]
 pub struct HostSample {
     /// CPU times.
-    pub cpu: Read<CpuTimes>,
+    pub cpu: ReadResult<CpuTimes>,
     /// Pages that were read back from the kernel's swap.
-    pub swapped_in: Read<u64>,
+    pub swapped_in: ReadResult<u64>,
     /// Total time for which some task waited for a CPU.
-    pub cpu_stall: Read<Duration>,
+    pub cpu_stall: ReadResult<Duration>,
     /// Total time for which some task waited for memory.
-    pub memory_stall: Read<Duration>,
+    pub memory_stall: ReadResult<Duration>,
     /// Total time for which some task waited for a disk.
-    pub io_stall: Read<Duration>,
+    pub io_stall: ReadResult<Duration>,
     /// Block devices.
-    pub devices: Read<BTreeMap<DeviceNumber, DeviceCounts>>,
+    pub devices: ReadResult<BTreeMap<DeviceNumber, DeviceCounts>>,
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use larder_vm::control::memory::MemoryState;
 use larder_vm::control::state::DiskState;
-use larder_vm::control::{FetchError, fetch_disks, fetch_memory};
+use larder_vm::control::{ControlClientError, fetch_disks, fetch_memory};
 use larder_vm::vm::find;
 
 use crate::procfs::Procfs;
@@ -19,7 +19,7 @@ const PROGRAM: &str = "larder";
 
 /// Kind of server, which determines the contents of its report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Serves {
+enum ServerKind {
     /// `larder memory attach`.
     Memory,
     /// `larder disk serve`.
@@ -31,18 +31,18 @@ enum Serves {
 /// Server that was found.
 #[derive(Clone, Debug)]
 struct Server {
-    serves: Serves,
+    kind: ServerKind,
     /// User ID of the process, if it is known.
     owner: Option<u32>,
     /// Name of the VM, if it has a VM file.
     vm: Option<String>,
     /// True if the user asked for this server by name; it is then reported if it is missing.
-    is_wanted: bool,
+    is_requested: bool,
 }
 
 /// State that a server reported.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct Telemetry {
     /// Name of the VM, if it has a VM file.
     pub(crate) vm: Option<String>,
     /// User ID of the process, if it is known.
@@ -52,19 +52,19 @@ pub(crate) struct Told {
     /// Disks that the server serves.
     pub(crate) disks: Vec<DiskState>,
     /// Reason why the report is incomplete.
-    pub(crate) silence: Option<String>,
+    pub(crate) incomplete_reason: Option<String>,
 }
 
 /// Reports of all servers, by their sockets.
-pub(crate) type AllTold = BTreeMap<PathBuf, Told>;
+pub(crate) type TelemetryBySocket = BTreeMap<PathBuf, Telemetry>;
 
-/// Queries all servers that are found, and those at `besides`, concurrently: a stuck server delays no other.
-pub(crate) fn ask_all(procfs: &Procfs, besides: &[PathBuf]) -> AllTold {
-    let servers = find_all(procfs, besides);
+/// Queries all servers that are found, and those at `extra_sockets`, concurrently: a stuck server delays no other.
+pub(crate) fn query_all(procfs: &Procfs, extra_sockets: &[PathBuf]) -> TelemetryBySocket {
+    let servers = find_all(procfs, extra_sockets);
     std::thread::scope(|scope| {
         let threads: Vec<_> = servers
             .iter()
-            .map(|(path, server)| (path, scope.spawn(move || ask(path, server))))
+            .map(|(path, server)| (path, scope.spawn(move || query(path, server))))
             .collect();
         // A query that panicked is left out.
         threads
@@ -74,83 +74,86 @@ pub(crate) fn ask_all(procfs: &Procfs, besides: &[PathBuf]) -> AllTold {
     })
 }
 
-fn find_all(procfs: &Procfs, besides: &[PathBuf]) -> BTreeMap<PathBuf, Server> {
+fn find_all(procfs: &Procfs, extra_sockets: &[PathBuf]) -> BTreeMap<PathBuf, Server> {
     let mut all = BTreeMap::new();
-    for path in besides {
+    for path in extra_sockets {
         let server = Server {
-            serves: Serves::Vm,
+            kind: ServerKind::Vm,
             owner: None,
             vm: None,
-            is_wanted: true,
+            is_requested: true,
         };
         all.insert(path.clone(), server);
     }
-    for found in find::vms() {
+    for found in find::known_vms() {
         let server = Server {
-            serves: Serves::Vm,
+            kind: ServerKind::Vm,
             owner: None,
             vm: Some(found.name),
-            is_wanted: besides.contains(&found.control),
+            is_requested: extra_sockets.contains(&found.control),
         };
         all.insert(found.control, server);
     }
     for pid in procfs.processes() {
-        let Some((path, serves)) = control_of(procfs, pid) else {
+        let Some((path, kind)) = control_socket_of(procfs, pid) else {
             continue;
         };
         all.entry(path).or_insert(Server {
-            serves,
+            kind,
             owner: procfs.owner(pid),
             vm: None,
-            is_wanted: false,
+            is_requested: false,
         });
     }
     all
 }
 
 /// Returns the control socket of a process, if the process is one of Larder's servers.
-fn control_of(procfs: &Procfs, pid: i32) -> Option<(PathBuf, Serves)> {
+fn control_socket_of(procfs: &Procfs, pid: i32) -> Option<(PathBuf, ServerKind)> {
     let name = procfs.program(pid).or_else(|| procfs.name(pid).ok())?;
     if name != PROGRAM {
         return None;
     }
-    let words = procfs.command_line(pid).ok()?;
-    let words: Vec<String> = words.into_iter().filter_map(|word| word.into_string().ok()).collect();
-    let (path, serves) = control_in(&words)?;
+    let arguments = procfs.command_line(pid).ok()?;
+    let arguments: Vec<String> = arguments
+        .into_iter()
+        .filter_map(|argument| argument.into_string().ok())
+        .collect();
+    let (path, kind) = parse_control_socket(&arguments)?;
     // A relative path is relative to the directory in which the server was started.
     match path.is_absolute() {
-        true => Some((path, serves)),
-        false => Some((procfs.directory(pid)?.join(path), serves)),
+        true => Some((path, kind)),
+        false => Some((procfs.working_directory(pid)?.join(path), kind)),
     }
 }
 
 /// Returns the control socket that a Larder command line names.
-fn control_in(words: &[String]) -> Option<(PathBuf, Serves)> {
-    let serves = match words.get(1..3)? {
-        [memory, attach] if memory == "memory" && attach == "attach" => Serves::Memory,
-        [disk, serve] if disk == "disk" && serve == "serve" => Serves::Disk,
+fn parse_control_socket(arguments: &[String]) -> Option<(PathBuf, ServerKind)> {
+    let kind = match arguments.get(1..3)? {
+        [memory, attach] if memory == "memory" && attach == "attach" => ServerKind::Memory,
+        [disk, serve] if disk == "disk" && serve == "serve" => ServerKind::Disk,
         _ => return None,
     };
-    let words = &words[3..];
-    if let Some(path) = value_of("--control", words) {
-        return Some((path.into(), serves));
+    let arguments = &arguments[3..];
+    if let Some(path) = option_value("--control", arguments) {
+        return Some((path.into(), kind));
     }
-    let file = value_of("--vm", words).filter(|_| serves == Serves::Memory)?;
+    let file = option_value("--vm", arguments).filter(|_| kind == ServerKind::Memory)?;
     // The option takes a VM name, or the path of the VM file of that name.
     let name = Path::new(file).file_name()?.to_str()?;
     let name = match file.contains('/') {
         true => Path::new(name).file_stem()?.to_str()?,
         false => name,
     };
-    Some((find::memory_control_of(name), serves))
+    Some((find::memory_control_path(name), kind))
 }
 
 /// Returns the value of an option.
-fn value_of<'a>(option: &str, words: &'a [String]) -> Option<&'a str> {
-    let mut words = words.iter();
+fn option_value<'a>(option: &str, arguments: &'a [String]) -> Option<&'a str> {
+    let mut arguments = arguments.iter();
     loop {
-        match words.next()?.strip_prefix(option) {
-            Some("") => return Some(words.next()?),
+        match arguments.next()?.strip_prefix(option) {
+            Some("") => return Some(arguments.next()?),
             Some(rest) if let Some(value) = rest.strip_prefix('=') => return Some(value),
             _ => {}
         }
@@ -158,34 +161,37 @@ fn value_of<'a>(option: &str, words: &'a [String]) -> Option<&'a str> {
 }
 
 /// Queries a server; returns `None` if it is not running, unless the user asked for it.
-fn ask(path: &Path, server: &Server) -> Option<Told> {
-    let mut told = Told {
+fn query(path: &Path, server: &Server) -> Option<Telemetry> {
+    let mut telemetry = Telemetry {
         vm: server.vm.clone(),
         owner: server.owner,
-        ..Told::default()
+        ..Telemetry::default()
     };
-    if server.serves != Serves::Disk {
+    if server.kind != ServerKind::Disk {
         match fetch_memory(path) {
-            Ok((_, memory)) => told.memory = Some(memory),
+            Ok((_, memory)) => telemetry.memory = Some(memory),
             // The server manages no memory.
-            Err(FetchError::Refused { .. }) if server.serves == Serves::Vm => {}
-            Err(error) if is_nobody(&error) && !server.is_wanted => return None,
-            Err(error) => told.silence = Some(error.to_string()),
+            Err(ControlClientError::Refused { .. }) if server.kind == ServerKind::Vm => {}
+            Err(error) if is_not_running(&error) && !server.is_requested => return None,
+            Err(error) => telemetry.incomplete_reason = Some(error.to_string()),
         }
     }
-    if server.serves != Serves::Memory && told.silence.is_none() {
+    if server.kind != ServerKind::Memory && telemetry.incomplete_reason.is_none() {
         match fetch_disks(path) {
-            Ok((_, disks)) => told.disks = disks.disks,
-            Err(FetchError::Refused { .. }) if told.memory.is_some() => {}
-            Err(error) if is_nobody(&error) && !server.is_wanted => return None,
-            Err(error) => told.silence = Some(error.to_string()),
+            Ok((_, disks)) => telemetry.disks = disks.disks,
+            Err(ControlClientError::Refused { .. }) if telemetry.memory.is_some() => {}
+            Err(error) if is_not_running(&error) && !server.is_requested => return None,
+            Err(error) => telemetry.incomplete_reason = Some(error.to_string()),
         }
     }
-    Some(told)
+    Some(telemetry)
 }
 
-fn is_nobody(error: &FetchError) -> bool {
-    matches!(error, FetchError::Missing { .. } | FetchError::Dead { .. })
+fn is_not_running(error: &ControlClientError) -> bool {
+    matches!(
+        error,
+        ControlClientError::Missing { .. } | ControlClientError::NoListener { .. }
+    )
 }
 
 #[cfg(test)]
@@ -197,15 +203,15 @@ mod tests {
         let cases = [
             (
                 "larder memory attach --pid 7 --budget 1G --control /run/m.sock",
-                Some(("/run/m.sock", Serves::Memory)),
+                Some(("/run/m.sock", ServerKind::Memory)),
             ),
             (
                 "larder memory attach --control=m.sock --pid 7",
-                Some(("m.sock", Serves::Memory)),
+                Some(("m.sock", ServerKind::Memory)),
             ),
             (
                 "/usr/bin/larder disk serve a.raw --socket s --control c",
-                Some(("c", Serves::Disk)),
+                Some(("c", ServerKind::Disk)),
             ),
             ("larder disk serve a.raw --socket s", None),
             ("larder disk serve a.raw --control", None),
@@ -216,19 +222,19 @@ mod tests {
             ("larder", None),
         ];
         for (line, expected) in cases {
-            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
-            let expected = expected.map(|(path, serves)| (PathBuf::from(path), serves));
-            assert_eq!(control_in(&words), expected, "{line}");
+            let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            let expected = expected.map(|(path, kind)| (PathBuf::from(path), kind));
+            assert_eq!(parse_control_socket(&arguments), expected, "{line}");
         }
         for line in [
             "larder memory attach --vm web.1",
             "larder memory attach --vm=/etc/larder/vms/web.1.toml",
         ] {
-            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
-            let (path, serves) = control_in(&words).expect("it listens");
+            let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            let (path, kind) = parse_control_socket(&arguments).expect("it listens");
             assert_eq!(
-                (path.file_name(), serves),
-                (Some("web.1.sock".as_ref()), Serves::Memory),
+                (path.file_name(), kind),
+                (Some("web.1.sock".as_ref()), ServerKind::Memory),
                 "{line}"
             );
         }

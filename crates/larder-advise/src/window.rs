@@ -3,17 +3,17 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::measured::{Device, Gap, Host, Vcpu, VmCpu};
+use crate::measured::{MeasuredDevice, MeasuredHost, MeasurementGap, Vcpu, VmCpu};
 use crate::procfs::process::{ProcessId, ThreadTimes};
-use crate::procfs::{Read, Unread};
+use crate::procfs::{ReadError, ReadResult};
 use crate::qemu::{is_vcpu, vcpu_number};
 use crate::sample::{Sample, ThreadSample, Threads};
 
 /// Page size of the kernel's swap, in bytes.
-const PAGE: f64 = 4096.0;
+const PAGE_BYTES: f64 = 4096.0;
 
 /// Message for a `schedstat` that contains only zeros.
-const NOT_COUNTED: &str = "this kernel's /proc/PID/task/TID/schedstat has only zeros: it counts only with delay accounting enabled \
+const SCHEDSTAT_IS_ZERO: &str = "this kernel's /proc/PID/task/TID/schedstat has only zeros: it counts only with delay accounting enabled \
     (sysctl kernel.task_delayacct=1)";
 
 /// Samples in order, taken at two moments at least.
@@ -25,7 +25,7 @@ pub struct Window<'a> {
 
 impl<'a> Window<'a> {
     /// Creates a window; returns `None` if no time has passed.
-    pub fn of(samples: &'a [Sample]) -> Option<Self> {
+    pub fn new(samples: &'a [Sample]) -> Option<Self> {
         let (first, last) = (samples.first()?, samples.last()?);
         (last.at > first.at).then_some(Self { samples, first, last })
     }
@@ -41,15 +41,15 @@ impl<'a> Window<'a> {
     }
 
     fn slices(&self) -> impl Iterator<Item = Self> {
-        self.samples.windows(2).filter_map(Window::of)
+        self.samples.windows(2).filter_map(Window::new)
     }
 
     /// Returns the activity of the host. Memory sizes are not filled in here.
-    pub fn host(&self, gaps: &mut Vec<Gap>) -> Host {
+    pub fn host(&self, gaps: &mut Vec<MeasurementGap>) -> MeasuredHost {
         let (first, last) = (&self.first.host, &self.last.host);
-        let mut host = Host::default();
-        let mut note = |what: &str, why: &Unread| {
-            gaps.push(Gap {
+        let mut host = MeasuredHost::default();
+        let mut add_gap = |what: &str, why: &ReadError| {
+            gaps.push(MeasurementGap {
                 vm: None,
                 what: what.to_owned(),
                 why: why.to_string(),
@@ -63,18 +63,18 @@ impl<'a> Window<'a> {
                 host.cpu_busy = share(all.saturating_sub(now.idle.saturating_sub(before.idle)));
                 host.cpu_stolen = share(now.stolen.saturating_sub(before.stolen));
             }
-            (Err(why), _) | (_, Err(why)) => note("how busy the host's CPUs are", why),
+            (Err(why), _) | (_, Err(why)) => add_gap("how busy the host's CPUs are", why),
         }
         match (&first.swapped_in, &last.swapped_in) {
             (Ok(before), Ok(now)) => {
-                host.swapped_in_per_second = Some(now.saturating_sub(*before) as f64 * PAGE / self.seconds());
+                host.swapped_in_per_second = Some(now.saturating_sub(*before) as f64 * PAGE_BYTES / self.seconds());
             }
-            (Err(why), _) | (_, Err(why)) => note("what the kernel swaps in", why),
+            (Err(why), _) | (_, Err(why)) => add_gap("what the kernel swaps in", why),
         }
-        let mut stall = |what: &str, before: &Read<Duration>, now: &Read<Duration>| match (before, now) {
+        let mut stall = |what: &str, before: &ReadResult<Duration>, now: &ReadResult<Duration>| match (before, now) {
             (Ok(before), Ok(now)) => Some((now.saturating_sub(*before).as_secs_f64() / self.seconds()).min(1.0)),
             (Err(why), _) | (_, Err(why)) => {
-                note(what, why);
+                add_gap(what, why);
                 None
             }
         };
@@ -94,17 +94,17 @@ impl<'a> Window<'a> {
                     if requests == 0 {
                         continue;
                     }
-                    let taken_ms = now.taken_ms.saturating_sub(before.taken_ms);
+                    let request_ms = now.request_ms.saturating_sub(before.request_ms);
                     let busy_ms = now.busy_ms.saturating_sub(before.busy_ms);
-                    host.devices.push(Device {
+                    host.devices.push(MeasuredDevice {
                         name: now.name.clone(),
                         requests_per_second: requests as f64 / self.seconds(),
-                        await_seconds: Some(taken_ms as f64 / 1e3 / requests as f64),
+                        await_seconds: Some(request_ms as f64 / 1e3 / requests as f64),
                         utilization: (busy_ms as f64 / 1e3 / self.seconds()).min(1.0),
                     });
                 }
             }
-            (Err(why), _) | (_, Err(why)) => note("how long the host's disks take", why),
+            (Err(why), _) | (_, Err(why)) => add_gap("how long the host's disks take", why),
         }
         host
     }
@@ -113,7 +113,7 @@ impl<'a> Window<'a> {
     ///
     /// # Errors
     /// The VM did not exist during the whole window, or its times were not measured.
-    pub fn cpu(&self, vm: ProcessId) -> Result<VmCpu, String> {
+    pub fn vm_cpu(&self, vm: ProcessId) -> Result<VmCpu, String> {
         let threads = |sample: &'a Sample| match sample.vms.get(&vm) {
             Some(Ok(threads)) => Ok(threads),
             Some(Err(why)) => Err(why.to_string()),
@@ -123,16 +123,16 @@ impl<'a> Window<'a> {
         // Every existing thread has run, so zeros mean that the kernel does not count.
         let counts_nothing = |thread: &ThreadSample| thread.times == Ok(ThreadTimes::default());
         if now.values().all(counts_nothing) {
-            return Err(NOT_COUNTED.to_owned());
+            return Err(SCHEDSTAT_IS_ZERO.to_owned());
         }
         let mut cpu = VmCpu::default();
-        let mut unread = None;
+        let mut unread_reason = None;
         let mut vcpus = BTreeMap::new();
         for (number, (name, times)) in self.between(before, now) {
             let times = match times {
                 Ok(times) => times,
                 Err(why) => {
-                    unread = Some(why.to_string());
+                    unread_reason = Some(why.to_string());
                     continue;
                 }
             };
@@ -150,7 +150,7 @@ impl<'a> Window<'a> {
                 vcpus.insert((vcpu_number(name), number), vcpu);
             }
         }
-        if let Some(why) = unread {
+        if let Some(why) = unread_reason {
             return Err(why);
         }
         cpu.vcpus = vcpus.into_values().collect();
@@ -166,7 +166,7 @@ impl<'a> Window<'a> {
         &self,
         before: &'a Threads,
         now: &'a Threads,
-    ) -> impl Iterator<Item = (i32, (&'a str, Read<ThreadTimes>))> {
+    ) -> impl Iterator<Item = (i32, (&'a str, ReadResult<ThreadTimes>))> {
         now.iter().filter_map(|(number, now)| {
             let before = before.get(number)?;
             let times = match (&before.times, &now.times) {
@@ -174,7 +174,7 @@ impl<'a> Window<'a> {
                     run: now.run.saturating_sub(before.run),
                     wait: now.wait.saturating_sub(before.wait),
                 }),
-                (Err(Unread::Gone), _) | (_, Err(Unread::Gone)) => return None,
+                (Err(ReadError::Exited), _) | (_, Err(ReadError::Exited)) => return None,
                 (Err(why), _) | (_, Err(why)) => Err(why.clone()),
             };
             Some((*number, (now.name.as_str(), times)))
@@ -193,10 +193,11 @@ impl<'a> Window<'a> {
     }
 
     fn ready_peak(&self, vm: ProcessId, thread: i32) -> f64 {
-        let of = |sample: &'a Sample| -> Option<&'a ThreadSample> { sample.vms.get(&vm)?.as_ref().ok()?.get(&thread) };
+        let thread_sample =
+            |sample: &'a Sample| -> Option<&'a ThreadSample> { sample.vms.get(&vm)?.as_ref().ok()?.get(&thread) };
         let ready = |slice: Self| {
-            let before = of(slice.first)?.times.as_ref().ok()?.wait;
-            let now = of(slice.last)?.times.as_ref().ok()?.wait;
+            let before = thread_sample(slice.first)?.times.as_ref().ok()?.wait;
+            let now = thread_sample(slice.last)?.times.as_ref().ok()?.wait;
             Some((now.saturating_sub(before) as f64 / 1e9 / slice.seconds()).min(1.0))
         };
         self.slices().filter_map(ready).fold(0.0, f64::max)
@@ -212,8 +213,8 @@ mod tests {
     const VM: ProcessId = ProcessId { pid: 7, started: 1 };
     const MS: u64 = 1_000_000;
 
-    fn missing<T>(file: &str) -> Read<T> {
-        Err(Unread::Missing(file.into()))
+    fn missing<T>(file: &str) -> ReadResult<T> {
+        Err(ReadError::Missing(file.into()))
     }
 
     /// Returns a sample at `at_ms` ms, by which the host's CPUs have idled for half of the time.
@@ -229,7 +230,7 @@ mod tests {
         let sda = DeviceCounts {
             name: "sda".to_owned(),
             requests: at_ms,
-            taken_ms: at_ms * 5,
+            request_ms: at_ms * 5,
             busy_ms: at_ms / 4,
         };
         Sample {
@@ -269,8 +270,8 @@ mod tests {
                 &[(7, "qemu", 210, 0), (8, "CPU 1/KVM", 600, 1050), (9, "CPU 0/KVM", 5, 5)],
             ),
         ];
-        let window = Window::of(&samples).expect("time has passed");
-        let cpu = window.cpu(VM).expect("is measured");
+        let window = Window::new(&samples).expect("time has passed");
+        let cpu = window.vm_cpu(VM).expect("is measured");
         let names: Vec<&str> = cpu.vcpus.iter().map(|vcpu| vcpu.thread.as_str()).collect();
         assert_eq!(names, ["CPU 0/KVM", "CPU 1/KVM"]);
         let vcpu = &cpu.vcpus[1];
@@ -287,13 +288,13 @@ mod tests {
             sample(0, &[(8, "CPU 0/KVM", 0, 0), (9, "worker", 0, 0)]),
             sample(1000, &[(8, "CPU 0/KVM", 500, 0), (10, "worker", 900, 0)]),
         ];
-        let window = Window::of(&samples).expect("time has passed");
-        assert_eq!(window.cpu(VM).expect("is measured").used, 0.5);
+        let window = Window::new(&samples).expect("time has passed");
+        assert_eq!(window.vm_cpu(VM).expect("is measured").used, 0.5);
         let another = ProcessId { started: 2, ..VM };
-        assert_eq!(window.cpu(another), Err("it did not run all the time".to_owned()));
-        samples[1].vms.insert(VM, Err(Unread::Gone));
-        let window = Window::of(&samples).expect("time has passed");
-        assert_eq!(window.cpu(VM), Err("it has exited".to_owned()));
+        assert_eq!(window.vm_cpu(another), Err("it did not run all the time".to_owned()));
+        samples[1].vms.insert(VM, Err(ReadError::Exited));
+        let window = Window::new(&samples).expect("time has passed");
+        assert_eq!(window.vm_cpu(VM), Err("it has exited".to_owned()));
     }
 
     #[test]
@@ -309,19 +310,19 @@ mod tests {
                 thread.times = missing("/proc/7/task/8/schedstat");
             }
         }
-        let window = Window::of(&samples).expect("time has passed");
+        let window = Window::new(&samples).expect("time has passed");
         assert_eq!(
-            window.cpu(VM),
+            window.vm_cpu(VM),
             Err("this kernel has no /proc/7/task/8/schedstat".to_owned())
         );
-        assert!(Window::of(&samples[..1]).is_none());
+        assert!(Window::new(&samples[..1]).is_none());
         // The files exist and contain only zeros.
         let samples = [
             sample(0, &[(8, "CPU 0/KVM", 0, 0)]),
             sample(1000, &[(8, "CPU 0/KVM", 0, 0)]),
         ];
-        let window = Window::of(&samples).expect("time has passed");
-        assert_eq!(window.cpu(VM), Err(NOT_COUNTED.to_owned()));
+        let window = Window::new(&samples).expect("time has passed");
+        assert_eq!(window.vm_cpu(VM), Err(SCHEDSTAT_IS_ZERO.to_owned()));
     }
 
     /// A value that the kernel lacks is reported as a gap, with its file.
@@ -329,7 +330,7 @@ mod tests {
     fn host_report_includes_missing_files() {
         let samples = [sample(0, &[]), sample(2000, &[])];
         let mut gaps = Vec::new();
-        let host = Window::of(&samples).expect("time has passed").host(&mut gaps);
+        let host = Window::new(&samples).expect("time has passed").host(&mut gaps);
         assert_eq!(
             (host.cpus, host.cpu_busy, host.cpu_stolen),
             (Some(2), Some(0.5), Some(0.1))

@@ -74,9 +74,9 @@ const ALL: [&[&str]; 6] = [
 fn main() -> anyhow::Result<ExitCode> {
     let passed = match Cli::parse().command {
         Command::All => {
-            for words in ALL {
-                println!("{}", words.join(" "));
-                match Cli::parse_from(words).command {
+            for command in ALL {
+                println!("{}", command.join(" "));
+                match Cli::parse_from(command).command {
                     Command::VhostUser(arguments) => vhost_user::run(&arguments)?,
                     Command::Qcow2(arguments) => qcow2::run(&arguments)?,
                     Command::Prefetch(arguments) => prefetch::run(&arguments)?,

@@ -31,7 +31,7 @@ impl Drop for Undo {
         drop(self.shell.stdin.take());
         match self.shell.wait() {
             Ok(status) if status.success() => {}
-            ended => eprintln!("the machine's previous state may not be restored: {ended:?}"),
+            exit_status => eprintln!("the machine's previous state may not be restored: {exit_status:?}"),
         }
     }
 }

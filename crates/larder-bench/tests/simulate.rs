@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use larder_bench::simulate::memory::MEMORIES;
+use larder_bench::simulate::memory::MEMORY_SUBJECTS;
 use larder_bench::simulate::stack::{Disk, Opened, Outcome, STACKS, Stack, find};
 use larder_bench::simulate::{Subject, Summary, simulate};
 use larder_block::backend::simulated::{SeededRng, SimulatedDevice};
@@ -36,7 +36,7 @@ const MEMORY_SEEDS: u64 = 300;
 #[test]
 /// Memory reads as it was written through faults and kills of its pager.
 fn memory_survives_faults_and_pager_kills() {
-    for memory in MEMORIES {
+    for memory in MEMORY_SUBJECTS {
         let mut total = Summary::default();
         for seed in 0..MEMORY_SEEDS {
             match simulate(Subject::Memory(memory), seed) {
@@ -57,7 +57,7 @@ fn memory_survives_faults_and_pager_kills() {
 
 #[test]
 fn memory_seed_is_deterministic() {
-    for memory in MEMORIES {
+    for memory in MEMORY_SUBJECTS {
         let run = |seed| {
             let Summary {
                 requests,
@@ -108,12 +108,12 @@ enum Lie {
     Hole,
 }
 
-struct Liar {
+struct DefectiveDevice {
     lower: Rc<SimulatedDevice>,
     lie: Lie,
 }
 
-impl BlockDevice for Liar {
+impl BlockDevice for DefectiveDevice {
     fn name(&self) -> &Rc<str> {
         self.lower.name()
     }
@@ -194,7 +194,7 @@ impl Stack for Lie {
         _: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         let lower = Rc::clone(&disks[0]);
-        let device = Rc::new(Liar { lower, lie: *self });
+        let device = Rc::new(DefectiveDevice { lower, lie: *self });
         Box::pin(async { Ok(Opened::plain(device)) })
     }
 }
@@ -220,18 +220,18 @@ fn broken_layer_is_detected() {
     }
 }
 
-/// Offset of the data of [`Headed`], after a header that is written when the disk is formatted.
+/// Offset of the data of [`HeaderStack`], after a header that is written when the disk is formatted.
 const HEADER: u64 = 4096;
 
 /// A minimal format: a header, followed by data.
-struct Headed;
+struct HeaderStack;
 
 struct HeadedDevice {
     lower: Rc<SimulatedDevice>,
     changes: SizeChanges,
 }
 
-impl Stack for Headed {
+impl Stack for HeaderStack {
     fn name(&self) -> &'static str {
         "headed"
     }
@@ -334,7 +334,7 @@ impl BlockDevice for HeadedDevice {
 /// A stack that needs formatting is formatted once, and opened after stops at any moment.
 fn formatted_stack_reopens_after_any_stop() {
     for seed in 0..SEEDS {
-        if let Err(finding) = simulate(Subject::Stack(&Headed), seed) {
+        if let Err(finding) = simulate(Subject::Stack(&HeaderStack), seed) {
             panic!("{finding}");
         }
     }

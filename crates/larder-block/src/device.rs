@@ -275,8 +275,8 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// Starts a request on a device that lives as long as the request. `begin` must not store the device anywhere but
-    /// in the returned request.
+    /// Starts a request on a device that lives as long as the request. `start_request` must not store the device
+    /// anywhere but in the returned request.
     pub(crate) fn on_shared(
         device: &Rc<SharedDevice>,
         start_request: impl FnOnce(&'a dyn BlockDevice) -> Self,
@@ -432,7 +432,8 @@ impl SizeChanges {
         self.changed_after_or(generation, || false).await;
     }
 
-    /// Completes once there was a change after `generation`, or `enough` returns true after a [`SizeChanges::wake`].
+    /// Completes once there was a change after `generation`, or `should_stop` returns true after a
+    /// [`SizeChanges::wake`].
     pub async fn changed_after_or(&self, generation: u64, should_stop: impl Fn() -> bool) {
         let is_done = || self.generation.get() != generation || should_stop();
         self.changed.when(is_done).await;

@@ -102,7 +102,7 @@ impl LockWait {
         }
     }
 
-    /// Returns true if the caller should retry to lock `file`, which failed just now, and logs the reason. `busy` is
+    /// Returns true if the caller should retry to lock `file`, which failed just now, and logs the reason. `failure` is
     /// a text that names the locked object and the failure.
     pub fn should_retry(&mut self, file: BorrowedFd<'_>, failure: &dyn std::fmt::Display) -> bool {
         let now = Instant::now();
@@ -200,7 +200,7 @@ fn identity_of(metadata: &fs::Metadata, kind: LockKind) -> (u64, u64) {
     }
 }
 
-/// Returns true if a process has a lock of `kind` on the file `locked`. Returns `None` if this user may not inspect
+/// Returns true if a process has a lock of `kind` on the file `target`. Returns `None` if this user may not inspect
 /// the process.
 fn holds_lock(pid: u32, target: (u64, u64), kind: LockKind) -> Option<bool> {
     let descriptors = match fs::read_dir(format!("/proc/{pid}/fd")) {

@@ -87,7 +87,7 @@ pub trait Opener: Send + Sync {
     /// The path does not exist.
     fn canonicalize(&self, path: &Path) -> io::Result<PathBuf>;
 
-    /// Returns the names in `folder` (a directory of /dev) that lead to the same device as `path`.
+    /// Returns the names in `directory` (a directory of /dev) that lead to the same device as `path`.
     ///
     /// # Errors
     /// One of the two cannot be read.

@@ -174,7 +174,7 @@ impl Entries {
         woken
     }
 
-    /// Returns true if an entry of turn `turn` must wait for an earlier one.
+    /// Returns true if an entry that arrived as `arrival` must wait for an earlier one.
     fn must_wait(&self, range: ByteRange, mode: RangeLockMode, arrival: u64) -> bool {
         self.slots.iter().flatten().any(|entry| {
             entry.arrival < arrival

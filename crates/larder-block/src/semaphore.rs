@@ -69,7 +69,7 @@ impl Semaphore {
     }
 
     /// Takes `units` units (all of them, if the budget is smaller), once it is this caller's turn. Returns `None` if
-    /// `is_over` becomes true meanwhile, which [`Semaphore::wake`] makes waiting users check.
+    /// `is_cancelled` becomes true meanwhile, which [`Semaphore::wake`] makes waiting users check.
     pub async fn acquire(self: &Rc<Self>, units: usize, is_cancelled: impl Fn() -> bool) -> Option<SemaphorePermit> {
         let units = units.min(self.total_units);
         if self.waiter_count.get() == 0

@@ -22,7 +22,7 @@ impl Signal {
         }
     }
 
-    /// Completes with the result of `look`, as soon as there is one. `look` is called at once and after every change.
+    /// Completes with the result of `check`, as soon as there is one. `check` is called at once and after every change.
     pub async fn until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
         poll_fn(|context| match check() {
             Some(value) => Poll::Ready(value),
@@ -37,7 +37,7 @@ impl Signal {
         .await
     }
 
-    /// Completes once `is_so` returns true. It is called at once and after every change.
+    /// Completes once `condition` returns true. It is called at once and after every change.
     pub async fn when(&self, mut condition: impl FnMut() -> bool) {
         self.until(|| condition().then_some(())).await;
     }

@@ -7,7 +7,7 @@
 
 use std::rc::Rc;
 
-use larder_block::range_lock::{LockTicket, RangeLockGuard, RangeLockMode as Hold, RangeLocks};
+use larder_block::range_lock::{LockTicket, RangeLockGuard, RangeLockMode as DiskLocks, RangeLocks};
 use larder_block::{ByteLen, ByteRange, Io, IoResult, Operation, RequestWatch, WriteBuf, WriteFlags, ZeroFlags, join};
 use larder_policy::policy::{AccessContext, AccessKind};
 use smallvec::SmallVec;
@@ -21,7 +21,7 @@ use crate::line_parts::LinePart;
 use crate::slot_allocation::{Invalidation, WriteSlot};
 use crate::{Cache, CacheMode, DeviceState};
 
-/// Lines of the cache that a piece of a discard or write-zeroes touches at most. If 16 times `unsettled_max` is less,
+/// Lines of the cache that a piece of a discard or write-zeroes touches at most. If 16 times `unpersisted_max` is less,
 /// that is the bound.
 const PIECE_LINES: usize = 16 << 10;
 
@@ -65,11 +65,11 @@ impl DiskChanges {
     /// Completes when all changes that are under way now have ended.
     pub(crate) async fn wait_drained(&self) {
         let everything = ByteRange::new(0, u64::MAX >> 1);
-        drop(self.ranges.lock(everything, Hold::Exclusive).await);
+        drop(self.ranges.lock(everything, DiskLocks::Exclusive).await);
     }
 
     /// Locks `range`, so that other changes of it wait.
-    pub(crate) async fn lock(&self, range: ByteRange, hold: Hold) -> RangeLockGuard<'_> {
+    pub(crate) async fn lock(&self, range: ByteRange, hold: DiskLocks) -> RangeLockGuard<'_> {
         self.ranges.lock(range, hold).await
     }
 
@@ -193,7 +193,7 @@ impl Cache {
 
     async fn write_steps(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let lines = self.align_to_lines(range);
-        let _held = self.changes.ranges.lock(lines, Hold::Exclusive).await;
+        let _held = self.changes.ranges.lock(lines, DiskLocks::Exclusive).await;
         // A fill must not store old data of a line during the write.
         self.fills.invalidate(lines);
         self.fills.wait_stores(lines).await;
@@ -213,7 +213,7 @@ impl Cache {
         let _exclusive = self
             .cleaner
             .busy
-            .lock(self.align_to_lines(range), Hold::Exclusive)
+            .lock(self.align_to_lines(range), DiskLocks::Exclusive)
             .await;
         // Lines may be dirty from the time of another mode.
         self.clean_before_change(range).await?;
@@ -405,11 +405,11 @@ impl Cache {
     async fn clear_piece(&self, piece: ByteRange, clear: Clear) -> IoResult {
         let operation = clear.operation();
         let lines = self.align_to_lines(piece);
-        let _held = self.changes.ranges.lock(lines, Hold::Exclusive).await;
+        let _held = self.changes.ranges.lock(lines, DiskLocks::Exclusive).await;
         self.fills.invalidate(piece);
         self.wait_dropped_dirty(operation, piece).await?;
         self.load_range(piece, operation).await?;
-        let _exclusive = self.cleaner.busy.lock(lines, Hold::Exclusive).await;
+        let _exclusive = self.cleaner.busy.lock(lines, DiskLocks::Exclusive).await;
         // Clean data is removed first. If the disk's operation fails, dirty data is still the content of its sectors.
         if self.invalidate(piece, Invalidation::Clean).await.is_err() {
             self.flush_range_to_disk(operation, piece).await?;

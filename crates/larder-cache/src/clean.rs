@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use larder_block::event_loop::yield_now;
-use larder_block::range_lock::{RangeLockMode as Hold, RangeLocks};
+use larder_block::range_lock::{RangeLockMode as DiskLocks, RangeLocks};
 use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, WriteBuf, WriteFlags, join};
 use smallvec::SmallVec;
 
@@ -164,7 +164,7 @@ fn len_of_runs(lines: &[Line], runs: usize) -> usize {
 /// State after a batch could not be cleaned: every other line is tried once more.
 struct CleanRetry {
     error: IoError,
-    /// First line that was tried; `is_around` is set once the search has wrapped to the first line.
+    /// First line that was tried; `has_wrapped` is set once the search has wrapped to the first line.
     from: Line,
     has_wrapped: bool,
     failed_parts: u32,
@@ -392,8 +392,8 @@ impl Cache {
     }
 
     /// Cleans as many as possible of the lines of a batch that failed, so that a bad spot on a device does not keep
-    /// the rest from the disk. Returns whether it is worth continuing; `in_vain` counts failed parts since the last
-    /// success.
+    /// the rest from the disk. Returns whether it is worth continuing; `failed_parts` counts failed parts since the
+    /// last success.
     async fn clean_by_halves(&self, lines: &[Line], failed_parts: &mut u32) -> bool {
         let mut parts = vec![lines];
         while let Some(part) = parts.pop() {
@@ -448,7 +448,7 @@ impl Cache {
             self.apply_size().await?;
         }
         let range = self.range_of(*first..last + 1);
-        let _held = self.cleaner.busy.lock(range, Hold::Exclusive).await;
+        let _held = self.cleaner.busy.lock(range, DiskLocks::Exclusive).await;
         self.clean_locked(lines).await
     }
 

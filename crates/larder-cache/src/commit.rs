@@ -53,7 +53,7 @@ pub(crate) struct CommitQueue {
     unflushed: RefCell<VecDeque<UnflushedRecord>>,
     /// Sectors below this one are durable, and so is the data that they refer to.
     durable_end: Cell<u64>,
-    /// Highest durable end that a durable sector states. `to_tell` is the one that is to be stated.
+    /// Highest durable end that a durable sector states. `end_to_state` is the one that is to be stated.
     stated_end: Cell<u64>,
     end_to_state: Cell<u64>,
     running: Cell<bool>,

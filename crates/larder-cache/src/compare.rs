@@ -19,7 +19,7 @@ use std::rc::Weak;
 use std::time::Duration;
 
 use larder_block::event_loop::yield_now;
-use larder_block::range_lock::RangeLockMode as Hold;
+use larder_block::range_lock::RangeLockMode as DiskLocks;
 use larder_block::signal::Signal;
 use larder_block::{AlignedBuf, ByteLen, ByteRange, Io, IoResult, LoopTime, ReadBuf, join};
 use smallvec::SmallVec;
@@ -188,7 +188,7 @@ impl Cache {
             return Ok(());
         };
         let lines_range = self.range_of(*first..last + 1);
-        let _held = self.changes.lock(lines_range, Hold::Exclusive).await;
+        let _held = self.changes.lock(lines_range, DiskLocks::Exclusive).await;
         // No fill begins now.
         self.fills.wait_ended(lines_range).await;
         if self.has_size_changed() {

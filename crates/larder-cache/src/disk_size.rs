@@ -89,7 +89,7 @@ impl Cache {
         })
     }
 
-    /// Removes the range past the end, `behind`, from a failed cache.
+    /// Removes the range past the end, `past_end`, from a failed cache.
     async fn drop_past_end_of_failed(&self, past_end: ByteRange) -> IoResult {
         self.wait_failure_recorded(Operation::Write, past_end).await?;
         if self.may_be_dirty.get() {

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use larder_block::range_lock::RangeLockMode as Hold;
+use larder_block::range_lock::RangeLockMode as DiskLocks;
 use larder_block::{ByteRange, IoResult, Operation, WriteBuf, WriteFlags};
 
 use crate::Cache;
@@ -24,7 +24,7 @@ impl Cache {
         flags: WriteFlags,
     ) -> IoResult {
         let lines = range.widened(self.layout.line_len());
-        let _exclusive = self.cleaner.busy.lock(lines, Hold::Exclusive).await;
+        let _exclusive = self.cleaner.busy.lock(lines, DiskLocks::Exclusive).await;
         self.write_through_failed_cache_locked(range, buffer, flags).await
     }
 

@@ -137,7 +137,7 @@ impl LineIndex {
         flags.set(newest.turn << SetFlags::TURN_SHIFT, true);
     }
 
-    /// Returns whether a set has changed since its page was written; `half` selects one of its two change marks.
+    /// Returns whether a set has changed since its page was written; `change_mark` selects one of its two change marks.
     pub(crate) fn is_changed(&self, set: u32, change_mark: usize) -> bool {
         self.flags[set as usize].0 & SetFlags::CHANGED[change_mark] != 0
     }

@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use larder_block::event_loop::yield_now;
 use larder_block::memory::trim_heap;
-use larder_block::range_lock::{RangeLockMode as Hold, RangeLocks};
+use larder_block::range_lock::{RangeLockMode as DiskLocks, RangeLocks};
 use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, WriteFlags};
 
 use crate::entry::Entry;
@@ -100,10 +100,10 @@ impl Cache {
     pub(crate) async fn stop_loading(&self) {
         self.loading.stopped.set(true);
         let all = ByteRange::new(0, self.layout.sets.into());
-        drop(self.loading.busy.lock(all, Hold::Exclusive).await);
+        drop(self.loading.busy.lock(all, DiskLocks::Exclusive).await);
     }
 
-    /// Loads some sets; returns whether `goes_on` held all the time.
+    /// Loads some sets; returns whether `may_continue` held all the time.
     async fn load_sets(&self, sets: Range<u32>, may_continue: impl Fn() -> bool) -> IoResult<bool> {
         let per_chunk = (CHUNK_LEN / (2 * self.layout.page_len)).max(1) as u32;
         let mut from = sets.start;
@@ -138,7 +138,7 @@ impl Cache {
 
     async fn load_chunk(&self, sets: Range<u32>) -> IoResult {
         let range = ByteRange::new(sets.start.into(), (sets.end - sets.start).into());
-        let _held = self.loading.busy.lock(range, Hold::Exclusive).await;
+        let _held = self.loading.busy.lock(range, DiskLocks::Exclusive).await;
         if sets.clone().all(|set| self.index.borrow().is_loaded(set)) {
             return Ok(());
         }
@@ -230,7 +230,7 @@ impl Cache {
             self.loading.fenced.borrow_mut().insert(set);
         } else {
             tracing::warn!(
-                "{}: the cache's metadata of set {set} is damaged; the set begins anew, empty",
+                "{}: the cache's metadata of set {set} is damaged; the set starts empty",
                 self.lower.name()
             );
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use larder_block::backend::file::Verdict;
 use larder_block::event_loop::WeakLoop;
 use larder_block::filter::meter::metered;
-use larder_block::range_lock::{RangeLockMode as Hold, RangeLocks};
+use larder_block::range_lock::{RangeLockMode as DiskLocks, RangeLocks};
 use larder_block::semaphore::Semaphore;
 use larder_block::signal::Signal;
 use larder_block::{
@@ -116,7 +116,7 @@ pub enum CacheOpenError {
         least: ByteLen,
     },
     #[error(
-        "cache {cache}: it belongs to another disk, {other}{}; use it with that disk, or drop the cache (`larder disk cache drop {cache}`) and begin anew",
+        "cache {cache}: it belongs to another disk, {other}{}; use it with that disk, or drop the cache (`larder disk cache drop {cache}`) and start with an empty one",
         if *is_renewed {
             ", that is, to an earlier file of this name, or to this file's disk in another format"
         } else {
@@ -301,7 +301,7 @@ impl Cache {
                     Ok(_) => "the disk was changed without it",
                     Err(_) => "its journal is damaged",
                 };
-                tracing::warn!("{disk}: cache {}: {why}; it begins anew, empty", fast.name());
+                tracing::warn!("{disk}: cache {}: {why}; it starts empty", fast.name());
                 wipe(&fast, &layout).await.map_err(io)?;
                 is_unproven = false;
                 journal::JournalRecords {
@@ -510,7 +510,10 @@ impl Cache {
 
     /// Changes the superblock, durably.
     pub(crate) async fn update_superblock(&self, change: impl FnOnce(&mut Superblock)) -> IoResult {
-        let _exclusive = self.superblock_lock.lock(ByteRange::new(0, 1), Hold::Exclusive).await;
+        let _exclusive = self
+            .superblock_lock
+            .lock(ByteRange::new(0, 1), DiskLocks::Exclusive)
+            .await;
         let superblock = {
             let mut superblock = self.superblock.borrow_mut();
             superblock.sequence += 1;

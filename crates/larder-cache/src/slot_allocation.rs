@@ -211,7 +211,7 @@ impl Cache {
         self.pending_removals.borrow().within(lines).next().is_some()
     }
 
-    /// Makes data that was written to `place` usable; `dirty` are those of its sectors that the disk does not have.
+    /// Makes data that was written to `target` usable; `dirty` are those of its sectors that the disk does not have.
     pub(crate) fn finish_store(
         &self,
         target: &WriteSlot<'_>,

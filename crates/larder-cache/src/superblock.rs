@@ -95,17 +95,17 @@ pub enum SuperblockError {
     #[error("it does not begin with the superblock of a Larder cache")]
     NoMagic,
     #[error(
-        "it is of version {0}; this program knows version {VERSION}: use the program that made it, or drop it (larder disk cache drop) and begin anew"
+        "it is of version {0}; this program knows version {VERSION}: use the program that made it, or drop it (larder disk cache drop) and start with an empty one"
     )]
     Version(u32),
     #[error(
-        "it uses features that this program does not know ({0:#x}): use the program that made it, or drop it (larder disk cache drop) and begin anew"
+        "it uses features that this program does not know ({0:#x}): use the program that made it, or drop it (larder disk cache drop) and start with an empty one"
     )]
     Features(u64),
-    #[error("both of its superblocks are damaged: drop it (larder disk cache drop) and begin anew")]
+    #[error("both of its superblocks are damaged: drop it (larder disk cache drop) and start with an empty one")]
     Damaged,
     #[error(
-        "it is cut off: it needs {needed} bytes, and has {size}; restore its full length, or drop it (larder disk cache drop) and begin anew"
+        "it is cut off: it needs {needed} bytes, and has {size}; restore its full length, or drop it (larder disk cache drop) and start with an empty one"
     )]
     Truncated { needed: u64, size: u64 },
 }

@@ -49,8 +49,8 @@ pub(crate) struct CacheDevice {
     cache: Weak<Cache>,
     on: WeakLoop,
     device: Rc<dyn BlockDevice>,
-    /// Requests in flight, in a ring by the tick in which they began; `now` is the present tick, and the next one the
-    /// oldest.
+    /// Requests in flight, in a ring by the tick in which they began; `current_tick` is the present tick, and the next
+    /// one the oldest.
     ages: [Cell<u32>; AGE_SLOTS],
     current_tick: Cell<usize>,
     timer_running: Cell<bool>,

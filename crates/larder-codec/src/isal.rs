@@ -25,21 +25,21 @@ pub(crate) enum LoadError {
     /// The library cannot be loaded; the message of the loader.
     Absent(String),
     /// The library behaves differently; a description.
-    Layout(&'static str),
+    Incompatible(&'static str),
 }
 
-type OnStream = unsafe extern "C" fn(NonNull<StreamHead>) -> c_int;
-type InitStream = unsafe extern "C" fn(NonNull<StreamHead>);
-type OnState = unsafe extern "C" fn(NonNull<StateHead>) -> c_int;
-type InitState = unsafe extern "C" fn(NonNull<StateHead>);
+type StreamFn = unsafe extern "C" fn(NonNull<StreamHead>) -> c_int;
+type InitStreamFn = unsafe extern "C" fn(NonNull<StreamHead>);
+type StateFn = unsafe extern "C" fn(NonNull<StateHead>) -> c_int;
+type InitStateFn = unsafe extern "C" fn(NonNull<StateHead>);
 
 /// Functions of the library, which is never unloaded.
 #[derive(Clone, Copy)]
 pub(crate) struct Isal {
-    deflate_init: InitStream,
-    deflate: OnStream,
-    inflate_init: InitState,
-    inflate: OnState,
+    deflate_init: InitStreamFn,
+    deflate: StreamFn,
+    inflate_init: InitStateFn,
+    inflate: StateFn,
 }
 
 /// Returns the library, if a usable one exists.
@@ -65,7 +65,7 @@ fn load() -> Result<Isal, LoadError> {
     };
     // The library must stay loaded, because the functions are used from now on.
     std::mem::forget(library);
-    trial(isal).map_err(LoadError::Layout)?;
+    self_test(isal).map_err(LoadError::Incompatible)?;
     Ok(isal)
 }
 
@@ -101,13 +101,13 @@ struct StateHead {
 }
 
 /// Zeroed memory, aligned to a cache line. 256 KiB are three times the size of either structure.
-struct Room(Box<[Line]>);
+struct AlignedMemory(Box<[Line]>);
 
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-impl Room {
+impl AlignedMemory {
     fn new(bytes: usize) -> Self {
         Self(vec![Line([0; 64]); bytes.div_ceil(64)].into())
     }
@@ -118,15 +118,15 @@ impl Room {
     }
 }
 
-const STRUCTURE_ROOM: usize = 256 << 10;
+const STRUCTURE_MEMORY_BYTES: usize = 256 << 10;
 /// `ISAL_DEF_LVL1_DEFAULT`: a hash table, and tokens of 64 Ki matches and literals, which form a block.
-const LEVEL_ROOM: usize = 282_624;
+const LEVEL_BUFFER_BYTES: usize = 282_624;
 
 /// Encoder with igzip's level 1, which takes little longer than level 0 and leaves a tenth to a half less.
 pub(crate) struct Deflate {
     isal: Isal,
-    stream: Room,
-    level: Room,
+    stream: AlignedMemory,
+    level_buffer: AlignedMemory,
 }
 
 // SAFETY: self owns both memories, and the library keeps no thread-local state.
@@ -136,8 +136,8 @@ impl Deflate {
     pub(crate) fn new(isal: Isal) -> Self {
         Self {
             isal,
-            stream: Room::new(STRUCTURE_ROOM),
-            level: Room::new(LEVEL_ROOM),
+            stream: AlignedMemory::new(STRUCTURE_MEMORY_BYTES),
+            level_buffer: AlignedMemory::new(LEVEL_BUFFER_BYTES),
         }
     }
 
@@ -156,8 +156,8 @@ impl Deflate {
             head.next_out = out.as_mut_ptr();
             head.avail_out = avail_out;
             head.level = 1;
-            head.level_buf = self.level.start().as_ptr();
-            head.level_buf_size = LEVEL_ROOM as u32;
+            head.level_buf = self.level_buffer.start().as_ptr();
+            head.level_buf_size = LEVEL_BUFFER_BYTES as u32;
             head.end_of_stream = 1;
             ((self.isal.deflate)(stream), ptr::read(stream.as_ptr()))
         };
@@ -169,7 +169,7 @@ impl Deflate {
 /// Decoder of raw streams.
 pub(crate) struct Inflate {
     isal: Isal,
-    state: Room,
+    state: AlignedMemory,
 }
 
 // SAFETY: as for `Deflate`.
@@ -179,7 +179,7 @@ impl Inflate {
     pub(crate) fn new(isal: Isal) -> Self {
         Self {
             isal,
-            state: Room::new(STRUCTURE_ROOM),
+            state: AlignedMemory::new(STRUCTURE_MEMORY_BYTES),
         }
     }
 
@@ -216,7 +216,7 @@ fn len_of(out: &[u8]) -> u32 {
 }
 
 /// Self-test: encodes and decodes known pages; returns a description of the first deviation.
-fn trial(isal: Isal) -> Result<(), &'static str> {
+fn self_test(isal: Isal) -> Result<(), &'static str> {
     const UNTOUCHED: Line = Line([0xa5; 64]);
     let pages: Vec<u8> = (0..12 * 1024_u32)
         .map(|at| match at / 4096 {
@@ -226,7 +226,7 @@ fn trial(isal: Isal) -> Result<(), &'static str> {
         })
         .collect();
     let (mut deflate, mut inflate) = (Deflate::new(isal), Inflate::new(isal));
-    let beyond = STRUCTURE_ROOM / 64 / 2;
+    let beyond = STRUCTURE_MEMORY_BYTES / 64 / 2;
     deflate.stream.0[beyond..].fill(UNTOUCHED);
     inflate.state.0[beyond..].fill(UNTOUCHED);
 
@@ -237,23 +237,23 @@ fn trial(isal: Isal) -> Result<(), &'static str> {
             .encode(&pages, &mut encoded)
             .filter(|len| (1000..pages.len()).contains(len))
             .ok_or("self-test: known pages are not encoded")?;
-        let mut back = vec![0; pages.len()];
+        let mut decoded = vec![0; pages.len()];
         let mut zlib = flate2::Decompress::new(false);
-        let ended = zlib.decompress(&encoded[..len], &mut back, flate2::FlushDecompress::Finish);
-        if ended.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || back != pages {
+        let status = zlib.decompress(&encoded[..len], &mut decoded, flate2::FlushDecompress::Finish);
+        if status.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || decoded != pages {
             return Err("self-test: known pages are encoded incorrectly");
         }
-        back.fill(0);
-        if inflate.decode(&encoded[..len], &mut back) != Ok(pages.len()) || back != pages {
+        decoded.fill(0);
+        if inflate.decode(&encoded[..len], &mut decoded) != Ok(pages.len()) || decoded != pages {
             return Err("self-test: known pages are decoded incorrectly");
         }
         if deflate.encode(&pages, &mut encoded[..len / 2]).is_some()
-            || inflate.decode(&encoded[..len / 2], &mut back).is_ok()
+            || inflate.decode(&encoded[..len / 2], &mut decoded).is_ok()
         {
             return Err("self-test: data that exceeds the limit is not refused");
         }
     }
-    let is_untouched = |room: &Room| room.0[beyond..].iter().all(|line| line.0 == UNTOUCHED.0);
+    let is_untouched = |memory: &AlignedMemory| memory.0[beyond..].iter().all(|line| line.0 == UNTOUCHED.0);
     if is_untouched(&deflate.stream) && is_untouched(&inflate.state) {
         Ok(())
     } else {

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Each codec has a file of its own, with its encoder and its decoder. [`Encoder`] and [`Decoder`] hold the state of
-//! all of them, and [`Choice`] knows only the costs of the codecs.
+//! all of them, and [`CodecSelector`] knows only the costs of the codecs.
 //!
 //! Batches of pages, for a migration:
 //!
@@ -42,8 +42,8 @@
 
 pub mod accelerator;
 pub mod batch;
-mod choice;
 mod codec;
+mod codec_selector;
 mod decoder;
 pub mod delta;
 mod encoder;
@@ -55,8 +55,8 @@ pub mod select;
 mod uniform;
 mod zstd;
 
-pub use choice::{Choice, Goal};
 pub use codec::{Codec, UnknownCodec};
+pub use codec_selector::{CodecGoal, CodecSelector};
 pub use decoder::{DecodeError, Decoder};
 pub use encoder::Encoder;
 pub use uniform::uniform_word;

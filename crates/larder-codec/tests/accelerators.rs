@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use larder_codec::PAGE;
-use larder_codec::accelerator::{Buffer, Dispatcher, Instance, Outcome, Pool, Software, find};
+use larder_codec::accelerator::{Dispatcher, EncodeOutcome, Instance, PageBuffer, RequestPool, SoftwarePath, find};
 use larder_codec::batch::{BATCH_PAGES, Decoder, Method};
-use larder_codec::measure::Kind;
-use larder_codec::select::{Class, Selector, Sender, Way};
+use larder_codec::measure::MemoryContent;
+use larder_codec::select::{BatchClass, BatchEncoding, Selector, SenderProfile};
 
 struct Counting;
 
@@ -41,18 +41,18 @@ static COUNTING: Counting = Counting;
 
 /// All parts that a batch passes through.
 struct Sending {
-    pool: Pool,
+    pool: RequestPool,
     dispatcher: Dispatcher,
     selector: Selector,
     decoder: Decoder,
     pages: Vec<u8>,
-    memory: Arc<Buffer>,
+    memory: Arc<PageBuffer>,
 }
 
 impl Sending {
     fn new() -> Self {
-        let found = find(Software::No);
-        let there = found.there;
+        let found = find(SoftwarePath::Disabled);
+        let there = found.available;
         assert!(
             there.iter().any(|accelerator| accelerator.name() == "igzip"),
             "igzip is missing: {:?}",
@@ -64,17 +64,17 @@ impl Sending {
                 instances.push(accelerator.open().expect("opens"));
             }
         }
-        let mut memory = Buffer::new(8 * BATCH_PAGES);
-        let mixed = Kind::Mixed.memory(memory.len(), 4);
+        let mut memory = PageBuffer::new(8 * BATCH_PAGES);
+        let mixed = MemoryContent::Mixed.generate(memory.len(), 4);
         memory.copy_from_slice(&mixed);
-        let sender = Sender {
+        let sender = SenderProfile {
             encoders: 2,
             link_bytes_per_second: 125_000_000,
         };
         Self {
-            pool: Pool::new(9),
+            pool: RequestPool::new(9),
             dispatcher: Dispatcher::new(instances),
-            selector: Selector::new(&Way::all().collect::<Vec<_>>(), sender, 64),
+            selector: Selector::new(&BatchEncoding::all().collect::<Vec<_>>(), sender, 64),
             decoder: Decoder::new(),
             pages: vec![0; BATCH_PAGES * PAGE],
             memory: Arc::new(memory),
@@ -102,7 +102,7 @@ impl Sending {
                 let runs = (0..pages).map(|page| from + page * PAGE..from + (page + 1) * PAGE);
                 request.fill(tag, method, Arc::clone(&self.memory), runs, limit);
             }
-            let class = Class::of(&[&self.memory[from..from + pages * PAGE]]);
+            let class = BatchClass::of(&[&self.memory[from..from + pages * PAGE]]);
             self.selector.pick(tag / 4, class, pages);
             let mut refused = self.dispatcher.submit(request).err();
             while let Some(request) = refused {
@@ -122,7 +122,7 @@ impl Sending {
         };
         let out = &mut self.pages[..request.input_bytes()];
         let encoded = match request.outcome() {
-            Outcome::Made(bytes) => {
+            EncodeOutcome::Encoded(bytes) => {
                 assert_eq!(request.output().len(), bytes);
                 let decoded = self.decoder.decode(request.method(), request.output(), out);
                 assert!(
@@ -132,10 +132,10 @@ impl Sending {
                 );
                 Some(bytes)
             }
-            Outcome::Misfit => None,
+            EncodeOutcome::Incompressible => None,
             other => panic!("{other:?}"),
         };
-        let class = Class::of(&[&self.memory[..PAGE]]);
+        let class = BatchClass::of(&[&self.memory[..PAGE]]);
         self.selector.record(
             request.tag() / 4,
             class,
@@ -144,8 +144,8 @@ impl Sending {
             encoded,
             request.ns(),
         );
-        self.selector.sent(encoded.unwrap_or(out.len()) as u64, 1000);
-        self.pool.give(request);
+        self.selector.record_sent(encoded.unwrap_or(out.len()) as u64, 1000);
+        self.pool.recycle(request);
         true
     }
 }
@@ -167,7 +167,7 @@ fn requests_return_once_without_allocation() {
         assert_eq!(done.failed, 0, "{one:?}");
         // Every instance was used.
         assert!(
-            done.completed > 100 && done.misfits > 0 && done.bytes_out < done.bytes_in && done.ns > 0,
+            done.completed > 100 && done.incompressible > 0 && done.bytes_out < done.bytes_in && done.ns > 0,
             "{one:?}"
         );
     }

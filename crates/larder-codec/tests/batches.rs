@@ -85,19 +85,19 @@ proptest! {
     /// A batch is encoded if it fits, and refused otherwise, without writing past the limit.
     #[test]
     fn batch_respects_output_limit(
-        batch in batches(),
+        some in batches(),
         method in methods(),
         anywhere in any::<prop::sample::Index>(),
         nearby in -10..40_isize,
     ) {
         let mut encoder = Encoder::new();
-        let whole = encoded(method, &batch);
-        for room in [anywhere.index(batch.len()), whole.len().saturating_add_signed(nearby).min(ROOM)] {
+        let whole = encoded(method, &some);
+        for room in [anywhere.index(some.len()), whole.len().saturating_add_signed(nearby).min(ROOM)] {
             let mut out = vec![0x5a; ROOM];
-            match encoder.encode(method, &[&batch[..]], &mut out[..room]) {
+            match encoder.encode(method, &[&some[..]], &mut out[..room]) {
                 Some(len) => {
-                    let back = decoded(&mut Decoder::new(), method, &out[..len], batch.len() / PAGE);
-                    prop_assert!(back.expect("decodes") == batch);
+                    let back = decoded(&mut Decoder::new(), method, &out[..len], some.len() / PAGE);
+                    prop_assert!(back.expect("decodes") == some);
                 }
                 None => prop_assert!(room < whole.len() + TO_SPARE, "{}: {} in {}", method, whole.len(), room),
             }
@@ -105,7 +105,7 @@ proptest! {
         }
         // The encoder still works.
         let mut out = vec![0; ROOM];
-        let len = encoder.encode(method, &[&batch[..]], &mut out).expect("there is room for any batch");
+        let len = encoder.encode(method, &[&some[..]], &mut out).expect("there is room for any batch");
         prop_assert!(out[..len] == whole);
     }
 
@@ -244,7 +244,7 @@ fn short_data_is_refused_with_reason() {
     let short = DecodeError::Short {
         method: Method::Lz4,
         len: 6,
-        wanted: 2 * PAGE,
+        expected: 2 * PAGE,
         decoded: 5,
     };
     assert_eq!(

@@ -3,7 +3,7 @@
 
 use larder_codec::PAGE;
 use larder_codec::batch::{Decoder, Encoder, Method};
-use larder_codec::measure::Kind;
+use larder_codec::measure::MemoryContent;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 /// Memory with an inaccessible page on either side; the used part is adjacent to one or the other.
@@ -69,8 +69,8 @@ fn coders_stay_within_buffers() {
     };
     for pages in [1, 2, 5, 16] {
         let [mut memory, mut encoded, mut data, mut out] = [(); 4].map(|()| Fenced::new(pages));
-        for kind in Kind::ALL {
-            memory.all().copy_from_slice(&kind.memory(pages * PAGE, 8));
+        for kind in MemoryContent::ALL {
+            memory.all().copy_from_slice(&kind.generate(pages * PAGE, 8));
             for method in Method::ALL {
                 // Limits at the end of the output, and before it.
                 let whole = encoder.encode(method, &[&*memory.all()], encoded.all());

@@ -5,23 +5,23 @@
 use std::sync::Arc;
 
 use larder_codec::PAGE;
-use larder_codec::accelerator::{Buffer, Dispatcher, Outcome, Pool, Software, find};
+use larder_codec::accelerator::{Dispatcher, EncodeOutcome, PageBuffer, RequestPool, SoftwarePath, find};
 use larder_codec::batch::{BATCH_PAGES, Decoder, Method};
-use larder_codec::measure::Kind;
+use larder_codec::measure::MemoryContent;
 
 fn makes_what_decodes(name: &str) {
-    let found = find(Software::Yes);
-    let Some(accelerator) = found.there.iter().find(|accelerator| accelerator.name() == name) else {
+    let found = find(SoftwarePath::Enabled);
+    let Some(accelerator) = found.available.iter().find(|accelerator| accelerator.name() == name) else {
         panic!("{name} is missing: {:?}", found.missing);
     };
     assert_eq!(accelerator.methods(), [Method::Deflate]);
     let mut dispatcher = Dispatcher::new((0..2).map(|_| accelerator.open().expect("opens")).collect());
-    let mut pool = Pool::new(4);
+    let mut pool = RequestPool::new(4);
     let mut decoder = Decoder::new();
     let (mut bytes_in, mut bytes_out) = (0, 0);
-    for kind in Kind::ALL {
-        let mut memory = Buffer::new(BATCH_PAGES);
-        let generated = kind.memory(memory.len(), 6);
+    for kind in MemoryContent::ALL {
+        let mut memory = PageBuffer::new(BATCH_PAGES);
+        let generated = kind.generate(memory.len(), 6);
         memory.copy_from_slice(&generated);
         let memory = Arc::new(memory);
         for pages in [1, 2, 15, 16, 17, 31, 64] {
@@ -39,7 +39,7 @@ fn makes_what_decodes(name: &str) {
                     }
                 };
                 match request.outcome() {
-                    Outcome::Made(_) => {
+                    EncodeOutcome::Encoded(_) => {
                         let mut back = vec![0; end];
                         let decoded = decoder.decode(Method::Deflate, request.output(), &mut back);
                         assert_eq!(decoded, Ok(()), "{} {pages}", kind.name());
@@ -47,14 +47,17 @@ fn makes_what_decodes(name: &str) {
                         bytes_in += end;
                         bytes_out += request.output().len();
                     }
-                    Outcome::Misfit => assert!(
-                        matches!(kind, Kind::Random | Kind::Base64 | Kind::Code | Kind::Mixed),
+                    EncodeOutcome::Incompressible => assert!(
+                        matches!(
+                            kind,
+                            MemoryContent::Random | MemoryContent::Base64 | MemoryContent::Code | MemoryContent::Mixed
+                        ),
                         "{} {pages}",
                         kind.name()
                     ),
                     other => panic!("{}: {other:?}", kind.name()),
                 }
-                pool.give(request);
+                pool.recycle(request);
             }
         }
     }
@@ -63,7 +66,7 @@ fn makes_what_decodes(name: &str) {
     assert!(
         statistics[..2]
             .iter()
-            .all(|one| one.is_in_use && one.statistics.failed == 0 && one.statistics.completed > 50)
+            .all(|one| one.is_enabled && one.statistics.failed == 0 && one.statistics.completed > 50)
     );
     assert!(bytes_out * 2 < bytes_in);
 }

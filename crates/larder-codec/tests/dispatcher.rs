@@ -4,15 +4,17 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use larder_codec::PAGE;
-use larder_codec::accelerator::{Buffer, Dispatcher, Instance, Outcome, Pool, Request, Software, Statistics, find};
+use larder_codec::accelerator::{
+    Dispatcher, EncodeOutcome, EncodeRequest, Instance, InstanceStatistics, PageBuffer, RequestPool, SoftwarePath, find,
+};
 use larder_codec::batch::{Decoder, Method};
-use larder_codec::measure::Kind;
+use larder_codec::measure::MemoryContent;
 
 /// Device that accepts one request at a time and always fails.
 #[derive(Default)]
 struct Broken {
-    queue: VecDeque<Box<Request>>,
-    statistics: Statistics,
+    queue: VecDeque<Box<EncodeRequest>>,
+    statistics: InstanceStatistics,
 }
 
 impl Instance for Broken {
@@ -20,11 +22,11 @@ impl Instance for Broken {
         "broken"
     }
 
-    fn makes(&self, method: Method) -> bool {
+    fn supports(&self, method: Method) -> bool {
         method == Method::Deflate
     }
 
-    fn submit(&mut self, request: Box<Request>) -> Result<(), Box<Request>> {
+    fn submit(&mut self, request: Box<EncodeRequest>) -> Result<(), Box<EncodeRequest>> {
         if !self.queue.is_empty() {
             return Err(request);
         }
@@ -33,9 +35,9 @@ impl Instance for Broken {
         Ok(())
     }
 
-    fn poll(&mut self) -> Option<Box<Request>> {
+    fn poll(&mut self) -> Option<Box<EncodeRequest>> {
         let mut request = self.queue.pop_front()?;
-        request.give_up();
+        request.mark_failed();
         self.statistics.completed += 1;
         self.statistics.failed += 1;
         Some(request)
@@ -45,19 +47,19 @@ impl Instance for Broken {
         self.queue.len()
     }
 
-    fn statistics(&self) -> Statistics {
+    fn statistics(&self) -> InstanceStatistics {
         self.statistics
     }
 }
 
-fn memory() -> Arc<Buffer> {
-    let mut buffer = Buffer::new(8);
-    let text = Kind::Text.memory(buffer.len(), 1);
+fn memory() -> Arc<PageBuffer> {
+    let mut buffer = PageBuffer::new(8);
+    let text = MemoryContent::Text.generate(buffer.len(), 1);
     buffer.copy_from_slice(&text);
     Arc::new(buffer)
 }
 
-fn request(pool: &mut Pool, memory: &Arc<Buffer>, tag: u64, method: Method) -> Box<Request> {
+fn request(pool: &mut RequestPool, memory: &Arc<PageBuffer>, tag: u64, method: Method) -> Box<EncodeRequest> {
     let mut request = pool.take().expect("there is one");
     request.fill(tag, method, Arc::clone(memory), std::iter::once(0..8 * PAGE), 7 * PAGE);
     request
@@ -67,24 +69,24 @@ fn request(pool: &mut Pool, memory: &Arc<Buffer>, tag: u64, method: Method) -> B
 #[test]
 fn failing_device_is_replaced_by_cpu() {
     let memory = memory();
-    let mut pool = Pool::new(2);
+    let mut pool = RequestPool::new(2);
     let mut dispatcher = Dispatcher::new(vec![Box::new(Broken::default())]);
     let mut decoder = Decoder::new();
     for tag in 0..10 {
         let request = request(&mut pool, &memory, tag, Method::Deflate);
         assert!(dispatcher.submit(request).is_ok());
         let request = dispatcher.poll().expect("it is done");
-        assert!(matches!(request.outcome(), Outcome::Made(_)));
+        assert!(matches!(request.outcome(), EncodeOutcome::Encoded(_)));
         assert_eq!(request.tag(), tag);
         let mut back = vec![0; 8 * PAGE];
         decoder
             .decode(Method::Deflate, request.output(), &mut back)
             .expect("decodes");
         assert!(back == memory[..]);
-        pool.give(request);
+        pool.recycle(request);
     }
     let statistics: Vec<_> = dispatcher.statistics().collect();
-    assert_eq!((statistics[0].statistics.failed, statistics[0].is_in_use), (3, false));
+    assert_eq!((statistics[0].statistics.failed, statistics[0].is_enabled), (3, false));
     assert_eq!(statistics[1].statistics.completed, 10);
 }
 
@@ -92,7 +94,7 @@ fn failing_device_is_replaced_by_cpu() {
 #[test]
 fn full_instance_returns_request() {
     let memory = memory();
-    let mut pool = Pool::new(2);
+    let mut pool = RequestPool::new(2);
     let mut dispatcher = Dispatcher::new(vec![Box::new(Broken::default())]);
     assert!(
         dispatcher
@@ -104,7 +106,7 @@ fn full_instance_returns_request() {
         .expect_err("it is full");
     assert_eq!((refused.tag(), dispatcher.in_flight()), (2, 1));
     assert!(pool.take().is_none(), "a pool is bounded");
-    pool.give(refused);
+    pool.recycle(refused);
     // Methods that the instance does not make are encoded by the CPU.
     let lz4 = request(&mut pool, &memory, 3, Method::Lz4);
     assert!(dispatcher.submit(lz4).is_ok());
@@ -117,8 +119,8 @@ fn full_instance_returns_request() {
 #[test]
 fn instances_take_turns() {
     let memory = memory();
-    let mut pool = Pool::new(12);
-    let cpu = &find(Software::No).there[0];
+    let mut pool = RequestPool::new(12);
+    let cpu = &find(SoftwarePath::Disabled).available[0];
     assert_eq!(cpu.name(), "cpu");
     let mut dispatcher = Dispatcher::new((0..3).map(|_| cpu.open().expect("opens")).collect());
     for tag in 0..12 {

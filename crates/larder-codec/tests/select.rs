@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 
 use larder_codec::PAGE;
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
-use larder_codec::measure::Kind;
-use larder_codec::select::{Class, Selector, Sender, Way};
+use larder_codec::measure::MemoryContent;
+use larder_codec::select::{BatchClass, BatchEncoding, Selector, SenderProfile};
 use proptest::prelude::*;
 
 /// Remaining share of a byte, and nanoseconds for a byte, of each method; measured by `examples/batches` on batches
@@ -17,15 +17,15 @@ type Costs = [(f64, f64); Method::COUNT];
 #[derive(Clone, Copy)]
 struct Memory {
     name: &'static str,
-    class: Class,
+    class: BatchClass,
     costs: Costs,
 }
 
 /// Ratios and CPU seconds for a GiB with lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate (by igzip).
-const MEASURED: [(&str, Kind, Costs); 11] = [
+const MEASURED: [(&str, MemoryContent, Costs); 11] = [
     (
         "zeros",
-        Kind::Zeros,
+        MemoryContent::Zeros,
         [
             (104.95, 0.070),
             (104.02, 0.070),
@@ -37,7 +37,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "text",
-        Kind::Text,
+        MemoryContent::Text,
         [
             (1.94, 2.097),
             (1.53, 1.655),
@@ -49,7 +49,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "json",
-        Kind::Json,
+        MemoryContent::Json,
         [
             (3.80, 0.787),
             (3.51, 0.691),
@@ -61,7 +61,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "heap",
-        Kind::Heap,
+        MemoryContent::Heap,
         [
             (2.14, 1.931),
             (2.06, 1.806),
@@ -73,7 +73,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "sparse",
-        Kind::Sparse,
+        MemoryContent::Sparse,
         [
             (34.06, 0.158),
             (33.08, 0.111),
@@ -85,7 +85,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "sequence",
-        Kind::Sequence,
+        MemoryContent::Sequence,
         [
             (1.92, 1.128),
             (1.92, 1.122),
@@ -97,7 +97,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "counter",
-        Kind::Counter,
+        MemoryContent::Counter,
         [
             (1.95, 0.924),
             (1.95, 0.911),
@@ -109,7 +109,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "code",
-        Kind::Code,
+        MemoryContent::Code,
         [
             (1.08, 1.347),
             (1.01, 0.570),
@@ -121,7 +121,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "base64",
-        Kind::Base64,
+        MemoryContent::Base64,
         [
             (1.00, 0.081),
             (1.00, 0.077),
@@ -133,7 +133,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     ),
     (
         "random",
-        Kind::Random,
+        MemoryContent::Random,
         [
             (1.00, 0.080),
             (1.00, 0.080),
@@ -146,7 +146,7 @@ const MEASURED: [(&str, Kind, Costs); 11] = [
     // Real programs fall into the class of generated text.
     (
         "programs",
-        Kind::Text,
+        MemoryContent::Text,
         [
             (1.77, 1.343),
             (1.47, 0.852),
@@ -206,9 +206,9 @@ const QUEUE_BYTES: f64 = 16.0 * BATCH_BYTES as f64;
 const QUEUE_NS: f64 = 4e6;
 
 fn kinds() -> Vec<Memory> {
-    let of = |(name, kind, measured): &(&'static str, Kind, Costs)| Memory {
+    let of = |(name, kind, measured): &(&'static str, MemoryContent, Costs)| Memory {
         name,
-        class: Class::of(&[kind.memory(BATCH_BYTES, 3)]),
+        class: BatchClass::of(&[kind.generate(BATCH_BYTES, 3)]),
         costs: measured.map(|(ratio, seconds_per_gib)| (1.0 / ratio, seconds_per_gib * 1e9 / f64::from(1 << 30))),
     };
     MEASURED.iter().map(of).collect()
@@ -334,19 +334,19 @@ fn ns_of_one_method(image: &[Memory], method: Option<Method>, mut pipeline: Pipe
 }
 
 /// Returns all ways without devices.
-fn here() -> [Way; Method::COUNT] {
-    Method::ALL.map(Way::from)
+fn here() -> [BatchEncoding; Method::COUNT] {
+    Method::ALL.map(BatchEncoding::from)
 }
 
 fn choose(selector: &mut Selector, memory: &Memory, pipeline: &mut Pipeline, region: u64) {
     let way = selector.pick(region, memory.class, BATCH_PAGES);
-    let (encoded, ns, write_ns) = pipeline.made(memory, way.map(Way::method));
+    let (encoded, ns, write_ns) = pipeline.made(memory, way.map(BatchEncoding::method));
     if let Some(way) = way {
         selector.record(region, memory.class, way, BATCH_PAGES, encoded, ns as u64);
     }
     let bytes = encoded.unwrap_or(BATCH_BYTES);
-    selector.sent(bytes as u64, write_ns as u64);
-    selector.besides((bytes as f64 * WRITE_NS_PER_BYTE) as u64);
+    selector.record_sent(bytes as u64, write_ns as u64);
+    selector.record_other_work((bytes as f64 * WRITE_NS_PER_BYTE) as u64);
 }
 
 fn ns_of_choosing(image: &[Memory], selector: &mut Selector, mut pipeline: Pipeline) -> f64 {
@@ -390,7 +390,7 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
                         share,
                         format!(
                             "{name} over {gigabits} Gbit/s by {encoders} encoders, {:?}",
-                            selector.evidence()
+                            selector.statistics()
                         ),
                     );
                 }
@@ -400,8 +400,8 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
     worst
 }
 
-fn sender(encoders: f64, gigabits: f64) -> Sender {
-    Sender {
+fn sender(encoders: f64, gigabits: f64) -> SenderProfile {
+    SenderProfile {
         encoders: encoders as usize,
         link_bytes_per_second: (gigabits * 1e9 / 8.0) as u64,
     }
@@ -444,7 +444,7 @@ fn scarce_cpu_selects_cheap_methods() {
                 share >= 0.9,
                 "{} over {gigabits} Gbit/s: {share}, {:?}",
                 kind.name,
-                selector.chosen()
+                selector.picks()
             );
         }
     }
@@ -469,18 +469,18 @@ fn settled(
     batches: usize,
 ) -> ([u64; Method::COUNT], u64) {
     let memory = *kinds().iter().find(|memory| memory.name == kind).expect("it is there");
-    let mut before = selector.evidence();
+    let mut before = selector.statistics();
     for count in [4000, batches] {
-        before = selector.evidence();
+        before = selector.statistics();
         for at in 0..count {
             choose(selector, &memory, pipeline, at as u64 / 4 % 64);
         }
     }
-    let now = selector.evidence();
+    let now = selector.statistics();
     let batches_of = |pages: u64| pages / BATCH_PAGES as u64;
     (
-        Method::ALL.map(|method| batches_of(now.of(method).pages - before.of(method).pages)),
-        batches_of(now.pages_as_they_are - before.pages_as_they_are),
+        Method::ALL.map(|method| batches_of(now.encoding(method).pages - before.encoding(method).pages)),
+        batches_of(now.unencoded_pages - before.unencoded_pages),
     )
 }
 
@@ -495,8 +495,8 @@ fn incompressible_memory_is_sent_unencoded() {
             10_000,
         );
         assert!(left > 8000, "{gigabits} Gbit/s: {left}, {tried:?}");
-        let evidence = selector.evidence();
-        let ns: u64 = Method::ALL.iter().map(|&method| evidence.of(method).ns).sum();
+        let evidence = selector.statistics();
+        let ns: u64 = Method::ALL.iter().map(|&method| evidence.encoding(method).ns).sum();
         // A tenth of the time of a copy to the socket.
         assert!(
             ns / (evidence.pages() * PAGE as u64 / 1000) < 60,
@@ -531,21 +531,25 @@ fn device_is_used_if_cheap() {
     let costs = memory.costs[Method::Deflate.index()];
     // Time that a thread spends on a batch that the device encodes, as a multiple of encoding it itself.
     let share = |of_own: f64| {
-        let mut selector = Selector::new(&Way::all().collect::<Vec<_>>(), sender(1.0, 10.0), 64);
+        let mut selector = Selector::new(&BatchEncoding::all().collect::<Vec<_>>(), sender(1.0, 10.0), 64);
         let mut pipeline = Pipeline::new(1.0, 10.0 / 8.0, 0.0);
         let mut with_device = memory;
         with_device.costs[Method::Deflate.index()].1 = costs.1 * of_own;
         for at in 0..4000 {
             let region = at / 4 % 64;
             let way = selector.pick(region, memory.class, BATCH_PAGES);
-            let memory = if way == Some(Way::Device) { with_device } else { memory };
-            let (encoded, ns, write_ns) = pipeline.made(&memory, way.map(Way::method));
+            let memory = if way == Some(BatchEncoding::Device) {
+                with_device
+            } else {
+                memory
+            };
+            let (encoded, ns, write_ns) = pipeline.made(&memory, way.map(BatchEncoding::method));
             if let Some(way) = way {
                 selector.record(region, memory.class, way, BATCH_PAGES, encoded, ns as u64);
             }
-            selector.sent(encoded.unwrap_or(BATCH_BYTES) as u64, write_ns as u64);
+            selector.record_sent(encoded.unwrap_or(BATCH_BYTES) as u64, write_ns as u64);
         }
-        selector.evidence().share_of(Way::Device)
+        selector.statistics().share_of(BatchEncoding::Device)
     };
     let (fast, slow) = (share(0.02), share(20.0));
     assert!(fast > 0.8 && slow < 0.03, "{fast} {slow}");
@@ -560,11 +564,11 @@ fn changed_memory_kind_is_detected() {
         .iter()
         .find(|memory| memory.name == "text")
         .expect("it is there");
-    let before = selector.evidence().pages_as_they_are;
+    let before = selector.statistics().unencoded_pages;
     for at in 0..100 {
         choose(&mut selector, &memory, &mut pipeline, at / 4);
     }
-    let left = (selector.evidence().pages_as_they_are - before) / BATCH_PAGES as u64;
+    let left = (selector.statistics().unencoded_pages - before) / BATCH_PAGES as u64;
     assert!(left < 5, "{left} of 100");
 }
 
@@ -579,35 +583,35 @@ proptest! {
         regions_max in 0..100_usize,
         calls in prop::collection::vec((any::<u64>(), any::<u16>(), 0..100_usize, any::<Option<usize>>(), any::<u64>()), 0..400),
     ) {
-        let memory = Kind::Mixed.memory(64 * PAGE, 1);
-        let known = Sender { encoders, link_bytes_per_second };
-        let may: Vec<Way> = may.into_iter().map(Way::from).chain(has_device.then_some(Way::Device)).collect();
+        let memory = MemoryContent::Mixed.generate(64 * PAGE, 1);
+        let known = SenderProfile { encoders, link_bytes_per_second };
+        let may: Vec<BatchEncoding> = may.into_iter().map(BatchEncoding::from).chain(has_device.then_some(BatchEncoding::Device)).collect();
         let mut selector = Selector::new(&may, known, regions_max);
         for (region, page, pages, bytes, ns) in calls {
-            let class = Class::of(&[&memory[usize::from(page) % 64 * PAGE..][..PAGE]]);
+            let class = BatchClass::of(&[&memory[usize::from(page) % 64 * PAGE..][..PAGE]]);
             if let Some(way) = selector.pick(region, class, pages) {
                 prop_assert!(may.contains(&way));
             }
-            let recorded = Way::all().nth(usize::from(page) % Way::COUNT).expect("there are so many");
+            let recorded = BatchEncoding::all().nth(usize::from(page) % BatchEncoding::COUNT).expect("there are so many");
             selector.record(region, class, recorded, pages, bytes, ns);
-            selector.sent(bytes.unwrap_or(0) as u64, ns);
-            let evidence = selector.evidence();
+            selector.record_sent(bytes.unwrap_or(0) as u64, ns);
+            let evidence = selector.statistics();
             prop_assert!(evidence.ns_per_byte.is_finite() && evidence.ns_per_byte > 0.0);
         }
     }
 
     #[test]
     fn selection_is_deterministic(costs in prop::collection::vec((1..300_000_usize, 1..1_000_000_u64), 1..300)) {
-        let memory = Kind::Mixed.memory(64 * PAGE, 2);
+        let memory = MemoryContent::Mixed.generate(64 * PAGE, 2);
         let mut selectors = [0, 1].map(|_| Selector::new(&here(), sender(2.0, 1.0), 16));
         for (at, (bytes, ns)) in costs.into_iter().enumerate() {
-            let class = Class::of(&[&memory[at % 64 * PAGE..][..PAGE]]);
+            let class = BatchClass::of(&[&memory[at % 64 * PAGE..][..PAGE]]);
             let picks = selectors.each_mut().map(|selector| {
                 let picked = selector.pick(at as u64 / 4, class, BATCH_PAGES);
                 if let Some(way) = picked {
                     selector.record(at as u64 / 4, class, way, BATCH_PAGES, (bytes < 200_000).then_some(bytes), ns);
                 }
-                selector.sent(bytes as u64, ns);
+                selector.record_sent(bytes as u64, ns);
                 picked
             });
             prop_assert_eq!(picks[0], picks[1]);

@@ -13,19 +13,19 @@ use larder_block::histogram::{Histogram, is_sample_due};
 use larder_block::{Io, IoError, IoResult, Loop};
 
 /// Sampling rate of requests that complete within the call: one of so many is timed.
-const IN_CALL: u32 = 16;
+const SYNC_SAMPLE_INTERVAL: u32 = 16;
 
 /// Sampling rate of requests that begin while others are in flight.
-const BESIDE: u32 = 8;
+const CONCURRENT_SAMPLE_INTERVAL: u32 = 8;
 
 /// Number of failures that are all logged. A dead disk fails every request, so further failures are logged only when
 /// their count is a power of two.
-const TOLD_ALL: u64 = 10;
+const ERRORS_LOGGED_SINGLY_MAX: u64 = 10;
 
 /// Kind of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
-pub enum Kind {
+pub enum RequestKind {
     Read,
     Write,
     Flush,
@@ -33,21 +33,21 @@ pub enum Kind {
     WriteZeroes,
 }
 
-impl Kind {
+impl RequestKind {
     const COUNT: usize = 5;
 }
 
 /// Statistics of a disk's requests. Counters only grow. Times are in nanoseconds.
 pub struct Activity {
     on: Loop,
-    kinds: [Counter; Kind::COUNT],
+    kinds: [Counter; RequestKind::COUNT],
     errors: Cell<u64>,
     /// Requests since the last timed one that may have completed within the call.
     untimed: Cell<u32>,
     /// Requests since the last timed one that began while others were in flight.
-    untimed_beside: Cell<u32>,
+    untimed_concurrent: Cell<u32>,
     /// Requests in flight that did not complete within the call, and the start of this busy period.
-    waiting: Cell<u32>,
+    in_flight: Cell<u32>,
     busy_since: Cell<u64>,
     busy: Cell<u64>,
 }
@@ -62,7 +62,7 @@ struct Counter {
 
 /// Statistics of one kind of request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct RequestTotals {
     /// Requests that have ended, failed ones included.
     pub requests: u64,
     /// Bytes that successful requests read, wrote, discarded or zeroed.
@@ -85,17 +85,17 @@ impl Activity {
             kinds: Default::default(),
             errors: Cell::new(0),
             untimed: Cell::new(0),
-            untimed_beside: Cell::new(0),
-            waiting: Cell::new(0),
+            untimed_concurrent: Cell::new(0),
+            in_flight: Cell::new(0),
             busy_since: Cell::new(0),
             busy: Cell::new(0),
         })
     }
 
     /// Returns the statistics of one kind of request.
-    pub fn of(&self, kind: Kind) -> Counts {
+    pub fn totals(&self, kind: RequestKind) -> RequestTotals {
         let counter = &self.kinds[kind as usize];
-        Counts {
+        RequestTotals {
             requests: counter.requests.get(),
             bytes: counter.bytes.get(),
             errors: counter.errors.get(),
@@ -104,13 +104,13 @@ impl Activity {
     }
 
     /// Returns the number of requests in flight.
-    pub fn under_way(&self) -> u32 {
-        self.waiting.get()
+    pub fn in_flight(&self) -> u32 {
+        self.in_flight.get()
     }
 
     /// Returns the total time for which requests were in flight.
     pub fn busy(&self) -> Duration {
-        let until_now = match self.waiting.get() {
+        let until_now = match self.in_flight.get() {
             0 => 0,
             _ => self.on.now().as_nanos().saturating_sub(self.busy_since.get()),
         };
@@ -121,75 +121,81 @@ impl Activity {
     pub(crate) fn report(&self, error: &IoError) {
         add(&self.errors, 1);
         let errors = self.errors.get();
-        if errors <= TOLD_ALL || errors.is_power_of_two() {
+        if errors <= ERRORS_LOGGED_SINGLY_MAX || errors.is_power_of_two() {
             tracing::error!(errors, "{error}");
         }
     }
 
     /// Returns the time, if the next request is to be timed in case that it completes within the call.
     #[inline]
-    pub(crate) fn time_in_call(&self) -> Option<u64> {
-        is_sample_due(&self.untimed, IN_CALL).then(|| self.on.now().as_nanos())
+    pub(crate) fn sample_start(&self) -> Option<u64> {
+        is_sample_due(&self.untimed, SYNC_SAMPLE_INTERVAL).then(|| self.on.now().as_nanos())
     }
 
-    /// Waits for a request of `bytes` bytes, and counts it. `begun` is the result of [`Self::time_in_call`] before the
-    /// request was started.
+    /// Waits for a request of `bytes` bytes, and counts it. `started_at` is the result of [`Self::sample_start`] before
+    /// the request was started.
     #[inline]
-    pub(crate) async fn count(&self, kind: Kind, bytes: u64, begun: Option<u64>, io: &mut Io<'_>) -> IoResult {
+    pub(crate) async fn wait_and_count(
+        &self,
+        kind: RequestKind,
+        bytes: u64,
+        started_at: Option<u64>,
+        io: &mut Io<'_>,
+    ) -> IoResult {
         if let Some(result) = io.take_ready_result() {
-            if let Some(begun) = begun {
-                self.timed_in_call(kind, begun);
+            if let Some(started_at) = started_at {
+                self.record_sync_duration(kind, started_at);
             }
-            self.ended(kind, bytes, result.is_ok());
+            self.count_ended(kind, bytes, result.is_ok());
             return result;
         }
-        let waiting = self.wait();
+        let request = self.start_request();
         let result = io.await;
-        waiting.ended(kind, bytes, result.is_ok());
+        request.finish(kind, bytes, result.is_ok());
         result
     }
 
     /// Registers the start of a request that does not complete within the call.
     #[inline]
-    pub(crate) fn wait(&self) -> Waiting<'_> {
-        let others = self.waiting.get();
-        self.waiting.set(others + 1);
-        let weight = match others {
+    pub(crate) fn start_request(&self) -> InFlightRequest<'_> {
+        let in_flight = self.in_flight.get();
+        self.in_flight.set(in_flight + 1);
+        let weight = match in_flight {
             0 => 1,
-            _ if is_sample_due(&self.untimed_beside, BESIDE) => BESIDE,
+            _ if is_sample_due(&self.untimed_concurrent, CONCURRENT_SAMPLE_INTERVAL) => CONCURRENT_SAMPLE_INTERVAL,
             _ => 0,
         };
-        let begun = match weight {
+        let started_at = match weight {
             0 => 0,
             _ => self.on.turn_time().as_nanos(),
         };
-        if others == 0 {
-            self.busy_since.set(begun);
+        if in_flight == 0 {
+            self.busy_since.set(started_at);
         }
-        Waiting {
+        InFlightRequest {
             activity: self,
-            begun,
+            started_at,
             weight,
         }
     }
 
-    /// Returns the time of this turn, or the present time if `begun` was in this turn.
-    fn time_after(&self, begun: u64) -> u64 {
+    /// Returns the time of this turn, or the present time if `started_at` was in this turn.
+    fn time_after(&self, started_at: u64) -> u64 {
         match self.on.turn_time().as_nanos() {
-            turn if turn > begun => turn,
-            _ => self.on.now().as_nanos().max(begun),
+            turn if turn > started_at => turn,
+            _ => self.on.now().as_nanos().max(started_at),
         }
     }
 
     /// Ends the busy period when the last request in flight has ended.
     #[inline(never)]
-    fn rests(&self) {
+    fn end_busy_period(&self) {
         let since = self.busy_since.get();
         add(&self.busy, self.time_after(since) - since);
     }
 
     #[inline]
-    fn ended(&self, kind: Kind, bytes: u64, succeeded: bool) {
+    fn count_ended(&self, kind: RequestKind, bytes: u64, succeeded: bool) {
         let counter = &self.kinds[kind as usize];
         add(&counter.requests, 1);
         match succeeded {
@@ -199,48 +205,51 @@ impl Activity {
     }
 
     #[cold]
-    fn timed_in_call(&self, kind: Kind, begun: u64) {
-        let nanos = self.on.now().as_nanos().saturating_sub(begun);
-        self.kinds[kind as usize].times.borrow_mut().add_nanos(nanos, IN_CALL);
-        if self.waiting.get() == 0 {
-            add(&self.busy, nanos * u64::from(IN_CALL));
+    fn record_sync_duration(&self, kind: RequestKind, started_at: u64) {
+        let nanos = self.on.now().as_nanos().saturating_sub(started_at);
+        self.kinds[kind as usize]
+            .times
+            .borrow_mut()
+            .add_nanos(nanos, SYNC_SAMPLE_INTERVAL);
+        if self.in_flight.get() == 0 {
+            add(&self.busy, nanos * u64::from(SYNC_SAMPLE_INTERVAL));
         }
     }
 }
 
 /// Request in flight. Dropping it means that the request was cancelled, or is of a kind that is not counted.
-pub(crate) struct Waiting<'a> {
+pub(crate) struct InFlightRequest<'a> {
     activity: &'a Activity,
-    begun: u64,
+    started_at: u64,
     /// Number of requests that this one is timed for; 0 if it is not timed.
     weight: u32,
 }
 
-impl Waiting<'_> {
+impl InFlightRequest<'_> {
     /// Counts the request as ended.
     #[inline(always)]
-    pub(crate) fn ended(self, kind: Kind, bytes: u64, succeeded: bool) {
+    pub(crate) fn finish(self, kind: RequestKind, bytes: u64, succeeded: bool) {
         if self.weight > 0 {
-            self.timed(kind);
+            self.record_duration(kind);
         }
-        self.activity.ended(kind, bytes, succeeded);
+        self.activity.count_ended(kind, bytes, succeeded);
     }
 
     #[inline(never)]
-    fn timed(&self, kind: Kind) {
-        let nanos = self.activity.time_after(self.begun) - self.begun;
+    fn record_duration(&self, kind: RequestKind) {
+        let nanos = self.activity.time_after(self.started_at) - self.started_at;
         let mut times = self.activity.kinds[kind as usize].times.borrow_mut();
         times.add_nanos(nanos, self.weight);
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for InFlightRequest<'_> {
     #[inline]
     fn drop(&mut self) {
-        let left = self.activity.waiting.get() - 1;
-        self.activity.waiting.set(left);
-        if left == 0 {
-            self.activity.rests();
+        let remaining = self.activity.in_flight.get() - 1;
+        self.activity.in_flight.set(remaining);
+        if remaining == 0 {
+            self.activity.end_busy_period();
         }
     }
 }

@@ -3,7 +3,7 @@
 pub mod activity;
 pub mod clients;
 pub mod descriptor_store;
+pub mod external_mapping;
 pub mod nbd;
-pub mod turns;
+pub mod piece_scheduler;
 pub mod vhost_user;
-pub mod view;

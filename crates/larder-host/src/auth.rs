@@ -37,7 +37,7 @@ pub enum TokenError {
     #[error("{}: {source}{}", path.display(), hint(source))]
     Read { path: PathBuf, source: io::Error },
     #[error("{} can be read by every user of this host (mode {mode:04o}); remove that right with chmod o=", path.display())]
-    Open { path: PathBuf, mode: u32 },
+    WorldReadable { path: PathBuf, mode: u32 },
     #[error(
         "{} has no token of {TOKEN_BYTES_MIN} printable characters or more; create one with `openssl rand -hex 32`",
         path.display()
@@ -74,7 +74,7 @@ impl Token {
         let file = small_file::open(path).map_err(failed)?;
         let mode = file.metadata().map_err(failed)?.mode() & 0o777;
         if mode & 0o007 != 0 {
-            return Err(TokenError::Open {
+            return Err(TokenError::WorldReadable {
                 path: path.to_owned(),
                 mode,
             });
@@ -92,8 +92,8 @@ impl Token {
         }
     }
 
-    fn new(word: &[u8]) -> Self {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, word);
+    fn new(secret: &[u8]) -> Self {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, secret);
         // The signature authenticates like the token, does not reveal it, and becomes invalid when the token changes.
         let signed = |subject| -> String {
             let signature = hmac::sign(&key, subject);
@@ -108,10 +108,10 @@ impl Token {
         }
     }
 
-    /// Returns whether `word` is the token, in constant time.
-    pub(crate) fn is(&self, word: &[u8]) -> bool {
-        let said = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, word), COOKIE_SUBJECT);
-        hmac::verify(&self.key, COOKIE_SUBJECT, said.as_ref()).is_ok()
+    /// Returns whether `candidate` is the token, in constant time.
+    pub(crate) fn matches(&self, candidate: &[u8]) -> bool {
+        let signature = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, candidate), COOKIE_SUBJECT);
+        hmac::verify(&self.key, COOKIE_SUBJECT, signature.as_ref()).is_ok()
     }
 
     /// Returns the `Set-Cookie` value for a browser that has presented the token.
@@ -124,19 +124,20 @@ impl Token {
     }
 
     /// Returns whether a request carries the token or a valid cookie.
-    pub(crate) fn lets_in(&self, headers: &HeaderMap) -> bool {
+    pub(crate) fn authorizes(&self, headers: &HeaderMap) -> bool {
         let text = |name| headers.get_all(name).iter().filter_map(|value| value.to_str().ok());
         let mut bearers = text(AUTHORIZATION).filter_map(|value| {
-            let (scheme, word) = value.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then(|| word.trim())
+            let (scheme, candidate) = value.split_once(' ')?;
+            scheme.eq_ignore_ascii_case("bearer").then(|| candidate.trim())
         });
         let cookies = text(COOKIE).flat_map(|value| value.split(';'));
-        let mut ours =
+        let mut token_cookies =
             cookies.filter_map(|cookie| cookie.trim().strip_prefix(self.cookie_name.as_str())?.strip_prefix('='));
-        bearers.any(|word| self.is(word.as_bytes())) || ours.any(|cookie| self.has_made(cookie))
+        bearers.any(|candidate| self.matches(candidate.as_bytes()))
+            || token_cookies.any(|cookie| self.verifies_cookie(cookie))
     }
 
-    fn has_made(&self, cookie: &str) -> bool {
+    fn verifies_cookie(&self, cookie: &str) -> bool {
         let byte = |at: usize| u8::from_str_radix(cookie.get(at..at + 2)?, 16).ok();
         let bytes: Option<Vec<u8>> = (0..cookie.len().min(128)).step_by(2).map(byte).collect();
         bytes.is_some_and(|bytes| hmac::verify(&self.key, COOKIE_SUBJECT, &bytes).is_ok())
@@ -145,7 +146,7 @@ impl Token {
 
 /// Returns whether a request names this host in a way that no other site can: as `localhost`, by a loopback address,
 /// or by the address that is listened on.
-pub(crate) fn is_own_name(headers: &HeaderMap, listen: Option<IpAddr>) -> bool {
+pub(crate) fn is_local_host_name(headers: &HeaderMap, listen: Option<IpAddr>) -> bool {
     let mut all = headers.get_all(HOST).iter();
     let (Some(host), None) = (all.next(), all.next()) else {
         return false;
@@ -153,12 +154,13 @@ pub(crate) fn is_own_name(headers: &HeaderMap, listen: Option<IpAddr>) -> bool {
     let Ok(host) = host.to_str() else {
         return false;
     };
-    let name = match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+    let name = match host.strip_prefix('[').and_then(|bracketed| bracketed.split_once(']')) {
         Some((address, _)) => address,
         None => host.split(':').next().unwrap_or_default(),
     };
     let address = name.parse::<IpAddr>();
-    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|it| is_loopback(it) || Some(it) == listen)
+    name.eq_ignore_ascii_case("localhost")
+        || address.is_ok_and(|address| is_loopback(address) || Some(address) == listen)
 }
 
 #[cfg(test)]
@@ -199,24 +201,24 @@ mod tests {
                 headers(&[("cookie", other.cookie(true).split(';').next().expect("a cookie"))]),
             ),
         ] {
-            assert_eq!(token.lets_in(&all), lets_in, "{all:?}");
+            assert_eq!(token.authorizes(&all), lets_in, "{all:?}");
         }
     }
 
     /// A token that is short, or readable by every user, is refused.
     #[test]
     fn unsafe_token_is_refused() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("token");
+        let directory = tempfile::tempdir().expect("a folder");
+        let path = directory.path().join("token");
         let read = |text: &str, mode: u32| {
             std::fs::write(&path, text).expect("writes");
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("ours");
             Token::read(&path)
         };
-        assert!(read("0123456789abcdef\n", 0o640).is_ok_and(|token| token.is(b"0123456789abcdef")));
+        assert!(read("0123456789abcdef\n", 0o640).is_ok_and(|token| token.matches(b"0123456789abcdef")));
         assert!(matches!(
             read("0123456789abcdef\n", 0o644),
-            Err(TokenError::Open { mode: 0o644, .. })
+            Err(TokenError::WorldReadable { mode: 0o644, .. })
         ));
         for weak in ["", "\n0123456789abcdef", "short", "0123456789 abcdef"] {
             assert!(matches!(read(weak, 0o600), Err(TokenError::Weak { .. })), "{weak}");
@@ -226,7 +228,7 @@ mod tests {
     #[test]
     fn only_own_host_names_are_accepted() {
         let listen = Some("192.0.2.7".parse().expect("an address"));
-        for (is_own, host) in [
+        for (is_local, host) in [
             (true, "localhost:9178"),
             (true, "LOCALHOST"),
             (true, "127.0.0.1:1"),
@@ -237,10 +239,14 @@ mod tests {
             (false, "evil.example:9178"),
             (false, ""),
         ] {
-            assert_eq!(is_own_name(&headers(&[("host", host)]), listen), is_own, "{host}");
+            assert_eq!(
+                is_local_host_name(&headers(&[("host", host)]), listen),
+                is_local,
+                "{host}"
+            );
         }
-        assert!(!is_own_name(&headers(&[]), listen));
-        assert!(!is_own_name(
+        assert!(!is_local_host_name(&headers(&[]), listen));
+        assert!(!is_local_host_name(
             &headers(&[("host", "localhost"), ("host", "localhost")]),
             listen
         ));

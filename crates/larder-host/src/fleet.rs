@@ -8,73 +8,73 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use larder_vm::control::memory::MemoryState;
 use larder_vm::control::migration::MigrationState;
-use larder_vm::control::state::{Disks, Failure, ServerState};
+use larder_vm::control::state::{DiskList, ErrorBody, ServerState};
 use serde::de::DeserializeOwned;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{sleep, sleep_until, timeout};
 
-use crate::ask::{AskError, Told, ask};
-use crate::balancing::Balance;
-use crate::find::{Finder, Found, LeftOut};
-use crate::vm::{Health, Sample, Vm};
+use crate::balance_loop::BalanceState;
+use crate::control_client::{ControlRequestError, ControlResponse, get_resource};
+use crate::discovery::{Discovery, Finder, UnwatchedCounts};
+use crate::vm_process::{Health, Sample, VmProcess};
 
 /// Interval between two polls of all VMs.
-const INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Age up to which the results of a poll count as fresh.
-pub(crate) const FRESH: Duration = Duration::from_millis(900);
+pub(crate) const FRESH_AGE_MAX: Duration = Duration::from_millis(900);
 
 /// Time after which a VM that gives no answer counts as stuck.
-const STUCK_AFTER: Duration = Duration::from_secs(2);
+const STUCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time for which a poll waits for answers before its results so far are published; VMs that are stuck are not waited
 /// for.
-const SETTLE_TIME_MAX: Duration = Duration::from_millis(700);
+const ANSWER_WAIT_MAX: Duration = Duration::from_millis(700);
 
 /// Time within which the directories must be scanned.
-const FIND_TIME_MAX: Duration = Duration::from_millis(500);
+const DISCOVERY_TIME_MAX: Duration = Duration::from_millis(500);
 
 /// Largest number of requests in flight; a stuck VM gives up its permit to the next.
-const QUESTIONS_MAX: usize = 64;
+const REQUESTS_IN_FLIGHT_MAX: usize = 64;
 
 /// Number of attempts at a server that hangs up, as a server with too many clients does.
-const TRIES_MAX: u32 = 3;
-const PAUSE: Duration = Duration::from_millis(100);
+const ATTEMPTS_MAX: u32 = 3;
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Number of answers after which a server is asked for its own description again.
-const ANSWERS_MAX: u32 = 30;
+const DESCRIPTION_POLLS_MAX: u32 = 30;
 
 /// Time for which a VM without a VM file is still shown after its server has ended.
-const REMEMBERED: Duration = Duration::from_secs(600);
+const RETENTION: Duration = Duration::from_secs(600);
 
 /// All VMs of the host.
 pub(crate) struct Fleet {
-    vms: Mutex<BTreeMap<PathBuf, Vm>>,
+    vms: Mutex<BTreeMap<PathBuf, VmProcess>>,
     /// Finder of VMs; `None` while directories are scanned.
     finder: Mutex<Option<Finder>>,
     /// Number of polls so far.
-    looks: watch::Sender<u64>,
+    poll_count: watch::Sender<u64>,
     watchers: watch::Sender<usize>,
-    last_look: tokio::sync::Mutex<Option<Instant>>,
-    questions: Arc<Semaphore>,
+    last_poll: tokio::sync::Mutex<Option<Instant>>,
+    request_permits: Arc<Semaphore>,
     answered: Notify,
     /// Changes of the VMs' memory budgets.
-    balance: Mutex<Balance>,
+    balance: Mutex<BalanceState>,
     /// Counts of control sockets that are not watched.
-    left_out: Mutex<LeftOut>,
+    unwatched: Mutex<UnwatchedCounts>,
 }
 
 /// Watcher of the fleet; VMs are polled as long as there is one.
 pub(crate) struct Watcher {
     fleet: Arc<Fleet>,
-    looks: watch::Receiver<u64>,
+    polls: watch::Receiver<u64>,
 }
 
 impl Watcher {
     /// Waits for the next poll of all VMs.
     pub(crate) async fn next(&mut self) {
         // The sender lives in the fleet, which this watcher keeps alive.
-        let _ = self.looks.changed().await;
+        let _ = self.polls.changed().await;
     }
 }
 
@@ -89,13 +89,13 @@ impl Fleet {
         Self {
             vms: Mutex::default(),
             finder: Mutex::new(Some(finder)),
-            looks: watch::Sender::new(0),
+            poll_count: watch::Sender::new(0),
             watchers: watch::Sender::new(0),
-            last_look: tokio::sync::Mutex::default(),
-            questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
+            last_poll: tokio::sync::Mutex::default(),
+            request_permits: Arc::new(Semaphore::new(REQUESTS_IN_FLIGHT_MAX)),
             answered: Notify::new(),
             balance: Mutex::default(),
-            left_out: Mutex::default(),
+            unwatched: Mutex::default(),
         }
     }
 
@@ -103,7 +103,7 @@ impl Fleet {
         self.watchers.send_modify(|count| *count += 1);
         Watcher {
             fleet: Arc::clone(self),
-            looks: self.looks.subscribe(),
+            polls: self.poll_count.subscribe(),
         }
     }
 
@@ -114,252 +114,252 @@ impl Fleet {
             if watchers.wait_for(|count| *count > 0).await.is_err() {
                 return;
             }
-            let next = tokio::time::Instant::now() + INTERVAL;
-            self.look(&mut *self.last_look.lock().await).await;
+            let next = tokio::time::Instant::now() + POLL_INTERVAL;
+            self.poll(&mut *self.last_poll.lock().await).await;
             sleep_until(next).await;
         }
     }
 
     /// Makes the state of all VMs fresh, except of those that are stuck.
     pub(crate) async fn refresh(self: &Arc<Self>) {
-        self.refresh_after(FRESH).await;
+        self.refresh_after(FRESH_AGE_MAX).await;
     }
 
     /// Makes the state of all VMs no older than `age`, except of those that are stuck.
     pub(crate) async fn refresh_after(self: &Arc<Self>, age: Duration) {
-        let mut last = self.last_look.lock().await;
+        let mut last = self.last_poll.lock().await;
         if last.is_none_or(|last| last.elapsed() > age) {
-            self.look(&mut last).await;
+            self.poll(&mut last).await;
         }
-        let settled = self.settled();
+        let all_answered = self.all_answered();
         drop(last);
-        let _ = timeout(STUCK_AFTER, settled).await;
+        let _ = timeout(STUCK_TIMEOUT, all_answered).await;
     }
 
-    async fn look(self: &Arc<Self>, last: &mut Option<Instant>) {
+    async fn poll(self: &Arc<Self>, last: &mut Option<Instant>) {
         *last = Some(Instant::now());
-        let found = self.find().await;
-        self.ask_all(found);
-        let _ = timeout(SETTLE_TIME_MAX, self.settled()).await;
-        self.looks.send_modify(|looks| *looks += 1);
+        let discovery = self.discover().await;
+        self.poll_all(discovery);
+        let _ = timeout(ANSWER_WAIT_MAX, self.all_answered()).await;
+        self.poll_count.send_modify(|count| *count += 1);
     }
 
     /// Scans for VMs; returns `None` if directories take too long.
-    async fn find(self: &Arc<Self>) -> Option<Found> {
+    async fn discover(self: &Arc<Self>) -> Option<Discovery> {
         let mut finder = self.finder.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         let fleet = Arc::clone(self);
         let finding = tokio::task::spawn_blocking(move || {
-            let found = finder.find();
+            let discovery = finder.find();
             *fleet.finder.lock().unwrap_or_else(PoisonError::into_inner) = Some(finder);
-            found
+            discovery
         });
-        timeout(FIND_TIME_MAX, finding).await.ok()?.ok()
+        timeout(DISCOVERY_TIME_MAX, finding).await.ok()?.ok()
     }
 
     /// Waits until every VM has answered or is stuck.
-    async fn settled(&self) {
+    async fn all_answered(&self) {
         loop {
             let changed = self.answered.notified();
-            let is_late = |vm: &Vm| vm.asked.is_some() && vm.health != Health::Stuck;
-            if !self.vms().values().any(is_late) {
+            let is_unanswered = |vm: &VmProcess| vm.request.is_some() && vm.health != Health::Stuck;
+            if !self.vms().values().any(is_unanswered) {
                 return;
             }
             changed.await;
         }
     }
 
-    fn ask_all(self: &Arc<Self>, found: Option<Found>) {
+    fn poll_all(self: &Arc<Self>, discovery: Option<Discovery>) {
         let mut vms = self.vms();
-        if let Some(found) = found {
-            *self.left_out.lock().unwrap_or_else(PoisonError::into_inner) = found.left_out;
-            update(&mut vms, found);
+        if let Some(discovery) = discovery {
+            *self.unwatched.lock().unwrap_or_else(PoisonError::into_inner) = discovery.unwatched_counts;
+            merge_discovery(&mut vms, discovery);
         }
-        let of_disks = sockets_of_disks(&vms);
-        vms.retain(|path, vm| vm.is_vm() || !of_disks.contains(path));
-        let to_ask: Vec<PathBuf> = vms
+        let disk_sockets = sockets_of_disks(&vms);
+        vms.retain(|path, vm| vm.is_vm() || !disk_sockets.contains(path));
+        let to_poll: Vec<PathBuf> = vms
             .values()
-            .filter(|vm| is_to_be_asked(vm, &vms))
+            .filter(|vm| should_poll(vm, &vms))
             .map(|vm| vm.path.clone())
             .collect();
-        for path in to_ask {
-            let task = tokio::spawn(Arc::clone(self).question(path.clone()));
+        for path in to_poll {
+            let task = tokio::spawn(Arc::clone(self).poll_vm(path.clone()));
             if let Some(vm) = vms.get_mut(&path) {
-                vm.asked = Some((Instant::now(), task.abort_handle()));
+                vm.request = Some((Instant::now(), task.abort_handle()));
             }
         }
     }
 
     /// Polls a VM, however long that takes.
-    async fn question(self: Arc<Self>, path: PathBuf) {
-        let asked = async {
-            let permit = Arc::clone(&self.questions).acquire_owned().await;
+    async fn poll_vm(self: Arc<Self>, path: PathBuf) {
+        let query = async {
+            let permit = Arc::clone(&self.request_permits).acquire_owned().await;
             let mut permit = permit.ok();
-            let answer = self.exchange(&path);
+            let answer = self.query(&path);
             tokio::pin!(answer);
             tokio::select! {
                 answer = &mut answer => return answer,
-                () = sleep(STUCK_AFTER) => {}
+                () = sleep(STUCK_TIMEOUT) => {}
             }
             drop(permit.take());
-            self.is_late(&path);
+            self.mark_stuck(&path);
             answer.await
         };
-        let answer = asked.await;
+        let answer = query.await;
         {
             let mut vms = self.vms();
             if let Some(vm) = vms.get_mut(&path) {
-                vm.asked = None;
+                vm.request = None;
                 match answer {
-                    Ok(Answer::Told(disks, memory)) => {
+                    Ok(PollAnswer::State(disks, memory)) => {
                         let sample = Sample::new(disks, memory.map(|memory| *memory), vm.sample.as_deref());
-                        vm.is_up(sample);
+                        vm.accept_sample(sample);
                     }
-                    Ok(Answer::Migration(state)) => vm.is_up(Sample::of_migration(*state)),
-                    Ok(Answer::Failure(error)) => vm.is(Health::Stuck, error),
-                    Err(error) => vm.has_failed(&error),
+                    Ok(PollAnswer::Migration(state)) => vm.accept_sample(Sample::from_migration(*state)),
+                    Ok(PollAnswer::Failure(error)) => vm.set_health(Health::Stuck, error),
+                    Err(error) => vm.record_failure(&error),
                 }
             }
         }
         self.answered.notify_waiters();
     }
 
-    fn is_late(&self, path: &Path) {
+    fn mark_stuck(&self, path: &Path) {
         if let Some(vm) = self.vms().get_mut(path) {
             let why = match vm.is_vm() {
                 true => format!(
                     "no answer for {} s: its server is stopped or stuck",
-                    STUCK_AFTER.as_secs()
+                    STUCK_TIMEOUT.as_secs()
                 ),
                 false => "no answer: its server is stopped or stuck, or it is not a Larder control socket".to_owned(),
             };
-            vm.is(Health::Stuck, why);
+            vm.set_health(Health::Stuck, why);
         }
         self.answered.notify_waiters();
     }
 
-    async fn exchange(&self, path: &Path) -> Result<Answer, AskError> {
-        let (is_known, listener, has_memory, is_of_move) = {
+    async fn query(&self, path: &Path) -> Result<PollAnswer, ControlRequestError> {
+        let (is_known, listener, has_memory, is_migration) = {
             let mut vms = self.vms();
-            let vm = vms.get_mut(path).ok_or(AskError::Gone)?;
-            if vm.answers >= ANSWERS_MAX {
-                (vm.answers, vm.listener, vm.has_memory) = (0, None, None);
+            let vm = vms.get_mut(path).ok_or(ControlRequestError::NoSocket)?;
+            if vm.answers_since_description >= DESCRIPTION_POLLS_MAX {
+                (vm.answers_since_description, vm.listener, vm.has_memory) = (0, None, None);
             }
-            (vm.server.is_some(), vm.listener, vm.has_memory, vm.moved.is_some())
+            (vm.server.is_some(), vm.listener, vm.has_memory, vm.migration.is_some())
         };
         if !is_known || listener.is_none() {
-            self.ask_server(path).await?;
+            self.query_server(path).await?;
         }
-        let what = if is_of_move { "/v1/migration" } else { "/v1/disks" };
-        let told = ask_repeatedly(path, what).await?;
-        if told.listener.is_some() && listener.is_some() && told.listener != listener {
-            self.ask_server(path).await?;
+        let resource = if is_migration { "/v1/migration" } else { "/v1/disks" };
+        let response = get_with_retries(path, resource).await?;
+        if response.listener.is_some() && listener.is_some() && response.listener != listener {
+            self.query_server(path).await?;
         }
-        if !told.status.is_success() {
-            return Ok(Answer::Failure(understand::<Failure>(&told)?.error));
+        if !response.status.is_success() {
+            return Ok(PollAnswer::Failure(parse_body::<ErrorBody>(&response)?.error));
         }
-        if is_of_move {
-            return Ok(Answer::Migration(Box::new(understand(&told)?)));
+        if is_migration {
+            return Ok(PollAnswer::Migration(Box::new(parse_body(&response)?)));
         }
-        let disks = understand(&told)?;
+        let disks = parse_body(&response)?;
         if has_memory == Some(false) {
-            return Ok(Answer::Told(disks, None));
+            return Ok(PollAnswer::State(disks, None));
         }
-        let told = ask_repeatedly(path, "/v1/memory").await?;
-        let is_there = !matches!(told.status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED);
+        let response = get_with_retries(path, "/v1/memory").await?;
+        let manages_memory = !matches!(response.status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED);
         if let Some(vm) = self.vms().get_mut(path) {
-            vm.has_memory = Some(is_there);
+            vm.has_memory = Some(manages_memory);
         }
-        match (is_there, told.status.is_success()) {
-            (false, _) => Ok(Answer::Told(disks, None)),
+        match (manages_memory, response.status.is_success()) {
+            (false, _) => Ok(PollAnswer::State(disks, None)),
             (true, true) => {
-                let state: MemoryState = understand(&told)?;
-                Ok(Answer::Told(disks, Some(Box::new(state))))
+                let state: MemoryState = parse_body(&response)?;
+                Ok(PollAnswer::State(disks, Some(Box::new(state))))
             }
-            (true, false) => Ok(Answer::Failure(understand::<Failure>(&told)?.error)),
+            (true, false) => Ok(PollAnswer::Failure(parse_body::<ErrorBody>(&response)?.error)),
         }
     }
 
     /// Requests a server's own description.
-    async fn ask_server(&self, path: &Path) -> Result<(), AskError> {
-        let told = ask_repeatedly(path, "/v1").await?;
-        let server: ServerState = understand(&told)?;
+    async fn query_server(&self, path: &Path) -> Result<(), ControlRequestError> {
+        let response = get_with_retries(path, "/v1").await?;
+        let server: ServerState = parse_body(&response)?;
         if let Some(vm) = self.vms().get_mut(path) {
             let before = vm.server.as_ref().map(|server| (server.pid, server.started_ms));
             if before.is_some_and(|before| before != (server.pid, server.started_ms)) {
                 (vm.sample, vm.has_memory) = (None, None);
             }
             vm.server = Some(server);
-            vm.listener = told.listener;
+            vm.listener = response.listener;
         }
         Ok(())
     }
 
-    pub(crate) fn left_out(&self) -> LeftOut {
-        *self.left_out.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn unwatched(&self) -> UnwatchedCounts {
+        *self.unwatched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn balance(&self) -> MutexGuard<'_, Balance> {
+    pub(crate) fn balance(&self) -> MutexGuard<'_, BalanceState> {
         self.balance.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn vms(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Vm>> {
+    pub(crate) fn vms(&self) -> MutexGuard<'_, BTreeMap<PathBuf, VmProcess>> {
         self.vms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-enum Answer {
+enum PollAnswer {
     /// Disks, and memory if the process manages any.
-    Told(Disks, Option<Box<MemoryState>>),
+    State(DiskList, Option<Box<MemoryState>>),
     /// Migration.
     Migration(Box<MigrationState>),
     /// Reason why there is no answer, as text for people.
     Failure(String),
 }
 
-async fn ask_repeatedly(path: &Path, resource: &str) -> Result<Told, AskError> {
-    for _ in 1..TRIES_MAX {
-        match ask(path, resource).await {
-            Err(AskError::HungUp | AskError::Full) => sleep(PAUSE).await,
-            told => return told,
+async fn get_with_retries(path: &Path, resource: &str) -> Result<ControlResponse, ControlRequestError> {
+    for _ in 1..ATTEMPTS_MAX {
+        match get_resource(path, resource).await {
+            Err(ControlRequestError::HungUp | ControlRequestError::Full) => sleep(RETRY_DELAY).await,
+            response => return response,
         }
     }
-    ask(path, resource).await
+    get_resource(path, resource).await
 }
 
-fn understand<T: DeserializeOwned>(told: &Told) -> Result<T, AskError> {
-    serde_json::from_slice(&told.body)
-        .map_err(|error| AskError::Foreign(format!("its answer ({}): {error}", told.status)))
+fn parse_body<T: DeserializeOwned>(response: &ControlResponse) -> Result<T, ControlRequestError> {
+    serde_json::from_slice(&response.body)
+        .map_err(|error| ControlRequestError::NotLarder(format!("its answer ({}): {error}", response.status)))
 }
 
 /// Merges the result of a discovery into the known VMs.
-fn update(vms: &mut BTreeMap<PathBuf, Vm>, mut found: Found) {
-    vms.retain(|path, _| !found.of_disks.contains(path) && !found.beyond.contains(path));
+fn merge_discovery(vms: &mut BTreeMap<PathBuf, VmProcess>, mut discovery: Discovery) {
+    vms.retain(|path, _| !discovery.disk_sockets.contains(path) && !discovery.unwatched.contains(path));
     for (path, vm) in vms.iter_mut() {
-        match found.places.remove(path) {
-            Some(place) if place.socket.is_some() => vm.is_found(place),
-            gone => {
-                vm.named = gone.and_then(|place| place.vm);
-                vm.is_gone();
+        match discovery.sockets.remove(path) {
+            Some(discovered) if discovered.socket.is_some() => vm.update_from(discovered),
+            missing => {
+                vm.configured = missing.and_then(|discovered| discovered.vm);
+                vm.mark_stopped();
             }
         }
     }
     vms.retain(|_, vm| {
-        let is_remembered = vm.is_vm() && vm.seen.is_some_and(|seen| seen.elapsed() < REMEMBERED);
-        vm.socket.is_some() || vm.named.is_some() || is_remembered
+        let is_retained = vm.is_vm() && vm.last_answer.is_some_and(|seen| seen.elapsed() < RETENTION);
+        vm.socket.is_some() || vm.configured.is_some() || is_retained
     });
-    for (path, place) in found.places {
-        let mut vm = Vm::new(&path);
-        let is_there = place.socket.is_some();
-        vm.is_found(place);
-        if !is_there {
-            vm.is_gone();
+    for (path, discovered) in discovery.sockets {
+        let mut vm = VmProcess::new(&path);
+        let has_socket = discovered.socket.is_some();
+        vm.update_from(discovered);
+        if !has_socket {
+            vm.mark_stopped();
         }
         vms.insert(path, vm);
     }
 }
 
 /// Returns the sockets on which VMs report that their disks are served.
-fn sockets_of_disks(vms: &BTreeMap<PathBuf, Vm>) -> HashSet<PathBuf> {
+fn sockets_of_disks(vms: &BTreeMap<PathBuf, VmProcess>) -> HashSet<PathBuf> {
     let samples = vms.values().filter_map(|vm| vm.sample.as_ref());
     let exports = samples.flat_map(|sample| sample.disks.iter().map(|disk| &disk.state.exports));
     let sockets = exports.filter_map(|exports| exports.vhost_user.as_ref());
@@ -367,11 +367,11 @@ fn sockets_of_disks(vms: &BTreeMap<PathBuf, Vm>) -> HashSet<PathBuf> {
 }
 
 /// Returns whether a request to this socket does no harm and may get an answer.
-fn is_to_be_asked(vm: &Vm, all: &BTreeMap<PathBuf, Vm>) -> bool {
-    if vm.socket.is_none() || vm.asked.is_some() {
+fn should_poll(vm: &VmProcess, all: &BTreeMap<PathBuf, VmProcess>) -> bool {
+    if vm.socket.is_none() || vm.request.is_some() {
         return false;
     }
-    if vm.is_vm() || vm.moved.is_some() {
+    if vm.is_vm() || vm.migration.is_some() {
         return true;
     }
     // A socket that turned out not to be Larder's is not asked again, as long as it is the same socket.
@@ -381,8 +381,8 @@ fn is_to_be_asked(vm: &Vm, all: &BTreeMap<PathBuf, Vm>) -> bool {
     // `web-vda.sock` is usually a disk's socket of the VM at `web.sock`. It is not polled before that VM has
     // answered, because the answer names the sockets of its disks.
     let name = vm.path.file_stem().unwrap_or_default().to_string_lossy();
-    let owners = name.match_indices('-').map(|(at, _)| format!("{}.sock", &name[..at]));
-    !owners
+    let owner_sockets = name.match_indices('-').map(|(at, _)| format!("{}.sock", &name[..at]));
+    !owner_sockets
         .filter_map(|owner| all.get(&vm.path.with_file_name(owner)))
         .any(|owner| owner.socket.is_some() && !matches!(owner.health, Health::Up | Health::Foreign))
 }

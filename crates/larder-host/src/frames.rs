@@ -4,16 +4,16 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use larder_vm::control::rates::Rates;
+use larder_vm::control::rates::DiskRates;
 use larder_vm::control::state::{CacheHealth, DiskState, ExportsState, LimitsState, MissRatio};
 use serde::Serialize;
 
-use crate::balancing::Moved;
+use crate::assembled_vm::{AssembledVm, assemble_vms};
+use crate::balance_loop::BudgetChanges;
 use crate::fleet::Fleet;
-use crate::joined::{Joined, joined};
 use crate::memory_frames::{MemoryFrame, MemoryTotals};
-use crate::migration_frames::{self, MigrationRow, moving};
-use crate::vm::{Health, Sample};
+use crate::migration_frames::{self, MigrationRow, current_migration_text};
+use crate::vm_process::{Health, Sample};
 
 /// Largest number of points of a miss-ratio curve in a frame.
 const CURVE_POINTS_MAX: usize = 256;
@@ -25,13 +25,13 @@ struct FleetFrame {
     /// Migrations that are running, or ended lately.
     migrations: Vec<MigrationRow>,
     /// Sockets that are not known to be VMs'.
-    others: Vec<OtherRow>,
-    left_out: LeftOutFrame,
+    others: Vec<UnknownSocketRow>,
+    left_out: UnwatchedFrame,
 }
 
 /// Counts of control sockets that are not watched, because there are too many.
 #[derive(Serialize)]
-struct LeftOutFrame {
+struct UnwatchedFrame {
     sockets: usize,
     stopped: usize,
 }
@@ -39,10 +39,10 @@ struct LeftOutFrame {
 #[derive(Serialize)]
 struct VmRow {
     #[serde(flatten)]
-    about: About,
+    about: VmSummary,
     disks: usize,
     size: u64,
-    totals: Option<Totals>,
+    totals: Option<DiskTotals>,
     /// Memory of the VM, if it is managed.
     memory: Option<MemoryTotals>,
     /// Description of the running migration, if there is one.
@@ -51,7 +51,7 @@ struct VmRow {
 
 /// Identity and health of a VM.
 #[derive(Clone, Serialize)]
-struct About {
+struct VmSummary {
     name: String,
     health: Health,
     why: Option<String>,
@@ -67,7 +67,7 @@ struct About {
 
 /// Sums over all disks of a VM.
 #[derive(Default, Serialize)]
-struct Totals {
+struct DiskTotals {
     reads_s: f64,
     writes_s: f64,
     read_bytes_s: f64,
@@ -91,7 +91,7 @@ struct CacheTotals {
 }
 
 #[derive(Serialize)]
-struct OtherRow {
+struct UnknownSocketRow {
     socket: String,
     health: Health,
     why: Option<String>,
@@ -100,7 +100,7 @@ struct OtherRow {
 /// Data of a VM's own page.
 #[derive(Serialize)]
 struct VmFrame<'a> {
-    vm: About,
+    vm: VmSummary,
     /// True if the server of the disks answers.
     disks_up: bool,
     /// Time of the disks' sample, in milliseconds since 1970 (UTC).
@@ -122,7 +122,7 @@ struct DiskFrame<'a> {
     in_flight: u64,
     /// Counts since the start of the server.
     counts: Counts,
-    rates: Option<&'a Rates>,
+    rates: Option<&'a DiskRates>,
     prefetch: Option<PrefetchFrame>,
     cache: Option<CacheFrame<'a>>,
 }
@@ -157,18 +157,20 @@ struct CacheFrame<'a> {
     miss_ratios: &'a [MissRatio],
 }
 
-impl About {
-    fn new(vm: &Joined<'_>) -> Self {
-        let head = vm.head();
+impl VmSummary {
+    fn new(vm: &AssembledVm<'_>) -> Self {
+        let head = vm.describing_process();
         let server = head.server.as_ref();
-        let times = [Some(vm.main), vm.beside].into_iter().flatten();
+        let times = [Some(vm.main), vm.memory_process].into_iter().flatten();
         let times = times.filter_map(|vm| vm.sample.as_ref()).map(|sample| sample.time_ms);
         Self {
             name: vm.name.clone(),
             health: vm.health(),
             why: vm.why(),
             socket: head.path.display().to_string(),
-            memory_socket: vm.beside.map(|beside| beside.path.display().to_string()),
+            memory_socket: vm
+                .memory_process
+                .map(|memory_process| memory_process.path.display().to_string()),
             uuid: head.uuid().map(str::to_owned),
             version: server.map(|server| server.version.clone()),
             pid: server.map(|server| server.pid),
@@ -179,14 +181,20 @@ impl About {
 }
 
 fn errors(disk: &DiskState) -> u64 {
-    let of = &disk.requests;
-    [&of.read, &of.write, &of.flush, &of.discard, &of.write_zeroes]
-        .map(|kind| kind.errors)
-        .into_iter()
-        .fold(0, u64::saturating_add)
+    let requests = &disk.requests;
+    [
+        &requests.read,
+        &requests.write,
+        &requests.flush,
+        &requests.discard,
+        &requests.write_zeroes,
+    ]
+    .map(|kind| kind.errors)
+    .into_iter()
+    .fold(0, u64::saturating_add)
 }
 
-impl Totals {
+impl DiskTotals {
     fn new(sample: &Sample) -> Self {
         let mut all = Self::default();
         let (mut time, mut hits, mut reads) = (0.0, 0.0, 0.0);
@@ -222,82 +230,82 @@ impl Totals {
 }
 
 /// Returns the frame with all VMs.
-pub(crate) fn of_fleet(fleet: &Fleet) -> String {
+pub(crate) fn fleet_frame(fleet: &Fleet) -> String {
     let vms = fleet.vms();
-    let all = joined(&vms);
+    let all = assemble_vms(&vms);
     let rows = all.iter().map(|vm| {
         let sample = vm.main.sample.as_ref();
         VmRow {
-            about: About::new(vm),
+            about: VmSummary::new(vm),
             disks: sample.map_or(0, |sample| sample.disks.len()),
             size: sample.map_or(0, |sample| {
                 let sizes = sample.disks.iter().map(|disk| disk.state.size);
                 sizes.fold(0, u64::saturating_add)
             }),
             totals: vm
-                .disks_now()
+                .current_disks()
                 .filter(|sample| !sample.disks.is_empty() || sample.memory.is_none())
-                .map(|sample| Totals::new(sample)),
+                .map(|sample| DiskTotals::new(sample)),
             memory: vm
-                .memory_now()
+                .current_memory()
                 .and_then(|sample| sample.memory.as_ref())
                 .map(MemoryTotals::new),
-            moving: moving(&vms, &vm.name),
+            moving: current_migration_text(&vms, &vm.name),
         }
     });
-    let left_out = fleet.left_out();
-    let others = vms.values().filter(|vm| !vm.is_vm() && vm.health != Health::New);
-    let others = others.map(|vm| OtherRow {
+    let unwatched = fleet.unwatched();
+    let unknown_sockets = vms.values().filter(|vm| !vm.is_vm() && vm.health != Health::New);
+    let unknown_sockets = unknown_sockets.map(|vm| UnknownSocketRow {
         socket: vm.path.display().to_string(),
         health: vm.health,
-        why: vm.why.clone(),
+        why: vm.reason.clone(),
     });
     let frame = FleetFrame {
         vms: rows.collect(),
         migrations: migration_frames::rows(&vms, None),
-        others: others.collect(),
-        left_out: LeftOutFrame {
-            sockets: left_out.sockets,
-            stopped: left_out.stopped,
+        others: unknown_sockets.collect(),
+        left_out: UnwatchedFrame {
+            sockets: unwatched.sockets,
+            stopped: unwatched.stopped,
         },
     };
     serde_json::to_string(&frame).unwrap_or_default()
 }
 
 /// Data of a VM's page: its sockets and its state.
-pub(crate) struct OfVm {
+pub(crate) struct VmPage {
     pub(crate) paths: Vec<PathBuf>,
     /// True if the server of its disks answers.
     is_up: bool,
-    about: About,
+    summary: VmSummary,
     sample: Option<Arc<Sample>>,
-    of_memory: Option<Arc<Sample>>,
-    moved: Moved,
+    memory_sample: Option<Arc<Sample>>,
+    budget_changes: BudgetChanges,
     migrations: Vec<MigrationRow>,
 }
 
 /// Returns the data of the VM with this name.
-pub(crate) fn of_vm(fleet: &Fleet, name: &str) -> Option<OfVm> {
+pub(crate) fn vm_page(fleet: &Fleet, name: &str) -> Option<VmPage> {
     let vms = fleet.vms();
-    let all = joined(&vms);
+    let all = assemble_vms(&vms);
     let vm = all.iter().find(|vm| vm.name == name)?;
-    Some(OfVm {
-        paths: [Some(vm.main), vm.beside]
+    Some(VmPage {
+        paths: [Some(vm.main), vm.memory_process]
             .into_iter()
             .flatten()
             .map(|vm| vm.path.clone())
             .collect(),
         is_up: vm.main.health == Health::Up,
-        about: About::new(vm),
+        summary: VmSummary::new(vm),
         sample: vm.main.sample.clone(),
-        of_memory: vm.memory_now().cloned(),
-        moved: fleet.balance().moved(name),
+        memory_sample: vm.current_memory().cloned(),
+        budget_changes: fleet.balance().changes_of(name),
         migrations: migration_frames::rows(&vms, Some(name)),
     })
 }
 
-impl OfVm {
-    pub(crate) fn text(&self) -> String {
+impl VmPage {
+    pub(crate) fn to_json(&self) -> String {
         let disks = self.sample.iter().flat_map(|sample| &sample.disks);
         let disks = disks.map(|disk| {
             let state = &disk.state;
@@ -319,34 +327,34 @@ impl OfVm {
                 },
                 // Rates of a server that no longer answers are stale, so they are not sent.
                 rates: disk.rates.as_ref().filter(|_| self.is_up),
-                prefetch: state.prefetch.as_ref().map(|it| PrefetchFrame {
-                    memory: it.memory,
-                    memory_limit: it.memory_limit,
-                    streams: it.streams.now,
+                prefetch: state.prefetch.as_ref().map(|prefetch| PrefetchFrame {
+                    memory: prefetch.memory,
+                    memory_limit: prefetch.memory_limit,
+                    streams: prefetch.streams.now,
                 }),
-                cache: state.cache.as_ref().map(|it| CacheFrame {
-                    file: &it.file,
-                    mode: &it.mode,
-                    works: it.state == CacheHealth::Works,
-                    capacity: it.capacity,
-                    occupancy: it.occupancy,
-                    dirty: it.dirty,
-                    written: it.cache_written,
-                    endurance: it.endurance,
-                    errors: it.read_errors.saturating_add(it.write_errors),
-                    miss_ratios: &it.miss_ratios[..it.miss_ratios.len().min(CURVE_POINTS_MAX)],
+                cache: state.cache.as_ref().map(|cache| CacheFrame {
+                    file: &cache.file,
+                    mode: &cache.mode,
+                    works: cache.state == CacheHealth::Works,
+                    capacity: cache.capacity,
+                    occupancy: cache.occupancy,
+                    dirty: cache.dirty,
+                    written: cache.cache_written,
+                    endurance: cache.endurance,
+                    errors: cache.read_errors.saturating_add(cache.write_errors),
+                    miss_ratios: &cache.miss_ratios[..cache.miss_ratios.len().min(CURVE_POINTS_MAX)],
                 }),
             }
         });
         let frame = VmFrame {
-            vm: self.about.clone(),
+            vm: self.summary.clone(),
             disks_up: self.is_up,
             disks_time_ms: self.sample.as_ref().map(|sample| sample.time_ms),
             disks: disks.collect(),
             memory: self
-                .of_memory
+                .memory_sample
                 .as_ref()
-                .and_then(|sample| MemoryFrame::new(sample, &self.moved)),
+                .and_then(|sample| MemoryFrame::new(sample, &self.budget_changes)),
             migrations: &self.migrations,
         };
         serde_json::to_string(&frame).unwrap_or_default()

@@ -13,28 +13,28 @@
 //! - Over TCP, on loopback too, a client without the token gets no data of a VM. On a unix socket the file's mode
 //!   decides.
 
-mod answers;
-mod ask;
+mod assembled_vm;
 mod assets;
 mod auth;
 mod balance;
-mod balancing;
+mod balance_loop;
+mod control_client;
+mod discovery;
 mod events;
-mod find;
 mod fleet;
 mod frames;
-mod joined;
+mod handlers;
 mod listen;
 mod memory_frames;
 mod metrics;
 mod migration_frames;
 mod server;
 mod token_file;
-mod vm;
+mod vm_process;
 
 pub use auth::{Token, TokenError};
-pub use balance::Policy;
-pub use balancing::BalanceConfig;
+pub use balance::BalancePolicy;
+pub use balance_loop::BalanceConfig;
 pub use listen::{HostConfig, HostError, LISTEN_DEFAULT, ListenAddress};
-pub use server::{Address, Host, Stop};
+pub use server::{HostServer, ServerAddress, StopHandle};
 pub use token_file::TokenFileError;

@@ -10,8 +10,8 @@ use larder_block::tls::{ServerTls, TlsError};
 use larder_vm::listen::{self, ListenError};
 
 use crate::auth::{Token, TokenError};
-use crate::balancing::BalanceConfig;
-use crate::token_file::{TokenFileError, usual_token};
+use crate::balance_loop::BalanceConfig;
+use crate::token_file::{TokenFileError, default_token};
 
 /// Default listening address. Port 9177 belongs to libvirt exporters.
 pub const LISTEN_DEFAULT: ListenAddress = ListenAddress::Tcp(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9178));
@@ -71,13 +71,13 @@ pub enum HostError {
     #[error(
         "--listen {listen}: the token would cross the network unencrypted. Give --tls-certificates; or listen on 127.0.0.1, and reach it from other hosts through ssh -L"
     )]
-    Open { listen: SocketAddr },
+    Unencrypted { listen: SocketAddr },
     #[error("--listen {}: a unix socket has no TLS; leave out --tls-certificates", path.display())]
     TlsOnUnix { path: PathBuf },
     #[error(
         "--socket-mode, --socket-owner and --socket-group need a unix socket, and --listen {listen} is a TCP address; give a path, or leave them out"
     )]
-    NoSocket { listen: SocketAddr },
+    SocketOptionsOnTcp { listen: SocketAddr },
     #[error("--tls-certificates: {0}")]
     Tls(#[from] TlsError),
     #[error("--token-file: {0}")]
@@ -85,7 +85,7 @@ pub enum HostError {
     #[error(
         "{0}; name another file with --token-file, or listen on a unix socket (--listen PATH), which needs no token"
     )]
-    OwnToken(#[from] TokenFileError),
+    DefaultToken(#[from] TokenFileError),
     #[error("cannot listen on {listen}: {source}")]
     Listen { listen: SocketAddr, source: io::Error },
     #[error("--listen: {0}")]
@@ -97,7 +97,7 @@ pub enum HostError {
 }
 
 /// Credentials that control access.
-pub(crate) struct Access {
+pub(crate) struct AccessControl {
     pub(crate) tls: Option<ServerTls>,
     pub(crate) token: Option<Token>,
     /// File of the token.
@@ -106,30 +106,30 @@ pub(crate) struct Access {
 
 impl HostConfig {
     /// Loads the certificates and the token that access control needs.
-    pub(crate) fn access(&self) -> Result<Access, HostError> {
+    pub(crate) fn access(&self) -> Result<AccessControl, HostError> {
         match &self.listen {
             ListenAddress::Tcp(listen) if self.socket != listen::Access::default() => {
-                return Err(HostError::NoSocket { listen: *listen });
+                return Err(HostError::SocketOptionsOnTcp { listen: *listen });
             }
             ListenAddress::Tcp(listen) if !is_loopback(listen.ip()) && self.tls_certificates.is_none() => {
-                return Err(HostError::Open { listen: *listen });
+                return Err(HostError::Unencrypted { listen: *listen });
             }
             ListenAddress::Unix(path) if self.tls_certificates.is_some() => {
                 return Err(HostError::TlsOnUnix { path: path.clone() });
             }
             ListenAddress::Tcp(_) | ListenAddress::Unix(_) => {}
         }
-        let load = |folder: &PathBuf| ServerTls::load_directory(folder, false);
+        let load = |directory: &PathBuf| ServerTls::load_directory(directory, false);
         let tls = self.tls_certificates.as_ref().map(load).transpose()?;
         let (token, token_file) = match (&self.token_file, &self.listen) {
             (Some(path), _) => (Some(Token::read(path)?), Some(path.clone())),
             (None, ListenAddress::Tcp(_)) => {
-                let (token, path) = usual_token()?;
+                let (token, path) = default_token()?;
                 (Some(token), Some(path))
             }
             (None, ListenAddress::Unix(_)) => (None, None),
         };
-        Ok(Access { tls, token, token_file })
+        Ok(AccessControl { tls, token, token_file })
     }
 }
 

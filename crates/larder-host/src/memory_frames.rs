@@ -3,11 +3,11 @@
 
 use larder_vm::control::memory::{MemoryProblem, SwapState};
 use larder_vm::control::memory_rates::MemoryRates;
-use larder_vm::memory::range::Bounds;
+use larder_vm::memory::range::BudgetBounds;
 use serde::Serialize;
 
-use crate::balancing::{LastMove, Moved};
-use crate::vm::{Memory, Sample};
+use crate::balance_loop::{BudgetChanges, LastChange};
+use crate::vm_process::{MemorySample, Sample};
 
 /// Memory of a VM, as a row of the list of VMs.
 #[derive(Serialize)]
@@ -37,18 +37,18 @@ pub(crate) struct MemoryFrame<'a> {
     bounds: Option<BoundsFrame>,
     used: u64,
     compressed: CompressedFrame,
-    disks: Vec<DiskFrame<'a>>,
+    disks: Vec<MemoryDiskFrame<'a>>,
     uniform_pages: u64,
     lost_pages: u64,
     refaults: u64,
     evicted_pages: u64,
     stalled: u64,
-    some: LostFrame,
-    full: LostFrame,
+    some: StallFrame,
+    full: StallFrame,
     problem: Option<&'static str>,
     detaching: bool,
     rates: Option<&'a MemoryRates>,
-    moves: MovesFrame<'a>,
+    moves: BudgetChangesFrame<'a>,
 }
 
 #[derive(Serialize)]
@@ -68,7 +68,7 @@ struct CompressedFrame {
 }
 
 #[derive(Serialize)]
-struct DiskFrame<'a> {
+struct MemoryDiskFrame<'a> {
     tier: &'static str,
     file: &'a str,
     live: u64,
@@ -81,7 +81,7 @@ struct DiskFrame<'a> {
 
 /// Shares of the time that were lost to stalls.
 #[derive(Serialize)]
-struct LostFrame {
+struct StallFrame {
     avg10: f64,
     avg60: f64,
     avg300: f64,
@@ -89,10 +89,10 @@ struct LostFrame {
 }
 
 #[derive(Serialize)]
-struct MovesFrame<'a> {
+struct BudgetChangesFrame<'a> {
     up: u64,
     down: u64,
-    last: Option<&'a LastMove>,
+    last: Option<&'a LastChange>,
 }
 
 fn failed(disks: &[SwapState]) -> usize {
@@ -100,7 +100,7 @@ fn failed(disks: &[SwapState]) -> usize {
 }
 
 impl MemoryTotals {
-    pub(crate) fn new(memory: &Memory) -> Self {
+    pub(crate) fn new(memory: &MemorySample) -> Self {
         let state = &memory.state;
         Self {
             size: state.size,
@@ -110,23 +110,23 @@ impl MemoryTotals {
             some_60s: state.pressure.some.avg60 / 100.0,
             lost_pages: state.lost_pages,
             failed: failed(&state.disks),
-            problem: state.problem.map(MemoryProblem::words),
+            problem: state.problem.map(MemoryProblem::description),
         }
     }
 }
 
 impl<'a> MemoryFrame<'a> {
-    pub(crate) fn new(sample: &'a Sample, moved: &'a Moved) -> Option<Self> {
+    pub(crate) fn new(sample: &'a Sample, changes: &'a BudgetChanges) -> Option<Self> {
         let memory = sample.memory.as_ref()?;
         let state = &memory.state;
         let bounds = state.range.map(|range| range.bounds(state.size));
-        let lost = |lost: &larder_vm::control::memory::LostState| LostFrame {
+        let stall_frame = |lost: &larder_vm::control::memory::StallState| StallFrame {
             avg10: lost.avg10 / 100.0,
             avg60: lost.avg60 / 100.0,
             avg300: lost.avg300 / 100.0,
             total: lost.total_us as f64 / 1e6,
         };
-        let disk = |disk: &'a SwapState| DiskFrame {
+        let disk = |disk: &'a SwapState| MemoryDiskFrame {
             tier: disk.tier.name(),
             file: &disk.name,
             live: disk.live,
@@ -142,7 +142,7 @@ impl<'a> MemoryFrame<'a> {
             size: state.size,
             resident: state.resident,
             budget: state.budget,
-            bounds: bounds.map(|Bounds { min, low, high, max }| BoundsFrame { min, low, high, max }),
+            bounds: bounds.map(|BudgetBounds { min, low, high, max }| BoundsFrame { min, low, high, max }),
             used: state.used,
             compressed: CompressedFrame {
                 pages: state.compressed.pages,
@@ -156,15 +156,15 @@ impl<'a> MemoryFrame<'a> {
             refaults: state.refaults,
             evicted_pages: state.evicted_pages,
             stalled: state.stalled,
-            some: lost(&state.pressure.some),
-            full: lost(&state.pressure.full),
-            problem: state.problem.map(MemoryProblem::words),
+            some: stall_frame(&state.pressure.some),
+            full: stall_frame(&state.pressure.full),
+            problem: state.problem.map(MemoryProblem::description),
             detaching: state.detaching,
             rates: memory.rates.as_ref(),
-            moves: MovesFrame {
-                up: moved.up,
-                down: moved.down,
-                last: moved.last.as_ref(),
+            moves: BudgetChangesFrame {
+                up: changes.up,
+                down: changes.down,
+                last: changes.last.as_ref(),
             },
         })
     }

@@ -8,7 +8,7 @@ use larder_vm::control::migration::{Direction, MigrationPhase, MigrationState};
 use serde::Serialize;
 
 use crate::fleet::Fleet;
-use crate::vm::{Health, Vm, shortened};
+use crate::vm_process::{Health, VmProcess, truncate_name};
 
 /// Longest list in a frame.
 const LIST_MAX: usize = 64;
@@ -36,11 +36,11 @@ pub(crate) struct MigrationRow {
 /// Migration, for its own page.
 #[derive(Serialize)]
 struct MigrationFrame<'a> {
-    migration: Option<OneMove<'a>>,
+    migration: Option<MigrationDetails<'a>>,
 }
 
 #[derive(Serialize)]
-struct OneMove<'a> {
+struct MigrationDetails<'a> {
     health: Health,
     why: Option<&'a str>,
     /// Time of the state, in milliseconds since 1970 (UTC).
@@ -51,42 +51,44 @@ struct OneMove<'a> {
 }
 
 /// Returns the key of a migration.
-pub(crate) fn key_of(vm: &Vm) -> String {
-    shortened(vm.path.file_stem().unwrap_or_default().to_string_lossy().into_owned())
+pub(crate) fn migration_key(vm: &VmProcess) -> String {
+    truncate_name(vm.path.file_stem().unwrap_or_default().to_string_lossy().into_owned())
 }
 
 /// Returns the state of a migration as text, including that its process was killed or is stuck.
-pub(crate) fn words(vm: &Vm, state: &MigrationState) -> String {
+pub(crate) fn phase_text(vm: &VmProcess, state: &MigrationState) -> String {
     match vm.health {
-        Health::Killed => format!("killed, {}", state.words()),
-        Health::Stuck => format!("stuck, {}", state.words()),
-        _ => state.words(),
+        Health::Killed => format!("killed, {}", state.summary()),
+        Health::Stuck => format!("stuck, {}", state.summary()),
+        _ => state.summary(),
     }
 }
 
 /// Returns the migrations that have reported a state, with that state.
-pub(crate) fn moves(vms: &BTreeMap<PathBuf, Vm>) -> impl Iterator<Item = (&Vm, &str, &MigrationState)> {
+pub(crate) fn migrations(
+    vms: &BTreeMap<PathBuf, VmProcess>,
+) -> impl Iterator<Item = (&VmProcess, &str, &MigrationState)> {
     vms.values().filter_map(|vm| {
-        let (name, _) = vm.moved.as_ref()?;
+        let (name, _) = vm.migration.as_ref()?;
         let state = vm.sample.as_ref()?.migration.as_ref()?;
         Some((vm, name.as_str(), state))
     })
 }
 
 /// Returns the migrations of all VMs, or of the VM `of`.
-pub(crate) fn rows(vms: &BTreeMap<PathBuf, Vm>, of: Option<&str>) -> Vec<MigrationRow> {
-    let of_vm = moves(vms).filter(|(_, name, state)| of.is_none_or(|of| of == *name || of == state.vm));
-    of_vm
+pub(crate) fn rows(vms: &BTreeMap<PathBuf, VmProcess>, only_vm: Option<&str>) -> Vec<MigrationRow> {
+    let selected = migrations(vms).filter(|(_, name, state)| only_vm.is_none_or(|of| of == *name || of == state.vm));
+    selected
         .map(|(vm, name, state)| {
             let course = state.course.as_ref();
             MigrationRow {
-                key: key_of(vm),
-                vm: shortened(name.to_owned()),
+                key: migration_key(vm),
+                vm: truncate_name(name.to_owned()),
                 direction: state.direction,
-                peer: state.peer.clone().map(shortened),
+                peer: state.peer.clone().map(truncate_name),
                 health: vm.health,
                 phase: state.phase,
-                words: words(vm, state),
+                words: phase_text(vm, state),
                 reason: state.reason.clone(),
                 verdict: course.and_then(|course| course.verdict.clone()),
                 share: course
@@ -101,21 +103,22 @@ pub(crate) fn rows(vms: &BTreeMap<PathBuf, Vm>, of: Option<&str>) -> Vec<Migrati
 }
 
 /// Describes the VM's migration in a few words, if one is running.
-pub(crate) fn moving(vms: &BTreeMap<PathBuf, Vm>, name: &str) -> Option<String> {
-    let (vm, _, state) =
-        moves(vms).find(|(vm, of, state)| *of == name && !state.phase.is_over() && vm.health != Health::Stopped)?;
+pub(crate) fn current_migration_text(vms: &BTreeMap<PathBuf, VmProcess>, name: &str) -> Option<String> {
+    let (vm, _, state) = migrations(vms).find(|(vm, name_of_vm, state)| {
+        *name_of_vm == name && !state.phase.has_ended() && vm.health != Health::Stopped
+    })?;
     let peer = state.peer.as_deref().unwrap_or("another host");
-    let way = match state.direction {
+    let direction = match state.direction {
         Direction::Leaving => format!("to {peer}"),
         Direction::Coming => format!("from {peer}"),
     };
-    Some(format!("{} {way}", words(vm, state)))
+    Some(format!("{} {direction}", phase_text(vm, state)))
 }
 
 /// Returns the frame of the migration with this key.
-pub(crate) fn of_migration(fleet: &Fleet, key: &str) -> String {
+pub(crate) fn migration_frame(fleet: &Fleet, key: &str) -> String {
     let vms = fleet.vms();
-    let found = moves(&vms).find(|(vm, ..)| key_of(vm) == key);
+    let found = migrations(&vms).find(|(vm, ..)| migration_key(vm) == key);
     let migration = found.map(|(vm, _, state)| {
         let mut state = state.clone();
         // A genuine process has only a few of each; the bound is for a hostile one.
@@ -129,11 +132,11 @@ pub(crate) fn of_migration(fleet: &Fleet, key: &str) -> String {
                 .iter_mut()
                 .for_each(|class| class.offers.truncate(LIST_MAX));
         }
-        OneMove {
+        MigrationDetails {
             health: vm.health,
-            why: vm.why.as_deref(),
+            why: vm.reason.as_deref(),
             time_ms: vm.sample.as_ref().map_or(0, |sample| sample.time_ms),
-            words: words(vm, &state),
+            words: phase_text(vm, &state),
             ratio: state.ratio(),
             state,
         }

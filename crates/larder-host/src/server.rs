@@ -20,11 +20,11 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 
-use crate::answers::answer;
-use crate::balancing::{self, BalanceConfig, available};
-use crate::find::Finder;
+use crate::balance_loop::{self, BalanceConfig, available};
+use crate::discovery::Finder;
 use crate::fleet::Fleet;
-use crate::listen::{Access, HostConfig, HostError, ListenAddress};
+use crate::handlers::handle;
+use crate::listen::{AccessControl, HostConfig, HostError, ListenAddress};
 
 /// Largest number of connections. A further one replaces the connection that has been idle for the longest time.
 const CLIENTS_MAX: usize = 128;
@@ -36,7 +36,7 @@ const STREAMS_MAX: usize = 64;
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Time within which a client must receive its response.
-const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
+const RESPONSE_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Longest request line with all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
@@ -45,13 +45,13 @@ const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
 const SOCKET_MODE_DEFAULT: u32 = 0o600;
 
 /// Pause after a connection cannot be accepted because the process, or the host, is out of descriptors or memory.
-const PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Server of the metrics and the dashboard.
-pub struct Host {
+pub struct HostServer {
     runtime: Runtime,
     listener: Listener,
-    site: Arc<Site>,
+    site: Arc<ServerContext>,
     balance: Option<BalanceConfig>,
     stop: Arc<Notify>,
 }
@@ -67,40 +67,40 @@ enum Listener {
 }
 
 /// Connection of a client.
-enum Stream {
+enum ClientStream {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
 impl Listener {
-    async fn accept(&self) -> io::Result<Stream> {
+    async fn accept(&self) -> io::Result<ClientStream> {
         match self {
-            Self::Tcp(listener) => listener.accept().await.map(|(stream, _)| Stream::Tcp(stream)),
-            Self::Unix { listener, .. } => listener.accept().await.map(|(stream, _)| Stream::Unix(stream)),
+            Self::Tcp(listener) => listener.accept().await.map(|(stream, _)| ClientStream::Tcp(stream)),
+            Self::Unix { listener, .. } => listener.accept().await.map(|(stream, _)| ClientStream::Unix(stream)),
         }
     }
 }
 
-/// Handle that ends [`Host::run`].
+/// Handle that ends [`HostServer::run`].
 #[derive(Clone)]
-pub struct Stop(Arc<Notify>);
+pub struct StopHandle(Arc<Notify>);
 
-impl Stop {
-    /// Ends [`Host::run`] now, or as soon as it runs.
+impl StopHandle {
+    /// Ends [`HostServer::run`] now, or as soon as it runs.
     pub fn stop(&self) {
         self.0.notify_one();
     }
 }
 
 /// State that all requests share.
-pub(crate) struct Site {
+pub(crate) struct ServerContext {
     pub(crate) fleet: Arc<Fleet>,
-    pub(crate) access: Access,
+    pub(crate) access: AccessControl,
     pub(crate) listen: ListenAddress,
     pub(crate) streams: Arc<Semaphore>,
 }
 
-impl Host {
+impl HostServer {
     /// Creates the server and listens.
     ///
     /// # Errors
@@ -120,18 +120,18 @@ impl Host {
             .map_err(HostError::Start)?;
         let (listener, listen) = bind(&runtime, config)?;
         let mut finder = Finder::new(
-            find::folders(),
-            find::memory_folders(),
-            find::moves_folders(),
-            config::folder(),
+            find::registry_runtime_directories(),
+            find::memory_directories(),
+            find::migration_directories(),
+            config::vms_directory(),
         );
         if let ListenAddress::Unix(path) = &listen {
-            finder.leave_out(path);
+            finder.ignore_socket(path);
         }
         Ok(Self {
             runtime,
             listener,
-            site: Arc::new(Site {
+            site: Arc::new(ServerContext {
                 fleet: Arc::new(Fleet::new(finder)),
                 access,
                 listen,
@@ -143,15 +143,15 @@ impl Host {
     }
 
     /// Returns the address at which clients reach the server.
-    pub fn address(&self) -> Address<'_> {
+    pub fn address(&self) -> ServerAddress<'_> {
         let scheme = if self.site.access.tls.is_some() {
             "https"
         } else {
             "http"
         };
         match &self.site.listen {
-            ListenAddress::Tcp(address) => Address::Url(format!("{scheme}://{address}/")),
-            ListenAddress::Unix(path) => Address::Socket(path),
+            ListenAddress::Tcp(address) => ServerAddress::Url(format!("{scheme}://{address}/")),
+            ListenAddress::Unix(path) => ServerAddress::Socket(path),
         }
     }
 
@@ -160,9 +160,9 @@ impl Host {
         self.site.access.token_file.as_deref()
     }
 
-    /// Returns a handle that ends [`Host::run`].
-    pub fn stop(&self) -> Stop {
-        Stop(Arc::clone(&self.stop))
+    /// Returns a handle that ends [`HostServer::run`].
+    pub fn stop(&self) -> StopHandle {
+        StopHandle(Arc::clone(&self.stop))
     }
 
     /// Serves until it is stopped.
@@ -177,7 +177,7 @@ impl Host {
         let fleet = Arc::clone(&site.fleet);
         let balancing = async {
             match balance {
-                Some(balance) => balancing::run(fleet, balance).await,
+                Some(balance) => balance_loop::run(fleet, balance).await,
                 None => std::future::pending().await,
             }
         };
@@ -194,9 +194,9 @@ impl Host {
     }
 }
 
-/// Address of a [`Host`].
+/// Address of a [`HostServer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address<'a> {
+pub enum ServerAddress<'a> {
     /// URL of the dashboard.
     Url(String),
     /// Path of a unix socket.
@@ -218,11 +218,11 @@ fn bind(runtime: &Runtime, config: &HostConfig) -> Result<(Listener, ListenAddre
             let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
             let mut access = config.socket;
             access.mode.get_or_insert(SOCKET_MODE_DEFAULT);
-            let file = SocketFile::bind_for(&path, access)?;
+            let file = SocketFile::bind_with_access(&path, access)?;
             let listener = file.descriptor().map_err(HostError::Start)?;
             let listener = std::os::unix::net::UnixListener::from(listener);
             listener.set_nonblocking(true).map_err(HostError::Start)?;
-            let _inside = runtime.enter();
+            let _runtime_guard = runtime.enter();
             let listener = UnixListener::from_std(listener).map_err(HostError::Start)?;
             Ok((Listener::Unix { listener, _file: file }, ListenAddress::Unix(path)))
         }
@@ -230,54 +230,60 @@ fn bind(runtime: &Runtime, config: &HostConfig) -> Result<(Listener, ListenAddre
 }
 
 /// Activity of a client.
-pub(crate) struct Client {
+pub(crate) struct ClientActivity {
     /// Time of its connection, or of its latest request.
-    asked: std::sync::Mutex<Instant>,
-    streams: AtomicBool,
+    last_request: std::sync::Mutex<Instant>,
+    is_streaming: AtomicBool,
 }
 
-impl Client {
+impl ClientActivity {
     fn new() -> Self {
         Self {
-            asked: std::sync::Mutex::new(Instant::now()),
-            streams: AtomicBool::new(false),
+            last_request: std::sync::Mutex::new(Instant::now()),
+            is_streaming: AtomicBool::new(false),
         }
     }
 
-    fn asks(&self) {
-        *self.asked.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
+    fn record_request(&self) {
+        *self
+            .last_request
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
     }
 
     /// Marks the client as receiving an event stream.
-    pub(crate) fn follows(&self) {
-        self.streams.store(true, Ordering::Relaxed);
+    pub(crate) fn start_streaming(&self) {
+        self.is_streaming.store(true, Ordering::Relaxed);
     }
 
-    fn is_following(&self) -> bool {
-        self.streams.load(Ordering::Relaxed)
+    fn is_streaming(&self) -> bool {
+        self.is_streaming.load(Ordering::Relaxed)
     }
 
-    fn quiet_for(&self) -> Duration {
-        let asked = self.asked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        asked.elapsed()
+    fn idle_time(&self) -> Duration {
+        let last_request = self
+            .last_request
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        last_request.elapsed()
     }
 
     /// Completes when the client's response, or its next request, takes too long.
-    async fn is_late(&self) {
+    async fn timed_out(&self) {
         loop {
             sleep(REQUEST_TIME_MAX).await;
-            if !self.is_following() && self.quiet_for() > ANSWER_TIME_MAX {
+            if !self.is_streaming() && self.idle_time() > RESPONSE_TIME_MAX {
                 return;
             }
         }
     }
 }
 
-async fn accept(listener: Listener, site: Arc<Site>) {
+async fn accept(listener: Listener, site: Arc<ServerContext>) {
     let tls = site.access.tls.as_ref().map(|tls| TlsAcceptor::from(tls.config()));
     let mut tasks = JoinSet::new();
-    let mut clients: Vec<(AbortHandle, Arc<Client>)> = Vec::with_capacity(CLIENTS_MAX);
-    let mut is_told = false;
+    let mut clients: Vec<(AbortHandle, Arc<ClientActivity>)> = Vec::with_capacity(CLIENTS_MAX);
+    let mut warned = false;
     loop {
         clients.retain(|(task, _)| !task.is_finished());
         let accepted = tokio::select! {
@@ -287,45 +293,45 @@ async fn accept(listener: Listener, site: Arc<Site>) {
         let stream = match accepted {
             Ok(stream) => stream,
             Err(error) => {
-                if !std::mem::replace(&mut is_told, true) {
+                if !std::mem::replace(&mut warned, true) {
                     tracing::warn!("cannot accept a connection: {error}");
                 }
-                sleep(PAUSE).await;
+                sleep(ACCEPT_RETRY_DELAY).await;
                 continue;
             }
         };
-        is_told = false;
+        warned = false;
         if clients.len() >= CLIENTS_MAX {
-            let quiet = clients
+            let idle_clients = clients
                 .iter()
                 .enumerate()
-                .filter(|(_, (_, client))| !client.is_following());
-            let quietest = quiet
-                .max_by_key(|(_, (_, client))| client.quiet_for())
-                .map(|(place, _)| place);
-            if let Some(quietest) = quietest {
-                clients.remove(quietest).0.abort();
+                .filter(|(_, (_, client))| !client.is_streaming());
+            let idlest = idle_clients
+                .max_by_key(|(_, (_, client))| client.idle_time())
+                .map(|(index, _)| index);
+            if let Some(idlest) = idlest {
+                clients.remove(idlest).0.abort();
             }
         }
-        let client = Arc::new(Client::new());
+        let client = Arc::new(ClientActivity::new());
         let (tls, site) = (tls.clone(), Arc::clone(&site));
         let task = match stream {
-            Stream::Tcp(stream) => {
+            ClientStream::Tcp(stream) => {
                 // Responses are written at once, so Nagle's algorithm would only delay them.
                 let _ = stream.set_nodelay(true);
-                tasks.spawn(meet(stream, tls, site, Arc::clone(&client)))
+                tasks.spawn(serve_client(stream, tls, site, Arc::clone(&client)))
             }
-            Stream::Unix(stream) => tasks.spawn(meet(stream, tls, site, Arc::clone(&client))),
+            ClientStream::Unix(stream) => tasks.spawn(serve_client(stream, tls, site, Arc::clone(&client))),
         };
         clients.push((task, client));
     }
 }
 
-async fn meet(
+async fn serve_client(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     tls: Option<TlsAcceptor>,
-    site: Arc<Site>,
-    client: Arc<Client>,
+    site: Arc<ServerContext>,
+    client: Arc<ClientActivity>,
 ) {
     let serving = async {
         match tls {
@@ -339,15 +345,15 @@ async fn meet(
     };
     tokio::select! {
         () = serving => {}
-        () = client.is_late() => {}
+        () = client.timed_out() => {}
     }
 }
 
-async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, site: &Arc<Site>, client: &Arc<Client>) {
+async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, site: &Arc<ServerContext>, client: &Arc<ClientActivity>) {
     let service = service_fn(|request| {
-        client.asks();
+        client.record_request();
         let (site, client) = (Arc::clone(site), Arc::clone(client));
-        async move { Ok::<_, Infallible>(answer(request, &site, &client).await) }
+        async move { Ok::<_, Infallible>(handle(request, &site, &client).await) }
     });
     let served = http1::Builder::new()
         .half_close(true)

@@ -11,17 +11,17 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use larder_vm::image::state_folder;
-use larder_vm::runtime_folder::is_ours_alone;
+use larder_vm::image::state_directory;
+use larder_vm::runtime_directory::check_exclusive_owner;
 use ring::rand::{SecureRandom, SystemRandom};
 
 use crate::auth::{Token, TokenError};
 
 /// File name of the token.
-const FILE: &str = "host-token";
+const TOKEN_FILE_NAME: &str = "host-token";
 
 /// Root's directory. `/var/lib/larder` may belong to another user, and `/var/lib/larder-host` belongs to the service.
-const FOLDER_OF_ROOT: &str = "/var/lib/larder-root";
+const ROOT_DIRECTORY: &str = "/var/lib/larder-root";
 
 /// Random bytes of a token, each of which is two hexadecimal characters.
 const RANDOM_BYTES: usize = 32;
@@ -31,9 +31,9 @@ const RANDOM_BYTES: usize = 32;
 #[allow(missing_docs)]
 pub enum TokenFileError {
     #[error("there is no directory for a token, because none of $STATE_DIRECTORY, $XDG_STATE_HOME and $HOME is set")]
-    Nowhere,
-    #[error("cannot store a token in {}: {source}", folder.display())]
-    Folder { folder: PathBuf, source: io::Error },
+    NoDirectory,
+    #[error("cannot store a token in {}: {source}", directory.display())]
+    Directory { directory: PathBuf, source: io::Error },
     #[error("cannot write a token to {}: {source}", path.display())]
     Write { path: PathBuf, source: io::Error },
     #[error("{0}; if the file is removed, `larder host` creates another token")]
@@ -49,24 +49,24 @@ pub enum TokenFileError {
 ///
 /// # Errors
 /// See [`TokenFileError`].
-pub(crate) fn usual_token() -> Result<(Token, PathBuf), TokenFileError> {
+pub(crate) fn default_token() -> Result<(Token, PathBuf), TokenFileError> {
     let is_service = std::env::var_os("STATE_DIRECTORY").is_some();
-    let folder = match rustix::process::geteuid().is_root() && !is_service {
-        true => PathBuf::from(FOLDER_OF_ROOT),
-        false => state_folder().ok_or(TokenFileError::Nowhere)?,
+    let directory = match rustix::process::geteuid().is_root() && !is_service {
+        true => PathBuf::from(ROOT_DIRECTORY),
+        false => state_directory().ok_or(TokenFileError::NoDirectory)?,
     };
-    token_in(&folder)
+    token_in(&directory)
 }
 
-fn token_in(folder: &Path) -> Result<(Token, PathBuf), TokenFileError> {
-    let failed = |source| TokenFileError::Folder {
-        folder: folder.to_owned(),
+fn token_in(directory: &Path) -> Result<(Token, PathBuf), TokenFileError> {
+    let failed = |source| TokenFileError::Directory {
+        directory: directory.to_owned(),
         source,
     };
     let mut builder = DirBuilder::new();
-    builder.recursive(true).mode(0o700).create(folder).map_err(failed)?;
-    is_ours_alone(folder).map_err(failed)?;
-    let path = folder.join(FILE);
+    builder.recursive(true).mode(0o700).create(directory).map_err(failed)?;
+    check_exclusive_owner(directory).map_err(failed)?;
+    let path = directory.join(TOKEN_FILE_NAME);
     if !path.try_exists().map_err(failed)? {
         create(&path)?;
     }
@@ -84,7 +84,7 @@ fn create(path: &Path) -> Result<(), TokenFileError> {
         .fill(&mut random)
         .map_err(|_| TokenFileError::Random)?;
     let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
-    let new = path.with_file_name(format!(".{FILE}.{}", std::process::id()));
+    let new = path.with_file_name(format!(".{TOKEN_FILE_NAME}.{}", std::process::id()));
     // A killed process with the same PID may have left one.
     let _ = fs::remove_file(&new);
     let written = write(&new, &text).and_then(|()| fs::hard_link(&new, path));
@@ -94,9 +94,9 @@ fn create(path: &Path) -> Result<(), TokenFileError> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
         written => written.map_err(failed)?,
     }
-    let folder = path.parent().unwrap_or(path);
-    File::open(folder)
-        .and_then(|folder| folder.sync_all())
+    let directory = path.parent().unwrap_or(path);
+    File::open(directory)
+        .and_then(|directory| directory.sync_all())
         .map_err(failed)?;
     tracing::info!(
         file = %path.display(),
@@ -121,32 +121,35 @@ mod tests {
     /// The first start creates a long token that only its user can read, and later starts read the same one.
     #[test]
     fn token_is_created_once_for_its_user() {
-        let above = tempfile::tempdir().expect("a folder");
-        let folder = above.path().join("state");
-        let (_, path) = token_in(&folder).expect("creates it");
+        let temporary = tempfile::tempdir().expect("a folder");
+        let directory = temporary.path().join("state");
+        let (_, path) = token_in(&directory).expect("creates it");
         let text = fs::read_to_string(&path).expect("is there");
         assert_eq!(text.trim_end().len(), 2 * RANDOM_BYTES);
         assert_eq!(path.metadata().expect("is there").permissions().mode() & 0o777, 0o600);
-        assert_eq!(folder.metadata().expect("is there").permissions().mode() & 0o777, 0o700);
-        let (token, _) = token_in(&folder).expect("reads it");
-        assert!(token.is(text.trim_end().as_bytes()));
-        let names = fs::read_dir(&folder).expect("is there").count();
+        assert_eq!(
+            directory.metadata().expect("is there").permissions().mode() & 0o777,
+            0o700
+        );
+        let (token, _) = token_in(&directory).expect("reads it");
+        assert!(token.matches(text.trim_end().as_bytes()));
+        let names = fs::read_dir(&directory).expect("is there").count();
         assert_eq!(names, 1, "nothing else is left");
     }
 
     /// A directory that others can write to and a token that is too short are refused, with advice.
     #[test]
-    fn unsafe_folder_and_weak_token_are_refused() {
-        let folder = tempfile::tempdir().expect("a folder");
-        fs::write(folder.path().join(FILE), "short\n").expect("writes");
-        fs::set_permissions(folder.path().join(FILE), Permissions::from_mode(0o600)).expect("ours");
-        let weak = token_in(folder.path()).err().expect("is too short").to_string();
+    fn unsafe_directory_and_weak_token_are_refused() {
+        let directory = tempfile::tempdir().expect("a folder");
+        fs::write(directory.path().join(TOKEN_FILE_NAME), "short\n").expect("writes");
+        fs::set_permissions(directory.path().join(TOKEN_FILE_NAME), Permissions::from_mode(0o600)).expect("ours");
+        let weak = token_in(directory.path()).err().expect("is too short").to_string();
         assert!(
             weak.contains("16 printable characters") && weak.contains("if the file is removed"),
             "{weak}"
         );
-        fs::set_permissions(folder.path(), Permissions::from_mode(0o777)).expect("ours");
-        let open = token_in(folder.path()).err().expect("others can write").to_string();
+        fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).expect("ours");
+        let open = token_in(directory.path()).err().expect("others can write").to_string();
         assert!(open.contains("others can write to it"), "{open}");
     }
 }

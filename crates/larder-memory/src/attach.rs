@@ -9,12 +9,12 @@
 //! - read-only descriptors of the state and of compressed RAM, which therefore live as long as the memory that they
 //!   describe;
 //! - for each file of its memory, a descriptor that holds a lock on it. The lock marks the memory as managed for the
-//!   VM's disk servers, even while no pager runs ([`larder_export::view`]).
+//!   VM's disk servers, even while no pager runs ([`larder_export::external_mapping`]).
 //!
 //! # Other processes that map the memory
-//! Faults of Larder's own disk servers are resolved like those of the process itself ([`crate::views`]). The pager
-//! first marks the memory, and then searches for processes that map it. A process that maps it later sees the mark,
-//! and waits.
+//! Faults of Larder's own disk servers are resolved like those of the process itself ([`crate::external_mappings`]).
+//! The pager first marks the memory, and then searches for processes that map it. A process that maps it later sees the
+//! mark, and waits.
 //!
 //! # A killed pager and its successor
 //! The order of steps lets a successor find everything that was done: the state is handed over before the userfaultfd
@@ -25,9 +25,9 @@
 //! A running pager holds a lock on its state (flock(2)), which ends with the pager. So two pagers never manage the
 //! same process.
 
-mod handed;
-mod left;
-mod let_go;
+mod detach;
+mod donated_fds;
+mod orphaned_state;
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -36,22 +36,27 @@ use std::time::Duration;
 
 use rustix::process::Pid;
 
-use self::handed::{Given, close, hand_marks, hand_over, marked_files, to_mark, undo, warn_unlocked};
-use self::left::{Left, lock, open_left};
+use self::donated_fds::{
+    DonatedFds, close_in_process, donate, donate_markers, marked_files_of, roll_back, unmarked_files, warn_unlocked,
+};
+use self::orphaned_state::{OrphanedState, lock, open_orphaned};
 use crate::entry::Tier;
-use crate::guest::{Files, GuestMemory as _, Process};
+use crate::external_mappings::{ExternalMapping, ExternalMappingError, MappingScan};
+use crate::guest::{GuestMemory as _, ProcessMemory, RegionFiles};
 use crate::inject::{InjectError, with_stopped_thread};
 use crate::locked_ring::{LockedRing, RingMemory};
-use crate::log::SEGMENT;
 use crate::pager::{self, Pager};
+use crate::segment_log::SEGMENT_BYTES;
 use crate::shared::SharedMemory;
-use crate::state::{Region, State, StateError, SwapIdentity};
-use crate::store::Store;
-use crate::target::{Memory, Obstacle, Others, Place, Target, TargetError, Viewer, large_pages, marks, others_of};
+use crate::state::{PagerState, Region, StateError, SwapIdentity};
+use crate::store::SegmentStore;
+use crate::target::{
+    DiskServerProcess, ExternalMappers, MappingLocation, Obstacle, RamMapping, Target, TargetError,
+    external_mappers_of, huge_page_setting, marker_descriptors,
+};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
-use crate::userfaultfd::{self, NEEDED_ALL, Range, Userfaultfd, feature};
-use crate::views::{Looked, View, ViewError};
-use crate::worker::{Hands, Thread};
+use crate::userfaultfd::{self, AddressRange, REQUIRED_FEATURE_BITS, Userfaultfd, feature};
+use crate::worker::{WorkerState, WorkerThread};
 
 /// Maximum time for stopping a thread of the process, and for a system call in it.
 pub(crate) const INJECT_LIMIT: Duration = Duration::from_secs(2);
@@ -59,7 +64,7 @@ pub(crate) const INJECT_LIMIT: Duration = Duration::from_secs(2);
 pub(crate) const RETRY_LIMIT: Duration = Duration::from_millis(50);
 
 /// Number of table entries reserved for hotplugged memory: 64 GiB of it. Unused entries use no memory.
-const PAGES_TO_COME: u32 = 16 << 20;
+const HOTPLUG_PAGES_RESERVED: u32 = 16 << 20;
 
 /// Error of attaching to a process.
 #[derive(Debug, thiserror::Error)]
@@ -102,7 +107,7 @@ pub enum AttachError {
         "process {pid} cannot be managed, because other processes map its memory: {source}; nothing was changed",
         pid = .pid.as_raw_pid()
     )]
-    View { pid: Pid, source: ViewError },
+    ExternalMapping { pid: Pid, source: ExternalMappingError },
     #[error(
         "process {pid}: it is about to receive a VM by post-copy migration, and must handle its page faults itself: attach \
         after the migration has ended",
@@ -122,63 +127,63 @@ pub struct Attached {
     /// The process, for later inspections.
     pub target: Option<Target>,
     /// The pager of the process.
-    pub pager: Pager<Process, Thread>,
+    pub pager: Pager<ProcessMemory, WorkerThread>,
     /// Maximum time that a thread of the process was stopped; `None` after a takeover from an earlier pager.
-    pub stood_still: Option<Duration>,
+    pub paused_for: Option<Duration>,
     /// The files of the managed memory.
-    pub files: Arc<Files>,
+    pub files: Arc<RegionFiles>,
     pid: Pid,
     pidfd: OwnedFd,
-    given: Given,
-    state: Arc<State>,
+    donated: DonatedFds,
+    state: Arc<PagerState>,
 }
 
 /// A disk that stores pages.
-pub struct Swap {
+pub struct SwapStore {
     /// The tier of the disk.
     pub tier: Tier,
     /// The identity of the disk.
     pub identity: SwapIdentity,
     /// The store on the disk.
-    pub store: Box<dyn Store>,
+    pub store: Box<dyn SegmentStore>,
 }
 
 /// A process that was inspected, and the data that an earlier pager has left in it. The lock on that data keeps other
 /// pagers out.
-pub struct Found {
+pub struct AttachCandidate {
     target: Target,
-    left: Left,
+    orphaned: OrphanedState,
 }
 
-impl Found {
+impl AttachCandidate {
     /// Finds and locks the data that an earlier pager has left.
     ///
     /// # Errors
     /// See [`AttachError`].
-    pub fn find(mut target: Target) -> Result<Self, AttachError> {
+    pub fn open(mut target: Target) -> Result<Self, AttachError> {
         let pid = target.pid();
-        let left = match &target.left_state {
-            None => Left::Nothing,
-            Some(left) => open_left(&target, left)?,
+        let orphaned = match &target.orphaned {
+            None => OrphanedState::Absent,
+            Some(left) => open_orphaned(&target, left)?,
         };
-        let (obstacles, cautions) = match &left {
+        let (obstacles, warnings) = match &orphaned {
             // A managed region that cannot be opened still exists, and its stored pages are needed.
-            Left::Managed { state, .. } => {
-                let places: Vec<Place> = state.regions().iter().filter_map(place_of).collect();
-                let is_needed = |obstacle: &Obstacle| matches!(obstacle, Obstacle::NotOpened { place, .. } if places.contains(place));
-                target.obstacles.into_iter().partition(is_needed)
+            OrphanedState::Managed { state, .. } => {
+                let locations: Vec<MappingLocation> = state.regions().iter().filter_map(location_of).collect();
+                let is_of_managed_memory = |obstacle: &Obstacle| matches!(obstacle, Obstacle::NotOpened { location, .. } if locations.contains(location));
+                target.obstacles.into_iter().partition(is_of_managed_memory)
             }
-            Left::Nothing => (target.obstacles, Vec::new()),
+            OrphanedState::Absent => (target.obstacles, Vec::new()),
             // The inspection skips this check for a process that has a state.
-            Left::Unused(..) => {
-                target.obstacles.extend(large_pages(&target.memories));
+            OrphanedState::Unregistered(..) => {
+                target.obstacles.extend(huge_page_setting(&target.ram_mappings));
                 (target.obstacles, Vec::new())
             }
         };
         if !obstacles.is_empty() {
             // With the marks left in place, the VM's disk servers would wait for a pager that cannot attach.
-            if let Left::Unused(numbers, _) = &left
-                && let Err(error) = close_unused(pid, numbers)
+            if let OrphanedState::Unregistered(numbers, _) = &orphaned
+                && let Err(error) = close_unregistered(pid, numbers)
             {
                 tracing::warn!(
                     "descriptors of a killed pager cannot be closed in process {}: {error}",
@@ -188,38 +193,38 @@ impl Found {
             let name = target.name;
             return Err(TargetError::Obstacles { pid, name, obstacles }.into());
         }
-        target.obstacles = cautions;
-        Ok(Self { target, left })
+        target.obstacles = warnings;
+        Ok(Self { target, orphaned })
     }
 
     /// Returns warnings, one sentence each. None of them prevents attaching.
-    pub fn cautions(&self) -> Vec<String> {
-        let of_first = |obstacle: &Obstacle| {
+    pub fn warnings(&self) -> Vec<String> {
+        let warn_reattach = |obstacle: &Obstacle| {
             format!("its memory stays managed, although a new attach would be refused: {obstacle}")
         };
-        let all = self.target.cautions.iter().cloned();
-        all.chain(self.target.obstacles.iter().map(of_first)).collect()
+        let all = self.target.warnings.iter().cloned();
+        all.chain(self.target.obstacles.iter().map(warn_reattach)).collect()
     }
 
     /// Returns the disk of this tier that stores pages of the process, and that the successor needs.
     pub fn swap(&self, tier: Tier) -> Option<SwapIdentity> {
-        match &self.left {
-            Left::Managed { state, .. } => state.swap(tier),
-            Left::Nothing | Left::Unused(..) => None,
+        match &self.orphaned {
+            OrphanedState::Managed { state, .. } => state.swap(tier),
+            OrphanedState::Absent | OrphanedState::Unregistered(..) => None,
         }
     }
 
     /// Returns true if the earlier pager has encrypted its disks, or `None` if there was no such pager.
     pub fn is_encrypted(&self) -> Option<bool> {
-        match &self.left {
-            Left::Managed { state, .. } => Some(state.is_encrypted()),
-            Left::Nothing | Left::Unused(..) => None,
+        match &self.orphaned {
+            OrphanedState::Managed { state, .. } => Some(state.is_encrypted()),
+            OrphanedState::Absent | OrphanedState::Unregistered(..) => None,
         }
     }
 
     /// Returns true if an earlier pager has managed the process.
     pub fn was_managed(&self) -> bool {
-        matches!(self.left, Left::Managed { .. })
+        matches!(self.orphaned, OrphanedState::Managed { .. })
     }
 
     /// Attaches to the process. `swaps` are in the order of their tiers, and include all that [`Self::swap`] returns.
@@ -227,99 +232,104 @@ impl Found {
     ///
     /// # Errors
     /// See [`AttachError`]. As much is managed then as before.
-    pub fn attach(self, options: pager::Options, swaps: Vec<Swap>, encrypt: bool) -> Result<Attached, AttachError> {
+    pub fn attach(
+        self,
+        options: pager::PagerOptions,
+        swaps: Vec<SwapStore>,
+        encrypt: bool,
+    ) -> Result<Attached, AttachError> {
         let target = self.target;
-        match self.left {
-            Left::Nothing => begin(target, options, swaps, encrypt),
-            Left::Managed {
+        match self.orphaned {
+            OrphanedState::Absent => attach_new(target, options, swaps, encrypt),
+            OrphanedState::Managed {
                 state,
                 compressed,
                 userfaultfd,
-                given,
+                donated: given,
             } => take_over(target, options, swaps, state, compressed, userfaultfd, given),
-            Left::Unused(numbers, locked) => {
-                close_unused(target.pid(), &numbers).map_err(AttachError::Inject)?;
+            OrphanedState::Unregistered(numbers, locked) => {
+                close_unregistered(target.pid(), &numbers).map_err(AttachError::Inject)?;
                 drop(locked);
-                begin(target, options, swaps, encrypt)
+                attach_new(target, options, swaps, encrypt)
             }
         }
     }
 }
 
 /// Closes the descriptors of a pager that managed nothing: those in `numbers`, and its marks.
-fn close_unused(pid: Pid, numbers: &[i32]) -> Result<(), InjectError> {
+fn close_unregistered(pid: Pid, numbers: &[i32]) -> Result<(), InjectError> {
     // The state is closed last, because a successor finds the others only through it.
-    let mut all = marks(pid).unwrap_or_default();
+    let mut all = marker_descriptors(pid).unwrap_or_default();
     all.extend(numbers);
-    close(pid, &all).map(|_| ())
+    close_in_process(pid, &all).map(|_| ())
 }
 
 /// Records which disks are used, before they are.
-fn note_swaps(pid: Pid, state: &State, swaps: Vec<Swap>) -> Result<Stores, AttachError> {
+fn record_swaps(pid: Pid, state: &PagerState, swaps: Vec<SwapStore>) -> Result<Stores, AttachError> {
     let mut stores = Stores::new();
-    for Swap { tier, identity, store } in swaps {
+    for SwapStore { tier, identity, store } in swaps {
         if state.swap(tier).as_ref() != Some(&identity) {
-            let noted = state.set_swap(tier, &identity);
-            noted.map_err(|source| AttachError::State { pid, source })?;
+            let recorded = state.set_swap(tier, &identity);
+            recorded.map_err(|source| AttachError::State { pid, source })?;
         }
         stores.push((tier, store));
     }
     Ok(stores)
 }
 
-type Stores = Vec<(Tier, Box<dyn Store>)>;
+type Stores = Vec<(Tier, Box<dyn SegmentStore>)>;
 
 fn take_over(
     mut target: Target,
-    options: pager::Options,
-    swaps: Vec<Swap>,
-    state: Arc<State>,
+    options: pager::PagerOptions,
+    swaps: Vec<SwapStore>,
+    state: Arc<PagerState>,
     compressed: Arc<SharedMemory>,
     userfaultfd: Userfaultfd,
-    given: Given,
+    donated: DonatedFds,
 ) -> Result<Attached, AttachError> {
-    let stores = note_swaps(target.pid(), &state, swaps)?;
-    let files = Arc::new(Files::default());
-    let mut memories = std::mem::take(&mut target.memories);
-    let mut new = Vec::new();
+    let stores = record_swaps(target.pid(), &state, swaps)?;
+    let files = Arc::new(RegionFiles::default());
+    let mut memories = std::mem::take(&mut target.ram_mappings);
+    let mut found = Vec::new();
     for region in state.regions() {
-        let is_it = |memory: &Memory| place_of(&region).is_some_and(|place| place == memory.place);
-        match memories.iter().position(is_it) {
+        let is_region = |memory: &RamMapping| location_of(&region).is_some_and(|location| location == memory.location);
+        match memories.iter().position(is_region) {
             Some(index) => {
                 files.add(region, memories.swap_remove(index).file);
-                new.push(region);
+                found.push(region);
             }
             // The region was unmapped while no pager was running.
-            None => state.forget_region(region.first),
+            None => state.mark_unmapped(region.first),
         }
     }
-    for region in new {
+    for region in found {
         register(target.pid(), &userfaultfd, &region)?;
     }
-    let large = large_pages(&memories);
-    for obstacle in &large {
+    let huge_page_obstacles = huge_page_setting(&memories);
+    for obstacle in &huge_page_obstacles {
         tracing::warn!("hotplugged memory is not managed: {obstacle}");
     }
-    let obstacles = target.obstacles.iter().chain(&large);
-    let refused: Vec<Place> = obstacles.filter_map(Obstacle::place).collect();
-    let mut attached = assemble(target, options, stores, state, compressed, userfaultfd, files, given)?;
+    let obstacles = target.obstacles.iter().chain(&huge_page_obstacles);
+    let refused: Vec<MappingLocation> = obstacles.filter_map(Obstacle::location).collect();
+    let mut attached = assemble(target, options, stores, state, compressed, userfaultfd, files, donated)?;
     // Managed memory comes first, because the guest waits for it. The rest needs ptrace, which another tracer or a
     // freezer may prevent: the service retries it.
-    memories.retain(|memory| !refused.contains(&memory.place));
-    memories.sort_by_key(|memory| memory.place.address);
+    memories.retain(|memory| !refused.contains(&memory.location));
+    memories.sort_by_key(|memory| memory.location.address);
     for memory in memories {
-        let place = memory.place;
-        if let Err(error) = attached.add(memory, RETRY_LIMIT) {
+        let location = memory.location;
+        if let Err(error) = attached.add_memory(memory, RETRY_LIMIT) {
             tracing::warn!("hotplugged memory is not managed yet: {error}");
             if let Some(target) = &mut attached.target {
-                target.forget(place);
+                target.report_again(location);
             }
         }
     }
-    let others = others_of(attached.pid, attached.pager.regions());
-    let mut is_complete = others.is_complete;
-    for viewer in others.viewers {
-        if let Err(error) = attached.add_view(viewer) {
+    let mappers = external_mappers_of(attached.pid, attached.pager.regions());
+    let mut is_complete = mappers.is_complete;
+    for server in mappers.servers {
+        if let Err(error) = attached.add_disk_server(server) {
             is_complete = false;
             tracing::warn!("a disk server of the VM is not registered yet, and its requests wait: {error}");
         }
@@ -330,57 +340,59 @@ fn take_over(
     Ok(attached)
 }
 
-fn begin(
+fn attach_new(
     mut target: Target,
-    options: pager::Options,
-    swaps: Vec<Swap>,
+    options: pager::PagerOptions,
+    swaps: Vec<SwapStore>,
     encrypt: bool,
 ) -> Result<Attached, AttachError> {
     let pid = target.pid();
     let failed = |what| move |source| AttachError::Failed { pid, what, source };
-    let device = userfaultfd::device().map_err(AttachError::NoDevice)?;
+    let device = userfaultfd::open_device().map_err(AttachError::NoDevice)?;
     let pages: u64 = target
-        .memories
+        .ram_mappings
         .iter()
-        .map(|memory| memory.place.bytes / PAGE_BYTES)
+        .map(|memory| memory.location.bytes / PAGE_BYTES)
         .sum();
     let capacity = u32::try_from(pages)
         .ok()
-        .and_then(|pages| pages.checked_add(PAGES_TO_COME.max(pages)))
+        .and_then(|pages| pages.checked_add(HOTPLUG_PAGES_RESERVED.max(pages)))
         .unwrap_or(u32::MAX);
-    let state = State::create(capacity, target.started()).map_err(failed("cannot create its state"))?;
+    let state = PagerState::create(capacity, target.start_time()).map_err(failed("cannot create its state"))?;
     lock(pid, &state)?;
     if encrypt {
-        state.make_key().map_err(failed("cannot create an encryption key"))?;
+        state
+            .generate_key()
+            .map_err(failed("cannot create an encryption key"))?;
     }
-    let stores = note_swaps(pid, &state, swaps)?;
+    let stores = record_swaps(pid, &state, swaps)?;
     // Large enough for all pages that could ever be evicted. Unused memory costs nothing.
-    let bytes = (u64::from(capacity) * PAGE_BYTES).next_multiple_of(SEGMENT as u64) + SEGMENT as u64;
+    let bytes = (u64::from(capacity) * PAGE_BYTES).next_multiple_of(SEGMENT_BYTES as u64) + SEGMENT_BYTES as u64;
     let compressed = usize::try_from(bytes)
         .map_err(|_| io::ErrorKind::OutOfMemory.into())
         .and_then(|bytes| SharedMemory::create(c"larder-compressed", bytes))
         .map_err(failed("cannot create the memory for compressed pages"))?;
     let read_only = |memory: &SharedMemory| memory.read_only().map_err(failed("cannot open its state read-only"));
     let descriptors = [read_only(state.memory())?, read_only(&compressed)?, device.into()];
-    let (given, taken, stood_still) = hand_over(
+    let (donated, userfaultfd_fd, paused_for) = donate(
         pid,
         &descriptors,
-        &to_mark(&target.memories, &[]),
+        &unmarked_files(&target.ram_mappings, &[]),
         &state,
-        ring_for(pid, &state),
+        create_ring(pid, &state),
     )?;
-    let userfaultfd = Userfaultfd::new(taken);
+    let userfaultfd = Userfaultfd::new(userfaultfd_fd);
     if let Err(error) = enable(&userfaultfd).map_err(failed("cannot enable the userfaultfd's features")) {
-        return Err(undo(pid, given, error));
+        return Err(roll_back(pid, donated, error));
     }
-    if let Some(number) = given.ring_memory {
+    if let Some(number) = donated.ring_memory {
         state.set_ring_memory_number(number as u32);
     }
     // Stored last: a successor that finds the number takes over.
-    state.set_userfaultfd_number(given.userfaultfd as u32);
+    state.set_userfaultfd_number(donated.userfaultfd as u32);
     let state = Arc::new(state);
-    let files = Arc::new(Files::default());
-    let memories = std::mem::take(&mut target.memories);
+    let files = Arc::new(RegionFiles::default());
+    let memories = std::mem::take(&mut target.ram_mappings);
     let mut attached = match assemble(
         target,
         options,
@@ -389,30 +401,30 @@ fn begin(
         Arc::new(compressed),
         userfaultfd,
         files,
-        given,
+        donated,
     ) {
         Ok(attached) => attached,
-        Err(error) => return Err(undo(pid, given, error)),
+        Err(error) => return Err(roll_back(pid, donated, error)),
     };
     for memory in memories {
-        if let Err(error) = attached.add_marked(memory) {
+        if let Err(error) = attached.register_memory(memory) {
             // Nothing has been evicted yet.
             attached.unregister();
-            return Err(undo(pid, given, error));
+            return Err(roll_back(pid, donated, error));
         }
     }
-    if let Err(error) = attached.add_views() {
-        attached.pager.guest().views().let_go();
+    if let Err(error) = attached.add_disk_servers() {
+        attached.pager.guest().external_mappings().detach_all();
         attached.unregister();
-        return Err(undo(pid, given, error));
+        return Err(roll_back(pid, donated, error));
     }
-    attached.stood_still = Some(stood_still);
+    attached.paused_for = Some(paused_for);
     Ok(attached)
 }
 
 /// Makes memory for a ring that holds the userfaultfd in the process. Returns `None`, and logs the reason, if no ring
 /// is possible.
-fn ring_for(pid: Pid, state: &State) -> Option<RingMemory> {
+fn create_ring(pid: Pid, state: &PagerState) -> Option<RingMemory> {
     if has_several_filters(pid) {
         warn_unlocked(
             pid,
@@ -423,7 +435,7 @@ fn ring_for(pid: Pid, state: &State) -> Option<RingMemory> {
     let ring = LockedRing::probe().and_then(|()| RingMemory::create());
     match ring {
         Ok(ring) => {
-            state.allow_ring();
+            state.require_ring_support();
             Some(ring)
         }
         Err(error) => {
@@ -444,12 +456,12 @@ fn has_several_filters(pid: Pid) -> bool {
 }
 
 fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
-    let poison = userfaultfd::available()? & feature::POISON;
-    userfaultfd.enable(NEEDED_ALL | poison)
+    let poison = userfaultfd::available_features()? & feature::POISON;
+    userfaultfd.enable(REQUIRED_FEATURE_BITS | poison)
 }
 
 fn register(pid: Pid, userfaultfd: &Userfaultfd, region: &Region) -> Result<(), AttachError> {
-    let range = Range {
+    let range = AddressRange {
         start: region.address,
         len: region.bytes(),
     };
@@ -468,37 +480,37 @@ fn register(pid: Pid, userfaultfd: &Userfaultfd, region: &Region) -> Result<(), 
         })
 }
 
-fn place_of(region: &Region) -> Option<Place> {
-    (!region.is_gone()).then(|| Place::of(region))
+fn location_of(region: &Region) -> Option<MappingLocation> {
+    (!region.is_unmapped()).then(|| MappingLocation::of(region))
 }
 
 #[allow(clippy::too_many_arguments)]
 fn assemble(
     target: Target,
-    options: pager::Options,
+    options: pager::PagerOptions,
     stores: Stores,
-    state: Arc<State>,
+    state: Arc<PagerState>,
     compressed: Arc<SharedMemory>,
     userfaultfd: Userfaultfd,
-    files: Arc<Files>,
-    given: Given,
+    files: Arc<RegionFiles>,
+    donated: DonatedFds,
 ) -> Result<Attached, AttachError> {
     let pid = target.pid();
-    let process = Process::new(userfaultfd, Arc::clone(&files)).map_err(|source| AttachError::Failed {
+    let process = ProcessMemory::new(userfaultfd, Arc::clone(&files)).map_err(|source| AttachError::Failed {
         pid,
         what: "cannot create an epoll descriptor for its userfaultfds",
         source,
     })?;
     let mut present = Vec::new();
-    for region in state.regions().iter().filter(|region| !region.is_gone()) {
-        look(&process, region, &mut present).map_err(|source| AttachError::Failed {
+    for region in state.regions().iter().filter(|region| !region.is_unmapped()) {
+        find_resident(&process, region, &mut present).map_err(|source| AttachError::Failed {
             pid,
             what: "cannot find its resident pages",
             source,
         })?;
     }
-    let hands = Hands::new(Arc::clone(&files) as _, Arc::clone(&state), Arc::clone(&compressed));
-    let thread = Thread::start(hands).map_err(|source| AttachError::Failed {
+    let worker_state = WorkerState::new(Arc::clone(&files) as _, Arc::clone(&state), Arc::clone(&compressed));
+    let thread = WorkerThread::start(worker_state).map_err(|source| AttachError::Failed {
         pid,
         what: "cannot start a thread",
         source,
@@ -525,19 +537,19 @@ fn assemble(
         pid,
         pidfd,
         pager,
-        stood_still: None,
+        paused_for: None,
         files,
-        given,
+        donated,
         state,
     })
 }
 
-fn look(process: &Process, region: &Region, present: &mut Vec<PageRun>) -> io::Result<()> {
+fn find_resident(process: &ProcessMemory, region: &Region, present: &mut Vec<PageRun>) -> io::Result<()> {
     let all = PageRun {
         first: region.first,
         count: region.pages,
     };
-    process.present(all, &mut |run| present.push(run))
+    process.visit_resident(all, &mut |run| present.push(run))
 }
 
 impl Attached {
@@ -545,52 +557,52 @@ impl Attached {
     ///
     /// # Errors
     /// If the memory cannot be registered, or there are too many regions.
-    pub fn add(&mut self, memory: Memory, limit: Duration) -> Result<(), AttachError> {
+    pub fn add_memory(&mut self, memory: RamMapping, limit: Duration) -> Result<(), AttachError> {
         let pid = self.pid;
         // A killed pager may have marked the file without recording the region.
-        let marked: Vec<(u64, u64)> = marked_files(pid).into_iter().map(|(_, file)| file).collect();
-        let files = to_mark(std::slice::from_ref(&memory), &marked);
+        let marked: Vec<(u64, u64)> = marked_files_of(pid).into_iter().map(|(_, file)| file).collect();
+        let files = unmarked_files(std::slice::from_ref(&memory), &marked);
         if !files.is_empty() {
-            let given = with_stopped_thread(pid, limit, |thread| hand_marks(thread, pid, &files));
-            let (marked, _) = given.map_err(AttachError::Inject)?;
+            let donated = with_stopped_thread(pid, limit, |thread| donate_markers(thread, pid, &files));
+            let (marked, _) = donated.map_err(AttachError::Inject)?;
             marked?;
         }
-        self.add_marked(memory)
+        self.register_memory(memory)
     }
 
-    fn add_marked(&mut self, memory: Memory) -> Result<(), AttachError> {
+    fn register_memory(&mut self, memory: RamMapping) -> Result<(), AttachError> {
         let pid = self.pid;
-        let place = memory.place;
+        let location = memory.location;
         let region = Region {
             first: PageIndex::new(self.pager.pages()),
-            pages: u32::try_from(place.bytes / PAGE_BYTES).unwrap_or(u32::MAX),
-            address: place.address,
-            offset: place.offset,
-            device: place.device,
-            inode: place.inode,
+            pages: u32::try_from(location.bytes / PAGE_BYTES).unwrap_or(u32::MAX),
+            address: location.address,
+            offset: location.offset,
+            device: location.device,
+            inode: location.inode,
         };
         self.state
             .add_region(&region)
             .map_err(|source| AttachError::State { pid, source })?;
         self.files.add(region, memory.file);
         // Servers that have mapped the memory already are registered before any of it can be evicted.
-        let views = self.pager.guest().views();
-        for of in views.to_look(true) {
-            match Looked::now(of, &self.state.regions()) {
-                Ok(looked) => views.looked(looked),
+        let mappings = self.pager.guest().external_mappings();
+        for of in mappings.scan_requests(true) {
+            match MappingScan::perform(of, &self.state.regions()) {
+                Ok(scan) => mappings.register_scan(scan),
                 Err(error) => tracing::debug!("a disk server of the VM has ended: {error}"),
             }
         }
         let mut present = Vec::new();
         let registered = register(pid, self.pager.guest().userfaultfd(), &region).and_then(|()| {
-            look(self.pager.guest(), &region, &mut present).map_err(|source| AttachError::Failed {
+            find_resident(self.pager.guest(), &region, &mut present).map_err(|source| AttachError::Failed {
                 pid,
                 what: "cannot find its resident pages",
                 source,
             })
         });
         if registered.is_err() {
-            self.state.forget_region(region.first);
+            self.state.mark_unmapped(region.first);
             self.files.remove(region.first);
             let region = Region { address: 0, ..region };
             self.pager.add_region(region, &[]);
@@ -615,7 +627,7 @@ impl Attached {
 
     /// Returns a descriptor that is readable when a fault is pending, in the process or in a view.
     pub fn events(&self) -> BorrowedFd<'_> {
-        self.pager.guest().views().events()
+        self.pager.guest().external_mappings().events()
     }
 
     /// Returns the PID of the process.
@@ -624,9 +636,13 @@ impl Attached {
     }
 
     /// Registers Larder's own processes that have the memory mapped.
-    fn add_views(&mut self) -> Result<(), AttachError> {
+    fn add_disk_servers(&mut self) -> Result<(), AttachError> {
         let pid = self.pid;
-        let Others { viewers, obstacles, .. } = others_of(pid, self.pager.regions());
+        let ExternalMappers {
+            servers: viewers,
+            obstacles,
+            ..
+        } = external_mappers_of(pid, self.pager.regions());
         if !obstacles.is_empty() {
             let name = self
                 .target
@@ -634,36 +650,40 @@ impl Attached {
                 .map_or_else(String::new, |target| target.name.clone());
             return Err(TargetError::Obstacles { pid, name, obstacles }.into());
         }
-        let mut viewers = viewers.into_iter();
-        let added = viewers.try_for_each(|viewer| self.add_view(viewer));
-        added.map_err(|source| AttachError::View { pid, source })
+        let mut servers = viewers.into_iter();
+        let added = servers.try_for_each(|server| self.add_disk_server(server));
+        added.map_err(|source| AttachError::ExternalMapping { pid, source })
     }
 
-    fn add_view(&self, viewer: Viewer) -> Result<(), ViewError> {
-        let view = View::begin(viewer)?;
-        let failed = |source| ViewError::Failed {
-            pid: viewer.pid,
+    fn add_disk_server(&self, server: DiskServerProcess) -> Result<(), ExternalMappingError> {
+        let mapping = ExternalMapping::attach(server)?;
+        let failed = |source| ExternalMappingError::Failed {
+            pid: server.pid,
             what: "cannot register its mappings",
             source,
         };
-        let looked = view.look(self.pager.regions()).map_err(failed)?;
-        self.pager.guest().views().add(view, looked, true).map_err(failed)
+        let scan = mapping.scan(self.pager.regions()).map_err(failed)?;
+        self.pager
+            .guest()
+            .external_mappings()
+            .add(mapping, scan, true)
+            .map_err(failed)
     }
 
     /// Closes the marks of memory that the process has unmapped. While they are open, the host cannot free that
     /// memory.
-    pub fn close_marks_of_gone(&self) {
-        let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
+    pub fn close_markers_of_unmapped(&self) {
+        let regions = self.pager.regions().iter().filter(|region| !region.is_unmapped());
         let files: Vec<(u64, u64)> = regions.map(|region| (region.device, region.inode)).collect();
-        let marked = marked_files(self.pid).into_iter();
-        let gone: Vec<i32> = marked
+        let marked = marked_files_of(self.pid).into_iter();
+        let unmapped_markers: Vec<i32> = marked
             .filter(|(_, file)| !files.contains(file))
             .map(|(number, _)| number)
             .collect();
-        if gone.is_empty() {
+        if unmapped_markers.is_empty() {
             return;
         }
-        if let Err(error) = close(self.pid, &gone) {
+        if let Err(error) = close_in_process(self.pid, &unmapped_markers) {
             tracing::warn!("unplugged memory cannot be freed on the host: {error}");
         }
     }

@@ -18,13 +18,13 @@ use crate::entry::Tier;
 pub const KEY_BYTES: usize = 64;
 
 /// Length of a cipher block in bytes. Ranges begin and end at multiples of it.
-pub const BLOCK: usize = 16;
+pub const BLOCK_BYTES: usize = 16;
 
 /// Length of a sector in bytes. Each sector has its own tweak.
-const SECTOR: usize = 4096;
+const SECTOR_BYTES: usize = 4096;
 
 /// Number of blocks that are encrypted with one call: more than the processor's pipeline holds.
-const AT_A_TIME: usize = 32;
+const BATCH_BLOCKS: usize = 32;
 
 /// Cipher with one key, which is wiped from memory on drop.
 pub struct Cipher {
@@ -40,41 +40,43 @@ impl Cipher {
         Self { data, tweak }
     }
 
-    /// Encrypts the bytes for offset `at` of a tier's log. Both `at` and the length must be multiples of [`BLOCK`].
+    /// Encrypts the bytes for offset `at` of a tier's log. Both `at` and the length must be multiples of
+    /// [`BLOCK_BYTES`].
     pub fn encrypt(&self, tier: Tier, at: u64, bytes: &mut [u8]) {
-        self.each(tier, at, bytes, |blocks| self.data.encrypt_blocks(blocks));
+        self.for_each_batch(tier, at, bytes, |blocks| self.data.encrypt_blocks(blocks));
     }
 
-    /// Decrypts the bytes from offset `at` of a tier's log. Both `at` and the length must be multiples of [`BLOCK`].
+    /// Decrypts the bytes from offset `at` of a tier's log. Both `at` and the length must be multiples of
+    /// [`BLOCK_BYTES`].
     pub fn decrypt(&self, tier: Tier, at: u64, bytes: &mut [u8]) {
-        self.each(tier, at, bytes, |blocks| self.data.decrypt_blocks(blocks));
+        self.for_each_batch(tier, at, bytes, |blocks| self.data.decrypt_blocks(blocks));
     }
 
-    fn each(&self, tier: Tier, at: u64, bytes: &mut [u8], apply: impl Fn(&mut [Block])) {
-        debug_assert!(at.is_multiple_of(BLOCK as u64) && bytes.len().is_multiple_of(BLOCK));
+    fn for_each_batch(&self, tier: Tier, at: u64, bytes: &mut [u8], apply: impl Fn(&mut [Block])) {
+        debug_assert!(at.is_multiple_of(BLOCK_BYTES as u64) && bytes.len().is_multiple_of(BLOCK_BYTES));
         let mut at = at;
-        let mut rest = bytes;
-        while !rest.is_empty() {
-            let within = (at % SECTOR as u64) as usize;
-            let here = rest.len().min(SECTOR - within);
-            let (sector, behind) = std::mem::take(&mut rest).split_at_mut(here);
-            let mut tweak = self.first_tweak(tier, at / SECTOR as u64);
-            for _ in 0..within / BLOCK {
+        let mut remaining = bytes;
+        while !remaining.is_empty() {
+            let within = (at % SECTOR_BYTES as u64) as usize;
+            let part_bytes = remaining.len().min(SECTOR_BYTES - within);
+            let (sector, after) = std::mem::take(&mut remaining).split_at_mut(part_bytes);
+            let mut tweak = self.first_tweak(tier, at / SECTOR_BYTES as u64);
+            for _ in 0..within / BLOCK_BYTES {
                 tweak = next_tweak(tweak);
             }
             let (blocks, _) = Block::slice_as_chunks_mut(sector);
-            for blocks in blocks.chunks_mut(AT_A_TIME) {
-                let mut tweaks = [0; AT_A_TIME];
-                for of in &mut tweaks[..blocks.len()] {
-                    *of = tweak;
+            for blocks in blocks.chunks_mut(BATCH_BLOCKS) {
+                let mut tweaks = [0; BATCH_BLOCKS];
+                for slot in &mut tweaks[..blocks.len()] {
+                    *slot = tweak;
                     tweak = next_tweak(tweak);
                 }
-                mask(blocks, &tweaks);
+                xor_tweaks(blocks, &tweaks);
                 apply(blocks);
-                mask(blocks, &tweaks);
+                xor_tweaks(blocks, &tweaks);
             }
-            at += here as u64;
-            rest = behind;
+            at += part_bytes as u64;
+            remaining = after;
         }
     }
 
@@ -95,7 +97,7 @@ fn next_tweak(tweak: u128) -> u128 {
     (tweak << 1) ^ ((tweak >> 127) * 0x87)
 }
 
-fn mask(blocks: &mut [Block], tweaks: &[u128; AT_A_TIME]) {
+fn xor_tweaks(blocks: &mut [Block], tweaks: &[u128; BATCH_BLOCKS]) {
     for (block, tweak) in blocks.iter_mut().zip(tweaks) {
         block.0 = (u128::from_le_bytes(block.0) ^ tweak).to_le_bytes();
     }
@@ -144,16 +146,16 @@ mod tests {
         let plain: Vec<u8> = (0..512).map(|index| index as u8).collect();
         let mut data = plain.clone();
         // Tier 0 is never on a disk, and has the tweaks of the standard.
-        cipher.encrypt(Tier::Ram, 0xff * SECTOR as u64, &mut data);
+        cipher.encrypt(Tier::Ram, 0xff * SECTOR_BYTES as u64, &mut data);
         assert_eq!(data, bytes(CIPHERTEXT));
-        cipher.decrypt(Tier::Ram, 0xff * SECTOR as u64, &mut data);
+        cipher.decrypt(Tier::Ram, 0xff * SECTOR_BYTES as u64, &mut data);
         assert_eq!(data, plain);
     }
 
     #[test]
     fn partial_range_is_decrypted_alone() {
         let cipher = Cipher::new(&key(KEY));
-        let plain: Vec<u8> = (0..3 * SECTOR).map(|index| ((index * 7) >> 3) as u8).collect();
+        let plain: Vec<u8> = (0..3 * SECTOR_BYTES).map(|index| ((index * 7) >> 3) as u8).collect();
         let mut whole = plain.clone();
         cipher.encrypt(Tier::Ssd, 1 << 20, &mut whole);
         for (from, len) in [(0, 16), (16, 32), (4080, 32), (4096, 4096), (4000, 5008), (8192, 4096)] {
@@ -166,22 +168,22 @@ mod tests {
     #[test]
     fn ciphertext_depends_on_position_and_key() {
         let cipher = Cipher::new(&key(KEY));
-        let enciphered = |cipher: &Cipher, tier, at| {
-            let mut block = [0; BLOCK];
+        let encrypt_block = |cipher: &Cipher, tier, at| {
+            let mut block = [0; BLOCK_BYTES];
             cipher.encrypt(tier, at, &mut block);
             block
         };
         let mut other = key(KEY);
         other[0] ^= 1;
         let all = [
-            enciphered(&cipher, Tier::Ssd, 0),
-            enciphered(&cipher, Tier::Slow, 0),
-            enciphered(&cipher, Tier::Ssd, 16),
-            enciphered(&cipher, Tier::Ssd, 4096),
-            enciphered(&Cipher::new(&other), Tier::Ssd, 0),
+            encrypt_block(&cipher, Tier::Ssd, 0),
+            encrypt_block(&cipher, Tier::Slow, 0),
+            encrypt_block(&cipher, Tier::Ssd, 16),
+            encrypt_block(&cipher, Tier::Ssd, 4096),
+            encrypt_block(&Cipher::new(&other), Tier::Ssd, 0),
         ];
         for (index, block) in all.iter().enumerate() {
-            assert!(*block != [0; BLOCK] && !all[..index].contains(block), "{index}");
+            assert!(*block != [0; BLOCK_BYTES] && !all[..index].contains(block), "{index}");
         }
     }
 }

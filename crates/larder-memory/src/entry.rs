@@ -20,43 +20,43 @@ use larder_codec::Codec;
 
 use crate::units::{PAGE, PageIndex};
 
-/// Offset in a tier's log, in units of [`Place::UNIT`] bytes; 40 bits.
+/// Offset in a tier's log, in units of [`LogOffset::UNIT_BYTES`]; 40 bits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Place(u64);
+pub struct LogOffset(u64);
 
-impl Place {
+impl LogOffset {
     /// Alignment of objects in a log, in bytes.
-    pub const UNIT: u64 = 16;
+    pub const UNIT_BYTES: u64 = 16;
 
     /// Makes the location `bytes` bytes from the start of the log.
     ///
     /// # Panics
-    /// If `bytes` is not a multiple of [`Self::UNIT`], or is 2^44 or more.
-    pub fn of_bytes(bytes: u64) -> Self {
-        assert!(bytes.is_multiple_of(Self::UNIT) && bytes < Self::UNIT << 40);
-        Self(bytes / Self::UNIT)
+    /// If `bytes` is not a multiple of [`Self::UNIT_BYTES`], or is 2^44 or more.
+    pub fn from_bytes(bytes: u64) -> Self {
+        assert!(bytes.is_multiple_of(Self::UNIT_BYTES) && bytes < Self::UNIT_BYTES << 40);
+        Self(bytes / Self::UNIT_BYTES)
     }
 
     /// Returns the offset from the start of the log, in bytes.
     pub const fn bytes(self) -> u64 {
-        self.0 * Self::UNIT
+        self.0 * Self::UNIT_BYTES
     }
 }
 
 /// Location and encoding of a stored page in a tier's log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Stored {
+pub struct StoredObject {
     /// Offset of the object's header. The data follow it.
-    pub place: Place,
+    pub offset: LogOffset,
     /// Length of the data, from 1 to [`PAGE`] bytes.
     pub len: u16,
     /// Encoding of the data.
-    pub encoding: Encoding,
+    pub encoding: PageEncoding,
 }
 
 /// Encoding of a stored page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Encoding {
+pub enum PageEncoding {
     /// Uncompressed.
     Raw,
     /// Compressed with this codec.
@@ -76,20 +76,20 @@ pub enum Tier {
 
 /// Location of the copy of a page, as decoded from word 0 of its entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Location {
+pub enum CopyLocation {
     /// There is no copy: the page is in the process's memory, or is untouched and reads as zeros.
-    Nowhere,
+    NotStored,
     /// The page repeats the word in word 1.
     Uniform {
         /// The page is in the process's memory too, and equal.
         clean: bool,
     },
     /// The copy is in a tier.
-    In {
+    InTier {
         /// The tier.
         tier: Tier,
         /// The location in the tier.
-        stored: Stored,
+        object: StoredObject,
         /// The page is in the process's memory too, write-protected and equal to the copy.
         clean: bool,
     },
@@ -99,57 +99,61 @@ pub enum Location {
 
 /// Word 0 of an entry. Equal words mean equal locations, so comparing words detects a change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Word(pub u64);
+pub struct EntryWord(pub u64);
 
-const CLEAN: u64 = 1 << 4;
+const CLEAN_BIT: u64 = 1 << 4;
 
-impl Word {
+impl EntryWord {
     /// The word of a page that has no copy.
-    pub const NOWHERE: Self = Self(0);
+    pub const NOT_STORED: Self = Self(0);
 
     /// Encodes `location`.
-    pub fn of(location: Location) -> Self {
-        let clean_bit = |clean: bool| if clean { CLEAN } else { 0 };
+    pub fn encode(location: CopyLocation) -> Self {
+        let clean_bit = |clean: bool| if clean { CLEAN_BIT } else { 0 };
         Self(match location {
-            Location::Nowhere => 0,
-            Location::Uniform { clean } => 1 | clean_bit(clean),
-            Location::In { tier, stored, clean } => {
+            CopyLocation::NotStored => 0,
+            CopyLocation::Uniform { clean } => 1 | clean_bit(clean),
+            CopyLocation::InTier {
+                tier,
+                object: stored,
+                clean,
+            } => {
                 let tier = match tier {
                     Tier::Ram => 2,
                     Tier::Ssd => 3,
                     Tier::Slow => 4,
                 };
                 let codec = match stored.encoding {
-                    Encoding::Raw => 0,
-                    Encoding::Codec(codec) => u64::from(codec.number()),
+                    PageEncoding::Raw => 0,
+                    PageEncoding::Codec(codec) => u64::from(codec.number()),
                 };
                 assert!((1..=PAGE).contains(&usize::from(stored.len)));
-                tier | clean_bit(clean) | codec << 8 | (u64::from(stored.len) - 1) << 12 | stored.place.0 << 24
+                tier | clean_bit(clean) | codec << 8 | (u64::from(stored.len) - 1) << 12 | stored.offset.0 << 24
             }
-            Location::Lost => 5,
+            CopyLocation::Lost => 5,
         })
     }
 
     /// Decodes the location, or returns `None` if the word is invalid.
-    pub fn decode(self) -> Option<Location> {
-        let clean = self.0 & CLEAN != 0;
+    pub fn decode(self) -> Option<CopyLocation> {
+        let clean = self.0 & CLEAN_BIT != 0;
         let tier = match self.0 & 0xf {
-            0 => return (self.0 == 0).then_some(Location::Nowhere),
-            1 => return Some(Location::Uniform { clean }),
+            0 => return (self.0 == 0).then_some(CopyLocation::NotStored),
+            1 => return Some(CopyLocation::Uniform { clean }),
             2 => Tier::Ram,
             3 => Tier::Ssd,
             4 => Tier::Slow,
-            5 => return Some(Location::Lost),
+            5 => return Some(CopyLocation::Lost),
             _ => return None,
         };
         let encoding = match (self.0 >> 8 & 0xf) as u8 {
-            0 => Encoding::Raw,
-            number => Encoding::Codec(Codec::try_from(number).ok()?),
+            0 => PageEncoding::Raw,
+            number => PageEncoding::Codec(Codec::try_from(number).ok()?),
         };
-        Some(Location::In {
+        Some(CopyLocation::InTier {
             tier,
-            stored: Stored {
-                place: Place(self.0 >> 24),
+            object: StoredObject {
+                offset: LogOffset(self.0 >> 24),
                 len: (self.0 >> 12 & 0xfff) as u16 + 1,
                 encoding,
             },
@@ -159,37 +163,37 @@ impl Word {
 
     /// Returns the word with its *clean* bit set or unset.
     pub fn with_clean(self, clean: bool) -> Self {
-        Self(if clean { self.0 | CLEAN } else { self.0 & !CLEAN })
+        Self(if clean { self.0 | CLEAN_BIT } else { self.0 & !CLEAN_BIT })
     }
 
     /// Returns true if the page could not be read back.
     pub fn is_lost(self) -> bool {
-        matches!(self.decode(), Some(Location::Lost))
+        matches!(self.decode(), Some(CopyLocation::Lost))
     }
 
     /// Returns true if the *clean* bit is set: the page is in the process's memory too, or, if lost, was given up.
     pub fn is_clean(self) -> bool {
-        self.0 & CLEAN != 0
+        self.0 & CLEAN_BIT != 0
     }
 }
 
 /// Word 1 of a page that is stored in a tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Proof {
+pub struct EvictionRecord {
     /// Checksum of the page; see [`checksum`].
     pub checksum: u32,
     /// Lower 32 bits of the pager's count of evicted pages when this page was evicted.
     pub evicted_at: u32,
 }
 
-impl Proof {
+impl EvictionRecord {
     /// Encodes the proof as a word.
-    pub fn word(self) -> u64 {
+    pub fn to_word(self) -> u64 {
         u64::from(self.checksum) | u64::from(self.evicted_at) << 32
     }
 
     /// Decodes a word.
-    pub fn of_word(word: u64) -> Self {
+    pub fn from_word(word: u64) -> Self {
         Self {
             checksum: word as u32,
             evicted_at: (word >> 32) as u32,
@@ -211,16 +215,16 @@ mod tests {
     proptest! {
         #[test]
         fn entry_word_round_trips(units in 0u64..1 << 40, len in 1u16..=4096, tier in 0u8..3, codec in 0u8..3, clean: bool) {
-            let location = Location::In {
+            let location = CopyLocation::InTier {
                 tier: [Tier::Ram, Tier::Ssd, Tier::Slow][usize::from(tier)],
-                stored: Stored {
-                    place: Place::of_bytes(units * Place::UNIT),
+                object: StoredObject {
+                    offset: LogOffset::from_bytes(units * LogOffset::UNIT_BYTES),
                     len,
-                    encoding: match codec { 0 => Encoding::Raw, number => Encoding::Codec(Codec::try_from(number).unwrap()) },
+                    encoding: match codec { 0 => PageEncoding::Raw, number => PageEncoding::Codec(Codec::try_from(number).unwrap()) },
                 },
                 clean,
             };
-            let word = Word::of(location);
+            let word = EntryWord::encode(location);
             prop_assert_eq!(word.decode(), Some(location));
             prop_assert_eq!(word.is_clean(), clean);
             prop_assert_eq!(word.with_clean(!clean).with_clean(clean), word);
@@ -228,9 +232,9 @@ mod tests {
 
         #[test]
         fn arbitrary_word_decodes_or_is_rejected(word: u64) {
-            if let Some(location) = Word(word).decode() {
+            if let Some(location) = EntryWord(word).decode() {
                 // A decoded location can be encoded again, except for bits without a meaning.
-                prop_assert_eq!(Word::of(location).decode(), Some(location));
+                prop_assert_eq!(EntryWord::encode(location).decode(), Some(location));
             }
         }
     }

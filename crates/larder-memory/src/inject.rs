@@ -54,13 +54,13 @@ use rustix::process::Pid;
 pub use error::InjectError;
 pub use stopped::{SCRATCH_BYTES, StoppedThread};
 
-use crate::group;
+use crate::cgroup;
 use threads::{Candidate, Refusal};
 
 /// Time to wait for a thread at first before the next one is tried. A thread in any interruptible wait stops within a
 /// scheduling delay. Each further round over all threads waits twice as long.
-const PATIENCE_MIN: Duration = Duration::from_millis(1);
-const PATIENCE_MAX: Duration = Duration::from_millis(5);
+const STOP_TIMEOUT_MIN: Duration = Duration::from_millis(1);
+const STOP_TIMEOUT_MAX: Duration = Duration::from_millis(5);
 
 /// Result of trying one thread.
 enum Attempt<T> {
@@ -87,11 +87,11 @@ pub fn with_stopped_thread<T: Send>(
     work: impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send,
 ) -> Result<(T, Duration), InjectError> {
     if !arch::IS_SUPPORTED {
-        return Err(InjectError::NotOnThisArchitecture);
+        return Err(InjectError::UnsupportedArchitecture);
     }
     // A frozen thread makes no call. If it is also stopped by a signal, PTRACE_SEIZE would wait until the group is
     // thawed, and no signal but SIGKILL ends that wait.
-    if let Some(group) = group::frozen(pid) {
+    if let Some(group) = cgroup::freezing_cgroup(pid) {
         let group = group.display().to_string();
         return Err(InjectError::Frozen { pid, group });
     }
@@ -101,19 +101,19 @@ pub fn with_stopped_thread<T: Send>(
     loop {
         let candidates = threads::candidates(pid)?;
         let count = u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
-        let patience = (limit / (4 * count)).clamp(PATIENCE_MIN, PATIENCE_MAX) * (1 << doublings);
+        let stop_timeout = (limit / (4 * count)).clamp(STOP_TIMEOUT_MIN, STOP_TIMEOUT_MAX) * (1 << doublings);
         let mut refusals = Vec::new();
         for candidate in &candidates {
-            match attempt(candidate, patience, limit, &mut work)? {
-                Attempt::Done(done, stood_still) => return Ok((done, stood_still)),
+            match attempt(candidate, stop_timeout, limit, &mut work)? {
+                Attempt::Done(done, paused_for) => return Ok((done, paused_for)),
                 Attempt::Refused(refusal) => refusals.push(refusal),
             }
             if doublings > 0 && Instant::now() > deadline {
                 break;
             }
         }
-        if Instant::now() > deadline || refusals.iter().all(|refusal| !refusal.passes) {
-            return Err(threads::worst(pid, limit, refusals));
+        if Instant::now() > deadline || refusals.iter().all(|refusal| !refusal.is_temporary) {
+            return Err(threads::combined_error(pid, limit, refusals));
         }
         doublings = (doublings + 1).min(8);
         // Yields the processor: most refusals are temporary, and end when other threads run.
@@ -125,7 +125,7 @@ pub fn with_stopped_thread<T: Send>(
 /// stopped.
 fn attempt<T: Send>(
     candidate: &Candidate,
-    patience: Duration,
+    stop_timeout: Duration,
     limit: Duration,
     work: &mut Option<impl FnOnce(&mut StoppedThread) -> Result<T, InjectError> + Send>,
 ) -> Result<Attempt<T>, InjectError> {
@@ -133,12 +133,12 @@ fn attempt<T: Send>(
         return Ok(Attempt::Refused(refusal));
     }
     let tracer = || -> Result<Attempt<T>, InjectError> {
-        let mut stopped = match StoppedThread::stop(candidate, patience, limit) {
+        let mut stopped = match StoppedThread::stop(candidate, stop_timeout, limit) {
             Ok(Ok(stopped)) => stopped,
             Ok(Err(refusal)) => return Ok(Attempt::Refused(refusal)),
             // The error came too late to matter. Other threads of the process may be alive.
             Err(_) if candidate.has_ended() => {
-                return Ok(Attempt::Refused(Refusal::for_now(InjectError::Gone {
+                return Ok(Attempt::Refused(Refusal::temporary(InjectError::Exited {
                     pid: candidate.pid,
                 })));
             }
@@ -148,9 +148,9 @@ fn attempt<T: Send>(
             unreachable!("only the last attempt takes the work");
         };
         let done = work(&mut stopped);
-        match (done, stopped.let_go()) {
-            (Err(failed), Err(error)) if !matches!(error, InjectError::Gone { .. }) => Err(failed),
-            (done, let_go) => let_go.and_then(|stood_still| Ok(Attempt::Done(done?, stood_still))),
+        match (done, stopped.resume()) {
+            (Err(failed), Err(error)) if !matches!(error, InjectError::Exited { .. }) => Err(failed),
+            (done, resumed) => resumed.and_then(|paused_for| Ok(Attempt::Done(done?, paused_for))),
         }
     };
     thread::scope(|scope| {

@@ -2,17 +2,18 @@
 //! cold pages to compressed RAM and to an SSD, and pages them in again when they are touched.
 
 pub mod attach;
+mod cgroup;
 pub mod crypt;
 pub mod entry;
-mod group;
+pub mod external_mappings;
 pub mod guest;
+pub mod headroom;
 pub mod inject;
-pub mod lists;
 pub mod locked_ring;
-pub mod log;
 pub mod pager;
 pub mod pressure;
-pub mod room;
+pub mod resident_queues;
+pub mod segment_log;
 pub mod service;
 pub mod shared;
 pub mod state;
@@ -20,5 +21,4 @@ pub mod store;
 pub mod target;
 pub mod units;
 pub mod userfaultfd;
-pub mod views;
 pub mod worker;

@@ -11,7 +11,7 @@
 //! of that memory, as it has of the state, and cannot map the ring. So only the pager's user can queue a request. The
 //! ring's restrictions (io_uring_register(2)) permanently forbid all registrations, and all requests but two.
 //!
-//! Two attacks by the process determine how [`LockedRing::take`] works:
+//! Two attacks by the process determine how [`LockedRing::fetch_userfaultfd`] works:
 //!
 //! - **The process submits requests that a pager has queued.** Any process that has a ring may call `io_uring_enter`,
 //!   and a request takes effect in the caller. So the pager never queues the request that installs the userfaultfd
@@ -62,7 +62,7 @@ const MEMORY_BYTES: usize = 3 * PAGE;
 const QUEUES_BYTES: u64 = 2 * PAGE as u64;
 
 /// Number of requests: one that fetches, and the fetched one.
-const REQUESTS: u32 = 2;
+const REQUEST_COUNT: u32 = 2;
 const REQUEST_BYTES: usize = 64;
 const COMPLETION_BYTES: usize = 16;
 
@@ -72,10 +72,10 @@ const OFFSETS_AT: usize = HEADER_AT + 40;
 
 /// Maximum number of attempts. An attempt fails if the process takes the request away, or if its completions are in
 /// the way.
-const TRIES_MAX: u32 = 1000;
+const ATTEMPTS_MAX: u32 = 1000;
 
 /// Field `user_data` of the request that installs the userfaultfd.
-const INSTALL: u64 = u64::from_le_bytes(*b"LARDUFFD");
+const INSTALL_USER_DATA: u64 = u64::from_le_bytes(*b"LARDUFFD");
 
 // Constants of linux/io_uring.h; libc and rustix lack some of them.
 const SETUP_R_DISABLED: u32 = 1 << 6;
@@ -202,13 +202,13 @@ impl RingMemory {
     ///
     /// # Errors
     /// If the kernel cannot make the ring or forbids it to the process, or the process has ended.
-    pub fn make_in(&self, thread: &mut StoppedThread, memory: RawFd) -> Result<NewRing, InjectError> {
-        let rights = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    pub fn create_in(&self, thread: &mut StoppedThread, memory: RawFd) -> Result<NewRing, InjectError> {
+        let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;
         let kind = libc::MAP_SHARED as u64;
-        let mapped = thread.system_call(libc::SYS_mmap, [0, QUEUES_BYTES, rights, kind, memory as u64, 0])?;
+        let mapped = thread.system_call(libc::SYS_mmap, [0, QUEUES_BYTES, protection, kind, memory as u64, 0])?;
         thread.write_scratch(0, &Params::new(mapped).to_bytes())?;
         let at = thread.scratch();
-        let made = thread.system_call(libc::SYS_io_uring_setup, [REQUESTS.into(), at, 0, 0, 0, 0]);
+        let made = thread.system_call(libc::SYS_io_uring_setup, [REQUEST_COUNT.into(), at, 0, 0, 0, 0]);
         let unmapped = thread.system_call(libc::SYS_munmap, [mapped, QUEUES_BYTES, 0, 0, 0, 0]);
         let number = made? as RawFd;
         unmapped?;
@@ -219,11 +219,11 @@ impl RingMemory {
     }
 
     /// Makes a ring in this process.
-    fn make_here(&self) -> io::Result<(OwnedFd, [u32; 7])> {
-        let mut params = Params::new(self.0.at(0, QUEUES_BYTES as usize).as_ptr() as u64);
+    fn create_local(&self) -> io::Result<(OwnedFd, [u32; 7])> {
+        let mut params = Params::new(self.0.ptr_at(0, QUEUES_BYTES as usize).as_ptr() as u64);
         // SAFETY: `params` is alive and writable for the call. The kernel writes to the memory only as to queues, for
         // as long as the ring exists; it is accessed only through atomics and raw pointers.
-        let made = unsafe { libc::syscall(libc::SYS_io_uring_setup, REQUESTS, &raw mut params) };
+        let made = unsafe { libc::syscall(libc::SYS_io_uring_setup, REQUEST_COUNT, &raw mut params) };
         if made < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -240,8 +240,8 @@ impl LockedRing {
     /// If the kernel does not, or forbids it to this process.
     pub fn probe() -> io::Result<()> {
         let memory = RingMemory::create()?;
-        let (ring, offsets) = memory.make_here()?;
-        let userfaultfd = userfaultfd::for_user_mode()?;
+        let (ring, offsets) = memory.create_local()?;
+        let userfaultfd = userfaultfd::create_for_user_mode()?;
         Self::new(memory, ring, offsets, userfaultfd.as_fd()).map(drop)
     }
 
@@ -290,7 +290,7 @@ impl LockedRing {
         }
         memory.word(HEADER_AT).store(MAGIC, Ordering::Release);
         let ring = Self::open(memory, ring)?;
-        let taken = ring.take_other_than(Some(userfaultfd.as_raw_fd()))?;
+        let taken = ring.fetch_except(Some(userfaultfd.as_raw_fd()))?;
         if identity_of(taken.as_fd())? != identity_of(userfaultfd)? {
             return Err(unsupported(
                 "the io_uring returned a different file than was registered",
@@ -323,8 +323,8 @@ impl LockedRing {
             cq_mask: offset(5),
             completions: offset(6),
         };
-        let is_sound = |index: usize| offset(index) < PAGE - 8 && offset(index).is_multiple_of(4);
-        if !(0..7).all(is_sound) || !offsets.completions.is_multiple_of(8) {
+        let is_valid = |index: usize| offset(index) < PAGE - 8 && offset(index).is_multiple_of(4);
+        if !(0..7).all(is_valid) || !offsets.completions.is_multiple_of(8) {
             return Err(foreign("the memory of its ring is damaged"));
         }
         Ok(Self { memory, ring, offsets })
@@ -334,31 +334,33 @@ impl LockedRing {
     ///
     /// # Errors
     /// If the kernel forbids it to this process, or the managed process interferes.
-    pub fn take(&self) -> io::Result<OwnedFd> {
-        self.take_other_than(None)
+    pub fn fetch_userfaultfd(&self) -> io::Result<OwnedFd> {
+        self.fetch_except(None)
     }
 
-    /// Makes a descriptor like [`Self::take`]. Its number is never `except`, an open descriptor of the same
-    /// userfaultfd.
-    fn take_other_than(&self, except: Option<RawFd>) -> io::Result<OwnedFd> {
+    /// Makes a descriptor like [`Self::fetch_userfaultfd`]. Its number is never `except`, an open descriptor of the
+    /// same userfaultfd.
+    fn fetch_except(&self, except: Option<RawFd>) -> io::Result<OwnedFd> {
         // A separate thread, because the kernel's data of a task that has used a ring ends with the task.
         thread::scope(|scope| {
-            let taker = thread::Builder::new().name("larder-ring".into());
-            let taken = taker.spawn_scoped(scope, || self.take_here(except))?.join();
+            let builder = thread::Builder::new().name("larder-ring".into());
+            let taken = builder
+                .spawn_scoped(scope, || self.fetch_on_this_thread(except))?
+                .join();
             taken.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
 
-    fn take_here(&self, except: Option<RawFd>) -> io::Result<OwnedFd> {
-        for _ in 0..TRIES_MAX {
+    fn fetch_on_this_thread(&self, except: Option<RawFd>) -> io::Result<OwnedFd> {
+        for _ in 0..ATTEMPTS_MAX {
             let submitted = self.submit();
             // A request that installs the userfaultfd must not stay where a later submission would find it.
             self.clear_requests();
             submitted?;
-            match self.completed() {
+            match self.install_result() {
                 None => {}
                 Some(Err(error)) => return Err(error),
-                Some(Ok(number)) => return own_userfaultfd(number, except),
+                Some(Ok(number)) => return adopt_userfaultfd(number, except),
             }
         }
         Err(io::Error::new(
@@ -371,16 +373,16 @@ impl LockedRing {
     fn submit(&self) -> io::Result<()> {
         self.clear_requests();
         self.discard_completions();
-        let (ours, theirs) =
+        let (receiving, sending) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        rustix::net::send(&theirs, &words_to_bytes(install()), SendFlags::NOSIGNAL)?;
+        rustix::net::send(&sending, &words_to_bytes(install_request()), SendFlags::NOSIGNAL)?;
         let head = self.counter(self.offsets.sq_head).load(Ordering::Acquire);
-        let fetch = fetch(ours.as_fd(), self.request_at(head.wrapping_add(1)));
+        let fetch = recv_request(receiving.as_fd(), self.request_at(head.wrapping_add(1)));
         for (index, word) in fetch.into_iter().enumerate() {
             self.request_word(head, index).store(word, Ordering::Relaxed);
         }
         let tail = self.counter(self.offsets.sq_tail);
-        tail.store(head.wrapping_add(REQUESTS), Ordering::Release);
+        tail.store(head.wrapping_add(REQUEST_COUNT), Ordering::Release);
         let ring = self.ring.as_raw_fd();
         // SAFETY: the request writes to the queue, which is accessed only through atomics and lives as long as
         // `self`.
@@ -388,7 +390,7 @@ impl LockedRing {
             libc::syscall(
                 libc::SYS_io_uring_enter,
                 ring,
-                REQUESTS,
+                REQUEST_COUNT,
                 0,
                 1,
                 std::ptr::null::<u8>(),
@@ -409,7 +411,7 @@ impl LockedRing {
 
     /// Returns the result of the install request, a descriptor number here, or `None` if the kernel has not executed
     /// it.
-    fn completed(&self) -> Option<io::Result<RawFd>> {
+    fn install_result(&self) -> Option<io::Result<RawFd>> {
         let head = self.counter(self.offsets.cq_head).load(Ordering::Relaxed);
         let tail = self.counter(self.offsets.cq_tail).load(Ordering::Acquire);
         let mask = self.counter(self.offsets.cq_mask).load(Ordering::Relaxed) & 0xff;
@@ -418,8 +420,8 @@ impl LockedRing {
             let at = (self.offsets.completions + slot * COMPLETION_BYTES).min(PAGE - COMPLETION_BYTES);
             (self.memory.word(at), self.memory.half_word(at + 8))
         });
-        let mut ours = completions.filter(|(user_data, _)| user_data.load(Ordering::Relaxed) == INSTALL);
-        let (_, result) = ours.next_back()?;
+        let mut installs = completions.filter(|(user_data, _)| user_data.load(Ordering::Relaxed) == INSTALL_USER_DATA);
+        let (_, result) = installs.next_back()?;
         match result.load(Ordering::Relaxed) as i32 {
             number @ 0.. => Some(Ok(number)),
             errno => Some(Err(io::Error::from_raw_os_error(-errno))),
@@ -433,7 +435,7 @@ impl LockedRing {
     }
 
     fn clear_requests(&self) {
-        for at in (0..REQUESTS as usize * REQUEST_BYTES).step_by(8) {
+        for at in (0..REQUEST_COUNT as usize * REQUEST_BYTES).step_by(8) {
             self.memory.word(REQUESTS_AT + at).store(0, Ordering::Release);
         }
     }
@@ -443,7 +445,7 @@ impl LockedRing {
     }
 
     fn request_offset(&self, index: u32) -> usize {
-        let mask = self.counter(self.offsets.sq_mask).load(Ordering::Relaxed) & (REQUESTS - 1);
+        let mask = self.counter(self.offsets.sq_mask).load(Ordering::Relaxed) & (REQUEST_COUNT - 1);
         REQUESTS_AT + (index & mask) as usize * REQUEST_BYTES
     }
 
@@ -453,7 +455,7 @@ impl LockedRing {
 
     /// Returns the address of a request in this process.
     fn request_at(&self, index: u32) -> u64 {
-        self.memory.at(self.request_offset(index), REQUEST_BYTES).as_ptr() as u64
+        self.memory.ptr_at(self.request_offset(index), REQUEST_BYTES).as_ptr() as u64
     }
 }
 
@@ -461,24 +463,24 @@ impl LockedRing {
 /// operation; user data; the rest.
 type Request = [u64; REQUEST_BYTES / 8];
 
-fn request(operation: u8, flags: u8, descriptor: RawFd) -> u64 {
+fn sqe_head(operation: u8, flags: u8, descriptor: RawFd) -> u64 {
     u64::from(operation) | u64::from(flags) << 8 | u64::from(descriptor as u32) << 32
 }
 
 /// Encodes a request that receives from `socket` to address `to`.
-fn fetch(socket: BorrowedFd<'_>, to: u64) -> Request {
-    let operation = request(OP_RECV, 0, socket.as_raw_fd());
+fn recv_request(socket: BorrowedFd<'_>, to: u64) -> Request {
+    let operation = sqe_head(OP_RECV, 0, socket.as_raw_fd());
     [operation, 0, to, REQUEST_BYTES as u64, 0, 0, 0, 0]
 }
 
 /// Encodes a request that installs the first file of the ring.
-fn install() -> Request {
+fn install_request() -> Request {
     [
-        request(OP_FIXED_FD_INSTALL, SQE_FIXED_FILE, 0),
+        sqe_head(OP_FIXED_FD_INSTALL, SQE_FIXED_FILE, 0),
         0,
         0,
         0,
-        INSTALL,
+        INSTALL_USER_DATA,
         0,
         0,
         0,
@@ -491,9 +493,9 @@ fn words_to_bytes(words: Request) -> Vec<u8> {
 
 /// Takes ownership of the descriptor that the kernel has installed. The process may have forged its completion, so a
 /// descriptor that is no userfaultfd, or is `except`, is refused and left open.
-fn own_userfaultfd(number: RawFd, except: Option<RawFd>) -> io::Result<OwnedFd> {
+fn adopt_userfaultfd(number: RawFd, except: Option<RawFd>) -> io::Result<OwnedFd> {
     let link = std::fs::read_link(format!("/proc/self/fd/{number}"))?;
-    if link.as_os_str() != userfaultfd::LINK || except == Some(number) {
+    if link.as_os_str() != userfaultfd::PROC_LINK || except == Some(number) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             format!("its ring holds no userfaultfd, but {}", link.display()),

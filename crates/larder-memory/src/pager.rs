@@ -2,7 +2,7 @@
 //!
 //! One thread owns the pager and makes all decisions. Slow work that needs no decision runs on a [`Worker`] in
 //! another thread. Everything that a successor needs is outside the pager: the location of each page is in the
-//! [`State`], and the kernel knows which pages are in memory.
+//! [`PagerState`], and the kernel knows which pages are in memory.
 //!
 //! # The phases of a page
 //! ```text
@@ -30,14 +30,14 @@
 //! nothing in shared memory, gets zeros.
 
 mod adopt;
-mod ahead;
 mod balance;
 mod check;
 mod detach;
 mod disk;
 mod evict;
 mod fault;
-mod figures;
+mod prefetch;
+mod stats;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -47,30 +47,30 @@ use std::time::{Duration, Instant};
 use larder_codec::Decoder;
 
 use crate::crypt::Cipher;
-use crate::entry::{Location, Tier, Word};
+use crate::entry::{CopyLocation, EntryWord, Tier};
 use crate::guest::GuestMemory;
-use crate::lists::{Lists, Queue};
-use crate::log::{SEGMENT, Segments, object_bytes};
-use crate::pressure::{Meter, Pressure};
+use crate::pressure::{Pressure, PressureMeter};
+use crate::resident_queues::{ResidentQueue, ResidentQueues};
+use crate::segment_log::{SEGMENT_BYTES, SegmentTable, object_bytes};
 use crate::shared::SharedMemory;
-use crate::state::{Region, State};
-use crate::store::Store;
+use crate::state::{PagerState, Region};
+use crate::store::SegmentStore;
 use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
-use crate::userfaultfd::{Message, RawMessage};
-use crate::worker::{Job, Lease, Worker};
+use crate::userfaultfd::{RawUffdMessage, UffdMessage};
+use crate::worker::{Job, SegmentLease, Worker};
 
-pub use detach::REPORTED_WITHIN;
+pub use detach::HOLE_REPORT_DELAY_MAX;
 pub use disk::DiskStatus;
 pub use evict::COMPRESSED_BYTES_MIN;
-pub use figures::{Figures, Source};
+pub use stats::{PageSource, PagerStats};
 
-use ahead::Streams;
 use disk::Disks;
 use evict::Batches;
+use prefetch::Streams;
 
 /// Settings of a [`Pager`].
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct PagerOptions {
     /// Limit of all memory used, in bytes: resident pages of the process, compressed pages, and the pager's own
     /// memory for each page.
     pub limit_bytes: u64,
@@ -81,11 +81,11 @@ pub struct Options {
     pub quarantine: Duration,
     /// ID of the thread whose faults are resolved first: QEMU's main thread, because the whole VM stops when it
     /// stalls.
-    pub first_thread: Option<u32>,
+    pub priority_thread: Option<u32>,
     /// Enables prefetching of pages around sequential faults.
     pub prefetch: bool,
     /// Number of threads that do the work of the process. Nothing progresses while all of them wait.
-    pub workers: usize,
+    pub guest_threads: usize,
 }
 
 /// Phase of a page, as the pager knows it.
@@ -97,13 +97,13 @@ enum Phase {
     /// Being read from a disk.
     Reading,
     /// Being evicted, in the batch with this number.
-    Leaving(u8),
+    Evicting(u8),
 }
 
 /// Phases of all pages, one byte each.
 struct Phases(Vec<u8>);
 
-const LEAVING: u8 = 0x80;
+const EVICTING: u8 = 0x80;
 
 impl Phases {
     fn get(&self, page: PageIndex) -> Phase {
@@ -112,7 +112,7 @@ impl Phases {
             1 => Phase::Resident,
             2 => Phase::Punching,
             3 => Phase::Reading,
-            batch => Phase::Leaving(batch & !LEAVING),
+            batch => Phase::Evicting(batch & !EVICTING),
         }
     }
 
@@ -122,33 +122,33 @@ impl Phases {
             Phase::Resident => 1,
             Phase::Punching => 2,
             Phase::Reading => 3,
-            Phase::Leaving(batch) => LEAVING | batch,
+            Phase::Evicting(batch) => EVICTING | batch,
         };
     }
 }
 
 /// A thread that waits for a page that is not available now.
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
+struct PageWaiter {
     since: Instant,
     /// The thread wants to write.
-    write: bool,
+    wants_write: bool,
 }
 
 /// Pager of one process's memory. The module documentation describes it.
 pub struct Pager<G, W> {
     guest: G,
     worker: W,
-    state: Arc<State>,
+    state: Arc<PagerState>,
     compressed: Arc<SharedMemory>,
-    options: Options,
+    options: PagerOptions,
     regions: Vec<Region>,
     phases: Phases,
-    lists: Lists,
+    queues: ResidentQueues,
     /// Number of pages in memory, which is all phases but `Absent` and `Reading`.
-    present: u32,
+    resident: u32,
     /// The log of compressed RAM.
-    ram: Segments,
+    ram: SegmentTable,
     disks: Disks,
     /// Number of pages that the worker is removing from memory.
     punching: usize,
@@ -158,36 +158,36 @@ pub struct Pager<G, W> {
     /// Streams of faults on pages that were never written to.
     zero_streams: Streams,
     /// Unfilled rest of the segment that is being filled; `None` while the worker has it.
-    lease: Option<Lease>,
+    lease: Option<SegmentLease>,
     /// The worker has the lease.
-    lease_is_out: bool,
+    worker_has_lease: bool,
     batches: Batches,
     /// Threads that wait until their page is removed from memory, or read.
-    waiting: HashMap<PageIndex, Waiting>,
+    waiters: HashMap<PageIndex, PageWaiter>,
     /// Threads that wait for free memory, in order of arrival.
-    stalled: VecDeque<(PageIndex, Waiting)>,
+    stalled: VecDeque<(PageIndex, PageWaiter)>,
     /// Pages that were recently unprotected for a writer, and the time of that.
-    let_write: Vec<(PageIndex, Instant)>,
+    recently_unprotected: Vec<(PageIndex, Instant)>,
     /// Pages that were lost, and that the process has given up since.
-    to_clear: Vec<PageIndex>,
+    lost_then_discarded: Vec<PageIndex>,
     /// A lost page could not be poisoned yet.
-    is_unmarked: bool,
+    poison_pending: bool,
     decoder: Decoder,
-    content: Box<[u8; PAGE]>,
+    page_buffer: Box<[u8; PAGE]>,
     /// Cipher of the disks, if they are encrypted.
     cipher: Option<Cipher>,
     /// Buffer for a deciphered object of a disk.
-    deciphered: Box<[u8]>,
+    decrypted: Box<[u8]>,
     /// Buffer for pages that are put in place with one call.
-    ahead: Box<[u8]>,
-    figures: Figures,
-    pressure: Meter,
+    prefetch_buffer: Box<[u8]>,
+    stats: PagerStats,
+    pressure: PressureMeter,
     stored: StoredPages,
     /// Reason why nothing can be evicted, with the time of the last attempt.
-    stuck: Option<(Stuck, Instant)>,
+    stuck: Option<(StuckReason, Instant)>,
     /// Number of retries since evictions became impossible.
-    stuck_tries: u32,
-    told_stuck: Option<(Stuck, Instant)>,
+    stuck_retries: u32,
+    reported_stuck: Option<(StuckReason, Instant)>,
     /// No allocation is tried before this time, because one has failed.
     no_memory_until: Option<Instant>,
     /// Time of the last log message about a failed allocation.
@@ -195,15 +195,15 @@ pub struct Pager<G, W> {
     /// No eviction is tried before this time, because write-protection has failed.
     no_eviction_until: Option<Instant>,
     /// Number of consecutive pages that could not be compressed.
-    kept_in_row: u32,
+    incompressible_streak: u32,
     /// Number of jobs that the worker has.
     jobs: u32,
     /// Evictions are paused; see [`Self::pause_evictions`].
-    are_evictions_paused: bool,
+    evictions_paused: bool,
     /// A detach is in progress: all pages are paged in.
-    is_leaving: bool,
+    is_detaching: bool,
     /// Next page that the detach inspects.
-    brought_back: u32,
+    detach_cursor: u32,
     /// Beginning of the first turn since which no page has been stored, except for copies of pages in memory.
     nothing_stored_since: Option<Instant>,
     /// Time at which the current turn began.
@@ -228,23 +228,23 @@ pub struct StoredPages {
 }
 
 impl StoredPages {
-    fn of(&mut self, word: Word) -> Option<&mut u32> {
+    fn counter(&mut self, word: EntryWord) -> Option<&mut u32> {
         match word.decode() {
-            Some(Location::Uniform { .. }) => Some(&mut self.uniform),
-            Some(Location::In { clean: true, .. }) => Some(&mut self.clean),
-            Some(Location::In { tier: Tier::Ram, .. }) => Some(&mut self.ram),
-            Some(Location::In { tier: Tier::Ssd, .. }) => Some(&mut self.ssd),
-            Some(Location::In { tier: Tier::Slow, .. }) => Some(&mut self.slow),
-            Some(Location::Lost) => Some(&mut self.lost),
-            Some(Location::Nowhere) | None => None,
+            Some(CopyLocation::Uniform { .. }) => Some(&mut self.uniform),
+            Some(CopyLocation::InTier { clean: true, .. }) => Some(&mut self.clean),
+            Some(CopyLocation::InTier { tier: Tier::Ram, .. }) => Some(&mut self.ram),
+            Some(CopyLocation::InTier { tier: Tier::Ssd, .. }) => Some(&mut self.ssd),
+            Some(CopyLocation::InTier { tier: Tier::Slow, .. }) => Some(&mut self.slow),
+            Some(CopyLocation::Lost) => Some(&mut self.lost),
+            Some(CopyLocation::NotStored) | None => None,
         }
     }
 
-    fn change(&mut self, from: Word, to: Word) {
-        if let Some(count) = self.of(from) {
+    fn change(&mut self, from: EntryWord, to: EntryWord) {
+        if let Some(count) = self.counter(from) {
             *count -= 1;
         }
-        if let Some(count) = self.of(to) {
+        if let Some(count) = self.counter(to) {
             *count += 1;
         }
     }
@@ -252,7 +252,7 @@ impl StoredPages {
 
 /// Reason why the limit is exceeded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stuck {
+pub enum StuckReason {
     /// All tiers have used all of their space.
     TiersFull,
     /// Compressed pages have used all of their space, and the disk below cannot be written to.
@@ -264,10 +264,10 @@ pub enum Stuck {
 }
 
 /// Bytes that the pager needs for each page, resident or not: entry, phase, list links.
-pub const OVERHEAD_BYTES: u64 = 16 + 1 + 9;
+pub const OVERHEAD_BYTES_PER_PAGE: u64 = 16 + 1 + 9;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// Makes the pager of the memory `guest` that `state` describes. `present` are the pages that are in memory, in
+    /// Makes the pager of the memory `guest` that `state` describes. `resident` are the pages that are in memory, in
     /// rising order. `stores` are the disks, the fastest first. The pager adopts the pages that an earlier pager has
     /// stored.
     ///
@@ -275,22 +275,22 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub fn new(
         guest: G,
         worker: W,
-        state: Arc<State>,
+        state: Arc<PagerState>,
         compressed: Arc<SharedMemory>,
-        stores: Vec<(Tier, Box<dyn Store>)>,
-        present: &[PageRun],
-        options: Options,
+        stores: Vec<(Tier, Box<dyn SegmentStore>)>,
+        resident: &[PageRun],
+        options: PagerOptions,
     ) -> Self {
         let regions = state.regions();
         let pages = regions.last().map_or(0, |last| last.first.get() + last.pages);
-        let pressure = Meter::new(options.workers, Instant::now());
+        let pressure = PressureMeter::new(options.guest_threads, Instant::now());
         let mut pager = Self {
             guest,
             worker,
             phases: Phases(vec![0; pages as usize]),
-            lists: Lists::new(pages),
-            present: 0,
-            ram: Segments::new((compressed.len() / SEGMENT) as u32),
+            queues: ResidentQueues::new(pages),
+            resident: 0,
+            ram: SegmentTable::new((compressed.len() / SEGMENT_BYTES) as u32),
             disks: Disks::new(stores),
             punching: 0,
             reading: 0,
@@ -302,41 +302,41 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             compressed,
             regions,
             lease: None,
-            lease_is_out: false,
+            worker_has_lease: false,
             batches: Batches::default(),
-            waiting: HashMap::new(),
+            waiters: HashMap::new(),
             stalled: VecDeque::new(),
-            let_write: Vec::new(),
-            to_clear: Vec::new(),
-            is_unmarked: false,
+            recently_unprotected: Vec::new(),
+            lost_then_discarded: Vec::new(),
+            poison_pending: false,
             decoder: Decoder::new(),
-            content: Box::new([0; PAGE]),
-            deciphered: vec![0; object_bytes(PAGE as u16)].into_boxed_slice(),
-            ahead: vec![0; disk::AHEAD_PAGES * PAGE].into_boxed_slice(),
-            figures: Figures::default(),
+            page_buffer: Box::new([0; PAGE]),
+            decrypted: vec![0; object_bytes(PAGE as u16)].into_boxed_slice(),
+            prefetch_buffer: vec![0; disk::PREFETCH_FILL_PAGES_MAX * PAGE].into_boxed_slice(),
+            stats: PagerStats::default(),
             pressure,
             stored: StoredPages::default(),
             stuck: None,
-            stuck_tries: 0,
-            told_stuck: None,
+            stuck_retries: 0,
+            reported_stuck: None,
             no_memory_until: None,
             no_memory_logged: None,
             no_eviction_until: None,
-            kept_in_row: 0,
+            incompressible_streak: 0,
             jobs: 0,
-            are_evictions_paused: false,
-            is_leaving: false,
-            brought_back: 0,
+            evictions_paused: false,
+            is_detaching: false,
+            detach_cursor: 0,
             nothing_stored_since: None,
             now: Instant::now(),
         };
-        pager.adopt(present);
+        pager.adopt(resident);
         pager
     }
 
     /// Returns the statistics since the pager was made.
-    pub fn figures(&self) -> &Figures {
-        &self.figures
+    pub fn stats(&self) -> &PagerStats {
+        &self.stats
     }
 
     /// Returns the limit in bytes.
@@ -353,17 +353,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub fn set_limit(&mut self, limit_bytes: u64, compressed_bytes: u64) {
         self.options.limit_bytes = limit_bytes;
         self.options.compressed_bytes = compressed_bytes;
-        self.is_stuck_no_more();
-        self.kept_in_row = 0;
+        self.clear_stuck();
+        self.incompressible_streak = 0;
     }
 
     /// Pauses evictions, before the first turn, or resumes them. While another process may write to memory without a
     /// fault, no page is evicted, and no stored copy of a page in memory is valid.
     pub fn pause_evictions(&mut self, pause: bool) {
-        if self.are_evictions_paused == pause {
+        if self.evictions_paused == pause {
             return;
         }
-        self.are_evictions_paused = pause;
+        self.evictions_paused = pause;
         match pause {
             true => tracing::warn!(
                 "no page is evicted until all disk servers of the VM are registered: memory may exceed its budget"
@@ -373,8 +373,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Returns true while evictions are paused.
-    pub fn are_evictions_paused(&self) -> bool {
-        self.are_evictions_paused
+    pub fn evictions_paused(&self) -> bool {
+        self.evictions_paused
     }
 
     /// Returns the guest's memory.
@@ -388,25 +388,25 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// If the process has ended.
     pub fn turn(&mut self, now: Instant) -> io::Result<bool> {
         self.now = now;
-        self.note_stored(now);
+        self.update_nothing_stored(now);
         let mut worked = self.receive()?;
-        while let Some(done) = self.worker.take(None) {
-            self.done(done);
+        while let Some(done) = self.worker.next_result(None) {
+            self.on_job_done(done);
             worked = true;
         }
-        worked |= self.take_from_disks();
+        worked |= self.handle_disk_completions();
         worked |= self.balance(now);
         if worked {
-            self.pressure.waits(self.stalled(), Instant::now());
+            self.pressure.set_waiting(self.stalled(), Instant::now());
         }
         Ok(worked)
     }
 
     /// Registers `waker` with the worker, to be woken when a job is done. Returns true if a job was done already.
-    pub fn wake_by(&mut self, waker: &std::task::Waker) -> bool {
-        match self.worker.take(Some(waker)) {
+    pub fn set_waker(&mut self, waker: &std::task::Waker) -> bool {
+        match self.worker.next_result(Some(waker)) {
             Some(done) => {
-                self.done(done);
+                self.on_job_done(done);
                 true
             }
             None => false,
@@ -416,10 +416,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn receive(&mut self) -> io::Result<bool> {
         let state = Arc::clone(&self.state);
         // SAFETY: the memory belongs to the state and is valid for all values of a message; only this thread uses it.
-        let messages: &mut [RawMessage] = unsafe { state.messages().as_mut() };
+        let messages: &mut [RawUffdMessage] = unsafe { state.messages().as_mut() };
         let count = self.guest.receive(messages)?;
         if count > 0 {
-            self.pressure.waits(self.stalled() + count, Instant::now());
+            self.pressure.set_waiting(self.stalled() + count, Instant::now());
         }
         let messages = &mut messages[..count];
         self.handle(messages);
@@ -427,23 +427,23 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Handles messages, and clears each.
-    fn handle(&mut self, messages: &mut [RawMessage]) {
+    fn handle(&mut self, messages: &mut [RawUffdMessage]) {
         // Removals come first: a thread that gives pages up continues as soon as its message is read, and may use the
         // pages again. Paging in must not bring back their old content, nor fill a page that a removal handled later
         // would drop.
         for raw in messages.iter_mut() {
             match raw.decode() {
-                Some(Message::Removed(range)) => self.removed(range, false),
-                Some(Message::Unmapped(range)) => self.removed(range, true),
+                Some(UffdMessage::Removed(range)) => self.on_removed(range, false),
+                Some(UffdMessage::Unmapped(range)) => self.on_removed(range, true),
                 _ => continue,
             }
-            *raw = RawMessage::default();
+            *raw = RawUffdMessage::default();
         }
-        if let Some(first) = self.options.first_thread
+        if let Some(first) = self.options.priority_thread
             && messages.len() > 1
         {
             for raw in messages.iter_mut() {
-                if let Some(Message::Fault {
+                if let Some(UffdMessage::Fault {
                     address,
                     write,
                     cause,
@@ -452,20 +452,22 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                     && thread == first
                 {
                     self.fault_at(address, cause, write);
-                    *raw = RawMessage::default();
+                    *raw = RawUffdMessage::default();
                 }
             }
         }
         for raw in messages {
             match raw.decode() {
                 // Removals were handled above.
-                None | Some(Message::Removed(_) | Message::Unmapped(_)) => {}
-                Some(Message::Fault {
+                None | Some(UffdMessage::Removed(_) | UffdMessage::Unmapped(_)) => {}
+                Some(UffdMessage::Fault {
                     address, cause, write, ..
                 }) => self.fault_at(address, cause, write),
-                Some(Message::Other(event)) => tracing::warn!("unknown event {event:#x} from the kernel's userfaultfd"),
+                Some(UffdMessage::Unknown(event)) => {
+                    tracing::warn!("unknown event {event:#x} from the kernel's userfaultfd")
+                }
             }
-            *raw = RawMessage::default();
+            *raw = RawUffdMessage::default();
         }
     }
 
@@ -475,7 +477,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Returns the memory used of the limit, in bytes.
     pub fn used_bytes(&self) -> u64 {
-        u64::from(self.present) * PAGE_BYTES
+        u64::from(self.resident) * PAGE_BYTES
             + self.compressed_bytes()
             + self.overhead_bytes()
             + self.disks.buffer_bytes()
@@ -484,20 +486,20 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Returns the memory that compressed pages use, in bytes.
     pub fn compressed_bytes(&self) -> u64 {
-        u64::from(self.ram.allocated()) * SEGMENT as u64
+        u64::from(self.ram.allocated()) * SEGMENT_BYTES as u64
     }
 
     fn overhead_bytes(&self) -> u64 {
-        self.phases.0.len() as u64 * OVERHEAD_BYTES
+        self.phases.0.len() as u64 * OVERHEAD_BYTES_PER_PAGE
     }
 
     /// Returns the number of pages in memory.
-    pub fn present_pages(&self) -> u32 {
-        self.present
+    pub fn resident_pages(&self) -> u32 {
+        self.resident
     }
 
     /// Returns the reason why the limit is exceeded, if it is.
-    pub fn stuck(&self) -> Option<Stuck> {
+    pub fn stuck(&self) -> Option<StuckReason> {
         self.stuck.map(|(why, _)| why)
     }
 
@@ -513,12 +515,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Returns the share of time lost by waiting for pages, up to `now`.
     pub fn pressure(&mut self, now: Instant) -> Pressure {
-        self.pressure.look(now)
+        self.pressure.update(now)
     }
 
     /// Returns the number of waiters for a page that cannot be served now.
     pub fn stalled(&self) -> usize {
-        self.stalled.len() + self.waiting.len()
+        self.stalled.len() + self.waiters.len()
     }
 
     /// Returns the regions.
@@ -526,15 +528,15 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         &self.regions
     }
 
-    /// Adds a region that is recorded in the state, and whose faults are reported already. `present` are its pages
+    /// Adds a region that is recorded in the state, and whose faults are reported already. `resident` are its pages
     /// that are in memory, in rising order.
-    pub fn add_region(&mut self, region: Region, present: &[PageRun]) {
+    pub fn add_region(&mut self, region: Region, resident: &[PageRun]) {
         let pages = region.first.get() + region.pages;
         self.phases.0.resize(pages as usize, 0);
-        self.lists.grow(pages);
+        self.queues.grow(pages);
         self.regions.push(region);
-        for page in present.iter().flat_map(|run| run.pages()) {
-            self.settle(page, Queue::Probation);
+        for page in resident.iter().flat_map(|run| run.pages()) {
+            self.enqueue(page, ResidentQueue::Probation);
         }
         self.guest.wake(PageRun {
             first: region.first,
@@ -543,35 +545,35 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Records that `page` is in memory, and makes it evictable by appending it to `queue`.
-    fn settle(&mut self, page: PageIndex, queue: Queue) {
+    fn enqueue(&mut self, page: PageIndex, queue: ResidentQueue) {
         match self.phases.get(page) {
-            Phase::Absent => self.present += 1,
-            Phase::Resident => self.lists.remove(page),
-            Phase::Punching | Phase::Leaving(_) => {}
+            Phase::Absent => self.resident += 1,
+            Phase::Resident => self.queues.remove(page),
+            Phase::Punching | Phase::Evicting(_) => {}
             Phase::Reading => unreachable!("a read page is marked absent before"),
         }
         self.phases.set(page, Phase::Resident);
-        self.lists.push(queue, page);
+        self.queues.push(queue, page);
     }
 
     /// Records that `page` is not in memory any more.
-    fn vanish(&mut self, page: PageIndex) {
+    fn mark_absent(&mut self, page: PageIndex) {
         match self.phases.get(page) {
             Phase::Absent | Phase::Reading => return,
-            Phase::Resident => self.lists.remove(page),
-            Phase::Punching | Phase::Leaving(_) => {}
+            Phase::Resident => self.queues.remove(page),
+            Phase::Punching | Phase::Evicting(_) => {}
         }
         self.phases.set(page, Phase::Absent);
-        self.present -= 1;
+        self.resident -= 1;
     }
 
-    fn give(&mut self, job: Job) {
+    fn submit(&mut self, job: Job) {
         self.jobs += 1;
-        self.worker.give(job);
+        self.worker.submit(job);
     }
 
     /// Sets the first word of the entry of `page`, whatever it was, and updates the counts of stored pages.
-    fn set_word(&mut self, page: PageIndex, word: Word) {
+    fn set_word(&mut self, page: PageIndex, word: EntryWord) {
         self.stored.change(self.state.word(page), word);
         self.state.replace(page, word);
     }

@@ -1,6 +1,6 @@
 //! Runs the pager on an event loop: it has a turn when there is work, and sleeps otherwise.
 
-mod views;
+mod server_scan;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -17,41 +17,41 @@ use larder_block::event_loop::{Loop, Poller, PollerGuard, yield_now};
 use larder_block::signal::Signal;
 
 use crate::attach::{AttachError, Attached, INJECT_LIMIT, RETRY_LIMIT};
+use crate::external_mappings::MappingScan;
+use crate::headroom::{HeadroomCheck, MemoryShortage};
 use crate::inject::InjectError;
-use crate::pager::{DiskStatus, Figures, StoredPages, Stuck};
+use crate::pager::{DiskStatus, PagerStats, StoredPages, StuckReason};
 use crate::pressure::Pressure;
-use crate::room::{Room, Shortage};
-use crate::target::{Options, Target};
+use crate::target::{InspectOptions, Target};
 use crate::units::PAGE_BYTES;
-use crate::views::Looked;
 
 /// Interval of the search for hotplugged memory.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
+const HOTPLUG_SCAN_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Interval of turns without events while pages are in quarantine.
-const TICK_QUARANTINED: Duration = Duration::from_millis(20);
+const TICK_INTERVAL_QUARANTINED: Duration = Duration::from_millis(20);
 /// Interval of turns while pages wait for disk requests to end.
-const TICK_IO: Duration = Duration::from_millis(2);
+const TICK_INTERVAL_IO: Duration = Duration::from_millis(2);
 /// Interval of turns at all other times.
-const TICK: Duration = Duration::from_millis(500);
+const TICK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Number of pages that a detach pages in between two checks for faults.
-const BRING_PAGES: u32 = 128;
+const DETACH_STEP_PAGES: u32 = 128;
 
 /// Time after which a detach is stopped if the kernel has no memory for any page, although a check found enough.
-const NO_MEMORY_MAX: Duration = Duration::from_secs(5);
+const NO_MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum pause between two attempts to stop a thread for detaching.
-const LET_GO_AGAIN: Duration = Duration::from_millis(500);
+const DETACH_RETRY_DELAY_MAX: Duration = Duration::from_millis(500);
 
 /// Maximum time that disk servers get to complete their requests after the process has ended.
-const FINISH_MAX: Duration = Duration::from_secs(5);
+const SERVER_DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of the inspection of their mappings.
-const FINISH_EVERY: Duration = Duration::from_millis(10);
+const SERVER_DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Reason why the service has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum End {
+pub enum PagerExit {
     /// The process has ended.
     ProcessEnded,
     /// The process was detached from.
@@ -63,34 +63,34 @@ pub enum End {
 #[allow(missing_docs)]
 pub enum DetachError {
     #[error("a detach is already in progress")]
-    UnderWay,
+    InProgress,
     #[error("the process has ended, or was already detached from")]
-    Over,
+    Ended,
     #[error("nothing was changed: {0}")]
-    NoRoom(Shortage),
+    InsufficientMemory(MemoryShortage),
     #[error("stopped, and its memory is limited to the budget again: {0}")]
-    RanShort(Shortage),
+    MemoryRanOut(MemoryShortage),
     #[error(
         "stopped, and its memory is limited to the budget again: the kernel had no free memory to page in any \
         page for {} s",
-        NO_MEMORY_MAX.as_secs()
+        NO_MEMORY_TIMEOUT.as_secs()
     )]
     NoMemory,
     #[error("cancelled: its memory is limited to the budget again")]
     Cancelled,
 }
 
-/// A detach that was started, to be completed by [`Service::detach`].
+/// A detach that was started, to be completed by [`PagerService::detach`].
 #[must_use]
-pub struct Detach(Room);
+pub struct PendingDetach(HeadroomCheck);
 
 /// Status of the managed memory.
 #[derive(Clone, Debug)]
-pub struct Status {
+pub struct PagerStatus {
     /// Size of all memory that is mapped now, in bytes.
     pub bytes: u64,
     /// Memory that is resident, in bytes.
-    pub present_bytes: u64,
+    pub resident_bytes: u64,
     /// Memory that counts against the limit, in bytes.
     pub used_bytes: u64,
     /// The limit, in bytes.
@@ -106,99 +106,108 @@ pub struct Status {
     /// Number of waiters for a page that cannot be served now.
     pub stalled: usize,
     /// Reason why the limit is exceeded, if it is.
-    pub stuck: Option<Stuck>,
+    pub stuck: Option<StuckReason>,
     /// A detach is in progress.
     pub detaching: bool,
     /// Reason why a detach waits, or why the last one was stopped or cancelled.
     pub detach_problem: Option<String>,
     /// Statistics of the pager.
-    pub figures: Figures,
+    pub stats: PagerStats,
     /// Share of time lost by waiting for pages.
     pub pressure: Pressure,
 }
 
 /// Service that runs one pager on an event loop.
-pub struct Service {
+pub struct PagerService {
     attached: RefCell<Option<Attached>>,
     /// Wakes the task that waits for kernel messages.
-    watcher: RefCell<Option<Waker>>,
+    waker: RefCell<Option<Waker>>,
     /// The task is to wait for the descriptor to become readable.
-    is_watch_wanted: Cell<bool>,
+    watch_requested: Cell<bool>,
     /// The task waits for the descriptor to become readable.
-    is_watched: Cell<bool>,
+    is_watching: Cell<bool>,
     is_detaching: Cell<bool>,
     /// The process has ended, and only its disk servers are still served.
     has_process_ended: Cell<bool>,
     /// The detach in progress is to be stopped.
-    is_cancelled: Cell<bool>,
+    cancel_requested: Cell<bool>,
     detach_problem: RefCell<Option<String>>,
-    /// Directory in which pagers that detach at the same time claim memory ([`crate::room`]).
+    /// Directory in which pagers that detach at the same time claim memory ([`crate::headroom`]).
     ledger: Option<PathBuf>,
-    end: Cell<Option<End>>,
-    changed: Signal,
+    end: Cell<Option<PagerExit>>,
+    ended_signal: Signal,
     /// Requests for inspections of the views.
-    views: views::Wish,
+    scan_requests: server_scan::ScanRequests,
     guard: RefCell<Option<PollerGuard>>,
 }
 
-impl Service {
-    /// Starts to resolve faults on the loop `on`. `ledger` is the directory of [`crate::room`], which must exist;
+impl PagerService {
+    /// Starts to resolve faults on the loop `on`. `ledger` is the directory of [`crate::headroom`], which must exist;
     /// without it, other pagers that detach at the same time are unknown.
     ///
     /// # Errors
     /// If a descriptor cannot be made.
-    pub fn start(on: &Loop, mut attached: Attached, options: Options, ledger: Option<PathBuf>) -> io::Result<Rc<Self>> {
+    pub fn start(
+        on: &Loop,
+        mut attached: Attached,
+        options: InspectOptions,
+        ledger: Option<PathBuf>,
+    ) -> io::Result<Rc<Self>> {
         let events = attached.events().try_clone_to_owned()?;
         let pidfd = attached.pidfd()?;
         let target = attached.target.take();
-        let misses_views = attached.pager.are_evictions_paused();
+        let misses_servers = attached.pager.evictions_paused();
         let files = Arc::clone(&attached.files);
         let service = Rc::new(Self {
             attached: RefCell::new(Some(attached)),
-            watcher: RefCell::new(None),
-            is_watch_wanted: Cell::new(false),
-            is_watched: Cell::new(false),
+            waker: RefCell::new(None),
+            watch_requested: Cell::new(false),
+            is_watching: Cell::new(false),
             is_detaching: Cell::new(false),
             has_process_ended: Cell::new(false),
-            is_cancelled: Cell::new(false),
+            cancel_requested: Cell::new(false),
             detach_problem: RefCell::new(None),
             ledger,
             end: Cell::new(None),
-            changed: Signal::default(),
-            views: views::Wish::default(),
+            ended_signal: Signal::default(),
+            scan_requests: server_scan::ScanRequests::default(),
             guard: RefCell::new(None),
         });
-        if misses_views {
-            service.views.hunt();
+        if misses_servers {
+            service.scan_requests.request_search();
         }
-        let me = Rc::downgrade(&service);
-        on.spawn(watch(on.clone(), events, me.clone()));
-        on.spawn(watch_process(on.clone(), pidfd, me.clone()));
-        on.spawn(tick(on.clone(), me.clone()));
-        on.spawn(views::watch(on.clone(), views::Bell::new(&files), me.clone()));
+        let weak = Rc::downgrade(&service);
+        on.spawn(watch(on.clone(), events, weak.clone()));
+        on.spawn(watch_process(on.clone(), pidfd, weak.clone()));
+        on.spawn(tick(on.clone(), weak.clone()));
+        on.spawn(server_scan::watch(
+            on.clone(),
+            server_scan::FileWatch::new(&files),
+            weak.clone(),
+        ));
         if let Some(target) = target {
-            on.spawn(look(on.clone(), target, options, me));
+            on.spawn(scan_hotplug(on.clone(), target, options, weak));
         }
         *service.guard.borrow_mut() = Some(on.add_poller(Rc::clone(&service) as Rc<dyn Poller>));
         Ok(service)
     }
 
     /// Completes when the service has ended.
-    pub async fn ended(&self) -> End {
-        self.changed.until(|| self.end.get()).await
+    pub async fn ended(&self) -> PagerExit {
+        self.ended_signal.until(|| self.end.get()).await
     }
 
     /// Returns the status of the memory, or `None` if the service has ended.
-    pub fn status(&self) -> Option<Status> {
+    pub fn status(&self) -> Option<PagerStatus> {
         let mut attached = self.attached.borrow_mut();
         let pager = &mut attached.as_mut()?.pager;
         let pressure = pager.pressure(Instant::now());
-        Some(Status {
+        Some(PagerStatus {
             bytes: {
-                let regions = pager.regions().iter().filter(|region| !region.is_gone());
+                let regions = pager.regions().iter().filter(|region| !region.is_unmapped());
                 regions.map(|region| region.bytes()).sum()
             },
-            present_bytes: u64::from(pager.present_pages()) * PAGE_BYTES,
+            resident_bytes: u64::from(pager.resident_pages()) * PAGE_BYTES,
             used_bytes: pager.used_bytes(),
             limit_bytes: pager.limit_bytes(),
             compressed_bytes: pager.compressed_bytes(),
@@ -209,7 +218,7 @@ impl Service {
             stuck: pager.stuck(),
             detaching: self.is_detaching.get(),
             detach_problem: self.detach_problem.borrow().clone(),
-            figures: pager.figures().clone(),
+            stats: pager.stats().clone(),
             pressure,
         })
     }
@@ -219,36 +228,36 @@ impl Service {
         if let Some(attached) = &mut *self.attached.borrow_mut() {
             attached.pager.set_limit(limit_bytes, compressed_bytes);
         }
-        self.nudge();
+        self.wake();
     }
 
-    /// Starts to detach, after a check that there is room for all pages ([`crate::room`]). Nothing is evicted from
+    /// Starts to detach, after a check that there is room for all pages ([`crate::headroom`]). Nothing is evicted from
     /// then on.
     ///
     /// # Errors
     /// See [`DetachError`]. Nothing has changed then.
-    pub fn begin_detach(&self) -> Result<Detach, DetachError> {
+    pub fn begin_detach(&self) -> Result<PendingDetach, DetachError> {
         if self.is_detaching.get() {
-            return Err(DetachError::UnderWay);
+            return Err(DetachError::InProgress);
         }
         if self.has_process_ended.get() {
-            return Err(DetachError::Over);
+            return Err(DetachError::Ended);
         }
         let room = {
             let mut attached = self.attached.borrow_mut();
-            let attached = attached.as_mut().ok_or(DetachError::Over)?;
-            let mut room = Room::new(attached.pid(), Arc::clone(&attached.files), self.ledger.clone());
+            let attached = attached.as_mut().ok_or(DetachError::Ended)?;
+            let mut room = HeadroomCheck::new(attached.pid(), Arc::clone(&attached.files), self.ledger.clone());
             let pager = &mut attached.pager;
             let checked = room.check(pager.stored_bytes(), pager.compressed_bytes());
-            checked.map_err(|shortage| self.is_not_detached(DetachError::NoRoom(shortage)))?;
+            checked.map_err(|shortage| self.record_detach_error(DetachError::InsufficientMemory(shortage)))?;
             pager.begin_detach();
             room
         };
         self.is_detaching.set(true);
-        self.is_cancelled.set(false);
+        self.cancel_requested.set(false);
         self.detach_problem.replace(None);
         tracing::info!("detaching: all pages are being paged in");
-        Ok(Detach(room))
+        Ok(PendingDetach(room))
     }
 
     /// Pages everything in, and detaches from the process. Returns the maximum time that a thread of it was stopped,
@@ -256,13 +265,13 @@ impl Service {
     ///
     /// # Errors
     /// See [`DetachError`]. The memory remains managed then.
-    pub async fn detach(&self, on: &Loop, Detach(room): Detach) -> Result<Option<Duration>, DetachError> {
-        let let_go = self.bring_back(on, room).await;
+    pub async fn detach(&self, on: &Loop, PendingDetach(room): PendingDetach) -> Result<Option<Duration>, DetachError> {
+        let detached = self.page_in_and_detach(on, room).await;
         self.is_detaching.set(false);
-        match let_go {
-            Ok(stood_still) => {
-                self.is_over(End::Detached);
-                Ok(stood_still)
+        match detached {
+            Ok(paused_for) => {
+                self.set_ended(PagerExit::Detached);
+                Ok(paused_for)
             }
             Err(error) => {
                 if let Some(attached) = &mut *self.attached.borrow_mut()
@@ -271,13 +280,13 @@ impl Service {
                     attached.pager.cancel_detach();
                     tracing::warn!("the detach was stopped: {error}");
                 }
-                self.nudge();
-                Err(self.is_not_detached(error))
+                self.wake();
+                Err(self.record_detach_error(error))
             }
         }
     }
 
-    fn is_not_detached(&self, error: DetachError) -> DetachError {
+    fn record_detach_error(&self, error: DetachError) -> DetachError {
         self.detach_problem.replace(Some(error.to_string()));
         error
     }
@@ -285,58 +294,58 @@ impl Service {
     /// Stops a detach, at any time, and enforces the budget again. Returns true if a detach was in progress.
     pub fn cancel_detach(&self) -> bool {
         let is_detaching = self.is_detaching.get();
-        self.is_cancelled.set(is_detaching);
-        self.nudge();
+        self.cancel_requested.set(is_detaching);
+        self.wake();
         is_detaching
     }
 
     /// Pages everything in, in steps, and detaches from the process. Faults are resolved between the steps.
-    async fn bring_back(&self, on: &Loop, mut room: Room) -> Result<Option<Duration>, DetachError> {
+    async fn page_in_and_detach(&self, on: &Loop, mut room: HeadroomCheck) -> Result<Option<Duration>, DetachError> {
         let mut no_memory: Option<(Instant, u64)> = None;
-        let mut tries = 0_u32;
+        let mut attempts = 0_u32;
         loop {
-            if self.is_cancelled.get() {
+            if self.cancel_requested.get() {
                 return Err(DetachError::Cancelled);
             }
             if self.has_process_ended.get() {
-                return Err(DetachError::Over);
+                return Err(DetachError::Ended);
             }
             let mut pause = None;
             {
                 let mut attached_now = self.attached.borrow_mut();
-                let attached = attached_now.as_mut().ok_or(DetachError::Over)?;
+                let attached = attached_now.as_mut().ok_or(DetachError::Ended)?;
                 let pager = &mut attached.pager;
                 let needed_bytes = pager.stored_bytes();
-                if room.is_due(needed_bytes) || pager.lacks_memory() {
+                if room.is_check_due(needed_bytes) || pager.lacks_memory() {
                     let checked = room.check(needed_bytes, pager.compressed_bytes());
-                    checked.map_err(DetachError::RanShort)?;
+                    checked.map_err(DetachError::MemoryRanOut)?;
                 }
                 if pager.lacks_memory() {
                     // Another limit applies, which is invisible from here.
-                    let (since, least) = no_memory.unwrap_or((Instant::now(), needed_bytes));
-                    match needed_bytes < least {
+                    let (since, needed_min) = no_memory.unwrap_or((Instant::now(), needed_bytes));
+                    match needed_bytes < needed_min {
                         true => no_memory = None,
-                        false if since.elapsed() > NO_MEMORY_MAX => return Err(DetachError::NoMemory),
-                        false => no_memory = Some((since, least)),
+                        false if since.elapsed() > NO_MEMORY_TIMEOUT => return Err(DetachError::NoMemory),
+                        false => no_memory = Some((since, needed_min)),
                     }
-                    pause = Some(TICK_IO);
+                    pause = Some(TICK_INTERVAL_IO);
                 }
                 if needed_bytes == 0 {
                     // The process may have to report holes yet, which the pager receives in its turns.
-                    pause = Some(TICK_IO);
+                    pause = Some(TICK_INTERVAL_IO);
                 }
                 // From here on the pager has no other turn, so nothing can be evicted or stored any more.
-                if pager.bring_back(BRING_PAGES) {
-                    let limit = if tries == 0 { INJECT_LIMIT } else { RETRY_LIMIT };
-                    match attached.let_go(limit) {
-                        Ok(stood_still) => {
+                if pager.page_in_step(DETACH_STEP_PAGES) {
+                    let limit = if attempts == 0 { INJECT_LIMIT } else { RETRY_LIMIT };
+                    match attached.detach(limit) {
+                        Ok(paused_for) => {
                             attached_now.take();
-                            return Ok(stood_still);
+                            return Ok(paused_for);
                         }
-                        Err(error) => self.waits_to_let_go(&error),
+                        Err(error) => self.record_detach_retry(&error),
                     }
-                    pause = Some(LET_GO_AGAIN.min(TICK_IO * (1 << tries.min(10))));
-                    tries += 1;
+                    pause = Some(DETACH_RETRY_DELAY_MAX.min(TICK_INTERVAL_IO * (1 << attempts.min(10))));
+                    attempts += 1;
                 }
             }
             match pause {
@@ -348,44 +357,44 @@ impl Service {
 
     /// Resolves faults after the process has ended, until no server has the memory mapped. Otherwise requests in
     /// flight that wait for its memory would block those servers forever.
-    async fn let_servers_finish(&self, on: &Loop) {
-        let give_up = Instant::now() + FINISH_MAX;
+    async fn drain_servers(&self, on: &Loop) {
+        let deadline = Instant::now() + SERVER_DRAIN_TIMEOUT;
         if let Some(attached) = &mut *self.attached.borrow_mut() {
             attached.pager.begin_detach();
         }
         loop {
-            let to_look = {
+            let scans = {
                 let attached = self.attached.borrow();
                 let Some(attached) = &*attached else { return };
-                let views = attached.pager.guest().views();
-                views.leave_out_ended();
-                (views.to_look(true), attached.pager.regions().to_vec())
+                let mappings = attached.pager.guest().external_mappings();
+                mappings.remove_exited();
+                (mappings.scan_requests(true), attached.pager.regions().to_vec())
             };
             let has_mapped = on.run_blocking(move || {
-                let (all, regions) = to_look;
-                let mut looked = all.into_iter().filter_map(|of| Looked::now(of, &regions).ok());
-                looked.any(|looked| looked.has_mapped())
+                let (all, regions) = scans;
+                let mut scanned = all.into_iter().filter_map(|of| MappingScan::perform(of, &regions).ok());
+                scanned.any(|scan| scan.has_mappings())
             });
             if !has_mapped.await.is_ok_and(|has_mapped| has_mapped) {
                 return;
             }
-            if Instant::now() > give_up {
+            if Instant::now() > deadline {
                 break;
             }
-            on.sleep(FINISH_EVERY).await;
+            on.sleep(SERVER_DRAIN_POLL_INTERVAL).await;
         }
         if let Some(attached) = &*self.attached.borrow() {
             tracing::warn!(
                 "a disk server of the VM still has the memory of the ended process mapped after {} s: its requests that \
                  wait for memory fail",
-                FINISH_MAX.as_secs()
+                SERVER_DRAIN_TIMEOUT.as_secs()
             );
-            attached.pager.guest().views().give_up_waiting();
+            attached.pager.guest().external_mappings().fail_waiters();
         }
     }
 
     /// Records that everything is in memory, but the process cannot be detached from yet. Logs each reason once.
-    fn waits_to_let_go(&self, error: &InjectError) {
+    fn record_detach_retry(&self, error: &InjectError) {
         let why = format!(
             "all of its memory is paged in, but it cannot be detached from yet: {error}; this is retried until it succeeds"
         );
@@ -400,24 +409,24 @@ impl Service {
         self.has_process_ended.get() || self.end.get().is_some()
     }
 
-    fn is_over(&self, end: End) {
+    fn set_ended(&self, end: PagerExit) {
         if self.end.get().is_none() {
             self.end.set(Some(end));
-            self.changed.raise();
+            self.ended_signal.raise();
             self.guard.borrow_mut().take();
-            self.nudge();
+            self.wake();
         }
     }
 
     /// Wakes the loop, so that the pager has a turn.
-    fn nudge(&self) {
-        if let Some(waker) = self.watcher.borrow_mut().take() {
+    fn wake(&self) {
+        if let Some(waker) = self.waker.borrow_mut().take() {
             waker.wake();
         }
     }
 }
 
-impl Poller for Service {
+impl Poller for PagerService {
     fn poll(&self) -> bool {
         let Ok(mut attached) = self.attached.try_borrow_mut() else {
             return false;
@@ -431,23 +440,23 @@ impl Poller for Service {
                 tracing::info!("the process has ended: {error}");
                 attached.take();
                 drop(attached);
-                self.is_over(End::ProcessEnded);
+                self.set_ended(PagerExit::ProcessEnded);
                 false
             }
         }
     }
 
     fn arm(&self) -> bool {
-        if !self.is_watched.get() {
-            self.is_watch_wanted.set(true);
-            self.nudge();
+        if !self.is_watching.get() {
+            self.watch_requested.set(true);
+            self.wake();
             return true;
         }
         let Ok(mut attached) = self.attached.try_borrow_mut() else {
             return true;
         };
-        match (&mut *attached, &*self.watcher.borrow()) {
-            (Some(attached), Some(waker)) => attached.pager.wake_by(waker),
+        match (&mut *attached, &*self.waker.borrow()) {
+            (Some(attached), Some(waker)) => attached.pager.set_waker(waker),
             _ => false,
         }
     }
@@ -458,20 +467,20 @@ impl Poller for Service {
 }
 
 /// Wakes the loop when kernel messages are available; the poller reads them.
-async fn watch(on: Loop, events: OwnedFd, service: Weak<Service>) {
+async fn watch(on: Loop, events: OwnedFd, service: Weak<PagerService>) {
     loop {
-        let is_there = poll_fn(|context| {
+        let is_requested = poll_fn(|context| {
             let Some(service) = service.upgrade().filter(|service| service.end.get().is_none()) else {
                 return Poll::Ready(false);
             };
-            if service.is_watch_wanted.take() {
-                service.is_watched.set(true);
+            if service.watch_requested.take() {
+                service.is_watching.set(true);
                 return Poll::Ready(true);
             }
-            *service.watcher.borrow_mut() = Some(context.waker().clone());
+            *service.waker.borrow_mut() = Some(context.waker().clone());
             Poll::Pending
         });
-        if !is_there.await {
+        if !is_requested.await {
             return;
         }
         let mut readable = std::pin::pin!(on.readable(events.as_fd()));
@@ -482,19 +491,19 @@ async fn watch(on: Loop, events: OwnedFd, service: Weak<Service>) {
             if let Poll::Ready(done) = readable.as_mut().poll(context) {
                 return Poll::Ready(done.is_ok());
             }
-            *service.watcher.borrow_mut() = Some(context.waker().clone());
+            *service.waker.borrow_mut() = Some(context.waker().clone());
             Poll::Pending
         });
         if !is_readable.await {
             return;
         }
         if let Some(service) = service.upgrade() {
-            service.is_watched.set(false);
+            service.is_watching.set(false);
         }
     }
 }
 
-async fn watch_process(on: Loop, pidfd: OwnedFd, service: Weak<Service>) {
+async fn watch_process(on: Loop, pidfd: OwnedFd, service: Weak<PagerService>) {
     let ended = on.readable(pidfd.as_fd()).await;
     if let Err(error) = ended {
         tracing::warn!("cannot wait for the end of the process: {error}");
@@ -502,28 +511,28 @@ async fn watch_process(on: Loop, pidfd: OwnedFd, service: Weak<Service>) {
     }
     if let Some(service) = service.upgrade() {
         service.has_process_ended.set(true);
-        service.let_servers_finish(&on).await;
+        service.drain_servers(&on).await;
         service.attached.borrow_mut().take();
-        service.is_over(End::ProcessEnded);
+        service.set_ended(PagerExit::ProcessEnded);
     }
 }
 
 /// Gives the pager a turn at intervals, for work that is due by time.
-async fn tick(on: Loop, service: Weak<Service>) {
+async fn tick(on: Loop, service: Weak<PagerService>) {
     loop {
         let Some(of) = service.upgrade().filter(|service| service.end.get().is_none()) else {
             return;
         };
         let pause = match &mut *of.attached.borrow_mut() {
-            None => TICK,
+            None => TICK_INTERVAL,
             Some(Attached { pager, .. }) => {
                 pager.pressure(Instant::now());
-                let views = pager.guest().views();
-                of.views.look_at(views);
-                match (pager.next_turn(), views.is_empty()) {
-                    (None, _) => TICK,
-                    (Some(_), true) => TICK_QUARANTINED,
-                    (Some(_), false) => TICK_IO,
+                let mappings = pager.guest().external_mappings();
+                of.scan_requests.request_if_needed(mappings);
+                match (pager.next_turn(), mappings.is_empty()) {
+                    (None, _) => TICK_INTERVAL,
+                    (Some(_), true) => TICK_INTERVAL_QUARANTINED,
+                    (Some(_), false) => TICK_INTERVAL_IO,
                 }
             }
         };
@@ -533,22 +542,24 @@ async fn tick(on: Loop, service: Weak<Service>) {
 }
 
 /// Searches for hotplugged memory.
-async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Service>) {
-    let mut not_yet = HashSet::new();
+async fn scan_hotplug(on: Loop, mut target: Target, options: InspectOptions, service: Weak<PagerService>) {
+    let mut retrying = HashSet::new();
     loop {
-        on.sleep(LOOK_EVERY).await;
-        let is_over = |service: &Rc<Service>| service.is_ending();
-        if service.upgrade().is_none_or(|service| is_over(&service)) {
+        on.sleep(HOTPLUG_SCAN_INTERVAL).await;
+        let is_ending = |service: &Rc<PagerService>| service.is_ending();
+        if service.upgrade().is_none_or(|service| is_ending(&service)) {
             return;
         }
         // Reading the mappings may wait for a thread that waits for the pager.
-        let looked = on.run_blocking(move || {
-            let changes = target.memories_now(&options);
+        let scanned = on.run_blocking(move || {
+            let changes = target.rescan(&options);
             (target, changes)
         });
-        let Ok((back, changes)) = looked.await else { return };
-        target = back;
-        let Some(service) = service.upgrade().filter(|service| !is_over(service)) else {
+        let Ok((returned_target, changes)) = scanned.await else {
+            return;
+        };
+        target = returned_target;
+        let Some(service) = service.upgrade().filter(|service| !is_ending(service)) else {
             return;
         };
         match changes {
@@ -556,26 +567,28 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
                 for why in changes.refused {
                     tracing::warn!("hotplugged memory is not managed: {why}");
                 }
-                for caution in changes.cautions {
-                    tracing::warn!("{caution}");
+                for warning in changes.warnings {
+                    tracing::warn!("{warning}");
                 }
                 let mut attached = service.attached.borrow_mut();
-                if let Some(attached) = attached.as_ref().filter(|_| !changes.gone.is_empty()) {
-                    tracing::info!(count = changes.gone.len(), "memory was hot-unplugged");
-                    attached.close_marks_of_gone();
+                if let Some(attached) = attached.as_ref().filter(|_| !changes.unmapped.is_empty()) {
+                    tracing::info!(count = changes.unmapped.len(), "memory was hot-unplugged");
+                    attached.close_markers_of_unmapped();
                 }
-                for memory in changes.new {
-                    let (name, place) = (memory.name.clone(), memory.place);
-                    let limit = match not_yet.contains(&place) {
+                for memory in changes.added {
+                    let (name, location) = (memory.name.clone(), memory.location);
+                    let limit = match retrying.contains(&location) {
                         true => RETRY_LIMIT,
                         false => INJECT_LIMIT,
                     };
-                    match attached.as_mut().map(|attached| attached.add(memory, limit)) {
-                        Some(Ok(())) => tracing::info!(memory = name, mib = place.bytes >> 20, "memory was hotplugged"),
+                    match attached.as_mut().map(|attached| attached.add_memory(memory, limit)) {
+                        Some(Ok(())) => {
+                            tracing::info!(memory = name, mib = location.bytes >> 20, "memory was hotplugged")
+                        }
                         // No thread could be stopped, for example because the process is frozen or traced.
                         Some(Err(AttachError::Inject(error))) => {
-                            target.forget(place);
-                            if not_yet.insert(place) {
+                            target.report_again(location);
+                            if retrying.insert(location) {
                                 tracing::warn!("hotplugged memory is not managed yet: {error}; this is retried");
                             }
                         }

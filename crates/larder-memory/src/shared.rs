@@ -17,7 +17,7 @@ pub struct SharedMemory {
     bytes: usize,
 }
 
-// SAFETY: threads share the memory only through atomics and through the raw pointers of `at`, whose users are
+// SAFETY: threads share the memory only through atomics and through the raw pointers of `ptr_at`, whose users are
 // responsible for them; only Drop changes the mapping itself.
 unsafe impl Send for SharedMemory {}
 // SAFETY: as above.
@@ -110,7 +110,7 @@ impl SharedMemory {
     ///
     /// # Panics
     /// If the range is not in the memory.
-    pub fn at(&self, offset: usize, len: usize) -> NonNull<u8> {
+    pub fn ptr_at(&self, offset: usize, len: usize) -> NonNull<u8> {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.bytes),
             "{offset} + {len} is past the end ({})",
@@ -128,7 +128,7 @@ impl SharedMemory {
         assert!(offset.is_multiple_of(8));
         // SAFETY: in the mapping, aligned, valid for any value, and only ever used as an atomic; it lives as long as
         // self.
-        unsafe { AtomicU64::from_ptr(self.at(offset, 8).as_ptr().cast()) }
+        unsafe { AtomicU64::from_ptr(self.ptr_at(offset, 8).as_ptr().cast()) }
     }
 
     /// Returns the 32-bit word at `offset`.
@@ -138,7 +138,7 @@ impl SharedMemory {
     pub fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4));
         // SAFETY: as of `word`.
-        unsafe { AtomicU32::from_ptr(self.at(offset, 4).as_ptr().cast()) }
+        unsafe { AtomicU32::from_ptr(self.ptr_at(offset, 4).as_ptr().cast()) }
     }
 
     /// Frees the memory of a range of whole pages, which read as zeros then.
@@ -146,15 +146,20 @@ impl SharedMemory {
     /// # Errors
     /// Errors of fallocate(2).
     pub fn release(&self, offset: usize, len: usize) -> io::Result<()> {
-        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(&self.descriptor, how, offset as u64, len as u64)?)
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(
+            &self.descriptor,
+            flags,
+            offset as u64,
+            len as u64,
+        )?)
     }
 
     /// Returns true if any page of the range is allocated.
     ///
     /// # Errors
     /// Errors of lseek(2).
-    pub fn takes_memory(&self, offset: usize, len: usize) -> io::Result<bool> {
+    pub fn is_allocated(&self, offset: usize, len: usize) -> io::Result<bool> {
         match rustix::fs::seek(&self.descriptor, SeekFrom::Data(offset as u64)) {
             Ok(data) => Ok(data < (offset + len) as u64),
             Err(Errno::NXIO) => Ok(false),
@@ -194,8 +199,8 @@ mod tests {
 
     #[test]
     fn foreign_descriptors_are_rejected() {
-        let ours = SharedMemory::create(c"larder-test", 4096).expect("memory");
-        let descriptor = ours.read_only().expect("a descriptor");
+        let memory = SharedMemory::create(c"larder-test", 4096).expect("memory");
+        let descriptor = memory.read_only().expect("a descriptor");
         assert!(SharedMemory::open(descriptor.as_fd()).is_ok());
         let file = tempfile::tempfile().expect("a file");
         file.set_len(4096).expect("room");

@@ -28,10 +28,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use zeroize::Zeroizing;
 
 use crate::crypt::{Cipher, KEY_BYTES};
-use crate::entry::{Proof, Tier, Word};
+use crate::entry::{EntryWord, EvictionRecord, Tier};
 use crate::shared::SharedMemory;
 use crate::units::{PAGE_BYTES, PageIndex};
-use crate::userfaultfd::RawMessage;
+use crate::userfaultfd::RawUffdMessage;
 
 /// Name of the memfd with header and entries, as /proc shows it.
 pub const PAGES_NAME: &str = "larder-pages";
@@ -42,18 +42,18 @@ const MAGIC: u64 = u64::from_le_bytes(*b"LARDMEM\0");
 const VERSION: u32 = 1;
 
 /// Maximum number of messages read at a time. More threads than this rarely wait at the same time.
-pub const MESSAGES: usize = 64;
+pub const MESSAGES_MAX: usize = 64;
 /// Maximum number of regions. QEMU has at most 509 memory slots.
 pub const REGIONS_MAX: usize = 960;
 
-const HEADER_FEATURES: usize = 24;
-const HEADER_CHECKED: usize = 64;
-const HEADER_CHECKSUM: usize = 64;
-const HEADER_REGIONS: usize = 72;
-const HEADER_USERFAULTFD: usize = 80;
-const HEADER_EVICTED: usize = 88;
-const HEADER_RING: usize = 96;
-const HEADER_RING_MEMORY: usize = 100;
+const FEATURES_AT: usize = 24;
+const HEADER_CHECKED_BYTES: usize = 64;
+const CHECKSUM_AT: usize = 64;
+const REGION_COUNT_AT: usize = 72;
+const USERFAULTFD_AT: usize = 80;
+const EVICTED_AT: usize = 88;
+const RING_AT: usize = 96;
+const RING_MEMORY_AT: usize = 100;
 const KEY_AT: usize = 128;
 const SWAPS_AT: [usize; 2] = [512, 2048];
 const SWAP_NAME_AT: usize = 32;
@@ -66,10 +66,10 @@ const ENTRIES_AT: usize = 72 << 10;
 const ENTRY_BYTES: usize = 16;
 
 /// Feature bit: the disks are encrypted.
-const ENCRYPTED: u64 = 1;
+const FEATURE_ENCRYPTED: u64 = 1;
 
 /// Feature bit: the userfaultfd may be in a ring ([`crate::locked_ring`]).
-const LOCKED_RING: u64 = 2;
+const FEATURE_LOCKED_RING: u64 = 2;
 
 /// Memory of the managed process that is one mapping of one file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -95,7 +95,7 @@ impl Region {
     }
 
     /// Returns true if the process has unmapped the region. Its page numbers are not used again.
-    pub const fn is_gone(&self) -> bool {
+    pub const fn is_unmapped(&self) -> bool {
         self.address == 0
     }
 
@@ -134,34 +134,34 @@ pub enum StateError {
     Features(u64),
     /// The name of a disk is too long.
     #[error("the name of a swap cache can have at most {0} bytes")]
-    SwapName(usize),
+    SwapNameTooLong(usize),
     /// The memory cannot be opened.
     #[error("the state that an earlier pager has left cannot be opened: {0}")]
     Open(#[from] io::Error),
 }
 
 /// State of one managed process.
-pub struct State {
+pub struct PagerState {
     memory: SharedMemory,
     capacity: u32,
     observer: Option<fn()>,
 }
 
-impl State {
-    /// Makes a state for `capacity` pages, none of which is stored, of the process that started at `started` (field
+impl PagerState {
+    /// Makes a state for `capacity` pages, none of which is stored, of the process that started at `start_time` (field
     /// 22 of /proc/PID/stat).
     ///
     /// # Errors
     /// If there is no memory.
-    pub fn create(capacity: u32, started: u64) -> io::Result<Self> {
+    pub fn create(capacity: u32, start_time: u64) -> io::Result<Self> {
         let bytes = ENTRIES_AT + capacity as usize * ENTRY_BYTES;
         let memory = SharedMemory::create(c"larder-pages", bytes)?;
         memory.word(0).store(MAGIC, Ordering::Relaxed);
         memory.half_word(8).store(VERSION, Ordering::Relaxed);
         memory.half_word(12).store(capacity, Ordering::Relaxed);
-        memory.word(16).store(started, Ordering::Relaxed);
+        memory.word(16).store(start_time, Ordering::Relaxed);
         memory
-            .half_word(HEADER_CHECKSUM)
+            .half_word(CHECKSUM_AT)
             .store(Self::header_checksum(&memory), Ordering::Release);
         Ok(Self {
             memory,
@@ -170,11 +170,11 @@ impl State {
         })
     }
 
-    /// Opens the state that another pager has left in `memory`, of the process that started at `started`.
+    /// Opens the state that another pager has left in `memory`, of the process that started at `start_time`.
     ///
     /// # Errors
     /// If the memory is not a state, has another version, or is damaged.
-    pub fn open(memory: SharedMemory, started: u64) -> Result<Self, StateError> {
+    pub fn open(memory: SharedMemory, start_time: u64) -> Result<Self, StateError> {
         if memory.len() < ENTRIES_AT || memory.word(0).load(Ordering::Relaxed) != MAGIC {
             return Err(StateError::Damaged("it has no header of a state"));
         }
@@ -182,17 +182,17 @@ impl State {
         if version != VERSION {
             return Err(StateError::Version(version));
         }
-        if memory.half_word(HEADER_CHECKSUM).load(Ordering::Acquire) != Self::header_checksum(&memory) {
+        if memory.half_word(CHECKSUM_AT).load(Ordering::Acquire) != Self::header_checksum(&memory) {
             return Err(StateError::Damaged("its header has a wrong checksum"));
         }
         let capacity = memory.half_word(12).load(Ordering::Relaxed);
         if memory.len() < ENTRIES_AT + capacity as usize * ENTRY_BYTES {
             return Err(StateError::Damaged("it is shorter than its header specifies"));
         }
-        if memory.word(16).load(Ordering::Relaxed) != started {
+        if memory.word(16).load(Ordering::Relaxed) != start_time {
             return Err(StateError::Damaged("it belongs to another process"));
         }
-        let unknown = memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & !(ENCRYPTED | LOCKED_RING);
+        let unknown = memory.word(FEATURES_AT).load(Ordering::Relaxed) & !(FEATURE_ENCRYPTED | FEATURE_LOCKED_RING);
         if unknown != 0 {
             return Err(StateError::Features(unknown));
         }
@@ -218,7 +218,7 @@ impl State {
     }
 
     fn header_checksum(memory: &SharedMemory) -> u32 {
-        let mut bytes = [0; HEADER_CHECKED];
+        let mut bytes = [0; HEADER_CHECKED_BYTES];
         for (offset, chunk) in bytes.chunks_exact_mut(8).enumerate() {
             chunk.copy_from_slice(&memory.word(offset * 8).load(Ordering::Relaxed).to_le_bytes());
         }
@@ -230,7 +230,7 @@ impl State {
     ///
     /// # Errors
     /// If the kernel has no random numbers.
-    pub fn make_key(&self) -> io::Result<()> {
+    pub fn generate_key(&self) -> io::Result<()> {
         let mut key = Zeroizing::new([0; KEY_BYTES]);
         // SAFETY: the kernel writes the given number of bytes to a buffer of that size.
         let made = unsafe { libc::getrandom(key.as_mut_ptr().cast(), KEY_BYTES, 0) };
@@ -242,25 +242,25 @@ impl State {
             let at = self.memory.word(KEY_AT + index * 8);
             at.store(u64::from_le_bytes(*word), Ordering::Relaxed);
         }
-        self.add_feature(ENCRYPTED);
+        self.add_feature(FEATURE_ENCRYPTED);
         Ok(())
     }
 
     /// Sets the feature bit that requires successors to support rings. Called before another process has the state.
-    pub fn allow_ring(&self) {
-        self.add_feature(LOCKED_RING);
+    pub fn require_ring_support(&self) {
+        self.add_feature(FEATURE_LOCKED_RING);
     }
 
     fn add_feature(&self, feature: u64) {
-        self.memory.word(HEADER_FEATURES).fetch_or(feature, Ordering::Relaxed);
+        self.memory.word(FEATURES_AT).fetch_or(feature, Ordering::Relaxed);
         self.memory
-            .half_word(HEADER_CHECKSUM)
+            .half_word(CHECKSUM_AT)
             .store(Self::header_checksum(&self.memory), Ordering::Release);
     }
 
     /// Returns true if the disks are encrypted.
     pub fn is_encrypted(&self) -> bool {
-        self.memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & ENCRYPTED != 0
+        self.memory.word(FEATURES_AT).load(Ordering::Relaxed) & FEATURE_ENCRYPTED != 0
     }
 
     /// Returns the cipher of the disks, if they are encrypted. A damaged key is not detected here, but by the
@@ -307,33 +307,33 @@ impl State {
     /// Returns the descriptor number, in the managed process, of the userfaultfd or of the ring that holds it. Set
     /// before memory is registered.
     pub fn userfaultfd_number(&self) -> Option<u32> {
-        self.number(HEADER_USERFAULTFD)
+        self.number(USERFAULTFD_AT)
     }
 
     /// Records [`Self::userfaultfd_number`].
     pub fn set_userfaultfd_number(&self, number: u32) {
-        self.set_number(HEADER_USERFAULTFD, Some(number));
+        self.set_number(USERFAULTFD_AT, Some(number));
     }
 
     /// Returns the descriptor number, in the managed process, of a pager's ring.
     pub fn ring_number(&self) -> Option<u32> {
-        self.number(HEADER_RING)
+        self.number(RING_AT)
     }
 
     /// Records [`Self::ring_number`].
     pub fn set_ring_number(&self, number: Option<u32>) {
-        self.set_number(HEADER_RING, number);
+        self.set_number(RING_AT, number);
     }
 
     /// Returns the descriptor number, in the managed process, of the ring's memory, if [`Self::userfaultfd_number`]
     /// is that of a ring.
     pub fn ring_memory_number(&self) -> Option<u32> {
-        self.number(HEADER_RING_MEMORY)
+        self.number(RING_MEMORY_AT)
     }
 
     /// Records [`Self::ring_memory_number`].
     pub fn set_ring_memory_number(&self, number: u32) {
-        self.set_number(HEADER_RING_MEMORY, Some(number));
+        self.set_number(RING_MEMORY_AT, Some(number));
     }
 
     fn number(&self, at: usize) -> Option<u32> {
@@ -381,7 +381,7 @@ impl State {
     pub fn set_swap(&self, tier: Tier, swap: &SwapIdentity) -> Result<(), StateError> {
         let name = swap.name.as_bytes();
         let (Some(at), true) = (Self::swap_at(tier), name.len() <= SWAP_NAME_MAX) else {
-            return Err(StateError::SwapName(SWAP_NAME_MAX));
+            return Err(StateError::SwapNameTooLong(SWAP_NAME_MAX));
         };
         let store = |offset: usize, word: u64| self.memory.word(at + offset).store(word, Ordering::Relaxed);
         self.memory.half_word(at).store(0, Ordering::Relaxed);
@@ -401,13 +401,13 @@ impl State {
     }
 
     /// Returns the count of all evictions so far. It is the clock that measures refault distances.
-    pub fn evicted(&self) -> &AtomicU64 {
-        self.memory.word(HEADER_EVICTED)
+    pub fn eviction_count(&self) -> &AtomicU64 {
+        self.memory.word(EVICTED_AT)
     }
 
     /// Returns the regions, in the order of their pages.
     pub fn regions(&self) -> Vec<Region> {
-        let count = self.memory.half_word(HEADER_REGIONS).load(Ordering::Acquire) as usize;
+        let count = self.memory.half_word(REGION_COUNT_AT).load(Ordering::Acquire) as usize;
         (0..count.min(REGIONS_MAX))
             .map(|index| {
                 let at = REGIONS_AT + index * REGION_BYTES;
@@ -449,13 +449,13 @@ impl State {
         }
         self.before_change();
         self.memory
-            .half_word(HEADER_REGIONS)
+            .half_word(REGION_COUNT_AT)
             .store(regions.len() as u32 + 1, Ordering::Release);
         Ok(())
     }
 
     /// Records that the process has unmapped the region whose first page is `first`.
-    pub fn forget_region(&self, first: PageIndex) {
+    pub fn mark_unmapped(&self, first: PageIndex) {
         if let Some(index) = self.regions().iter().position(|region| region.first == first) {
             self.before_change();
             self.memory
@@ -474,8 +474,8 @@ impl State {
     }
 
     /// Returns word 0 of the entry of `page`, its location.
-    pub fn word(&self, page: PageIndex) -> Word {
-        Word(self.memory.word(self.entry_at(page)).load(Ordering::Acquire))
+    pub fn word(&self, page: PageIndex) -> EntryWord {
+        EntryWord(self.memory.word(self.entry_at(page)).load(Ordering::Acquire))
     }
 
     /// Returns word 1 of the entry of `page`: its proof, or its repeated word.
@@ -484,14 +484,14 @@ impl State {
     }
 
     /// Returns the checksum and the eviction time of the copy of `page`.
-    pub fn proof(&self, page: PageIndex) -> Proof {
-        Proof::of_word(self.second_word(page))
+    pub fn eviction_record(&self, page: PageIndex) -> EvictionRecord {
+        EvictionRecord::from_word(self.second_word(page))
     }
 
     /// Sets the entry of `page`, which had no copy. The copy is valid from the last store on.
-    pub fn store(&self, page: PageIndex, word: Word, second: u64) {
+    pub fn insert(&self, page: PageIndex, word: EntryWord, second: u64) {
         let at = self.entry_at(page);
-        debug_assert_eq!(self.word(page), Word::NOWHERE);
+        debug_assert_eq!(self.word(page), EntryWord::NOT_STORED);
         self.before_change();
         self.memory.word(at + 8).store(second, Ordering::Relaxed);
         self.before_change();
@@ -499,15 +499,15 @@ impl State {
     }
 
     /// Records that `page` was evicted again, with an unchanged copy and checksum.
-    pub fn set_evicted_at(&self, page: PageIndex, proof: Proof) {
+    pub fn set_eviction_record(&self, page: PageIndex, record: EvictionRecord) {
         self.before_change();
         self.memory
             .word(self.entry_at(page) + 8)
-            .store(proof.word(), Ordering::Relaxed);
+            .store(record.to_word(), Ordering::Relaxed);
     }
 
     /// Changes the location of `page`, whose content is unchanged, or sets it to nowhere.
-    pub fn replace(&self, page: PageIndex, word: Word) {
+    pub fn replace(&self, page: PageIndex, word: EntryWord) {
         self.before_change();
         self.memory.word(self.entry_at(page)).store(word.0, Ordering::Release);
     }
@@ -515,27 +515,29 @@ impl State {
     /// Returns the number of lost pages, in all regions that are mapped.
     pub fn lost_pages(&self) -> u32 {
         let regions = self.regions();
-        let regions = regions.iter().filter(|region| !region.is_gone());
+        let regions = regions.iter().filter(|region| !region.is_unmapped());
         let pages = regions.flat_map(|region| (0..region.pages).map(|offset| region.first.plus(offset)));
         pages.filter(|page| self.word(*page).is_lost()).count() as u32
     }
 
     /// Returns the buffer for the kernel's messages.
-    pub fn messages(&self) -> NonNull<[RawMessage]> {
-        let base = self.memory.at(MESSAGES_AT, MESSAGES * size_of::<RawMessage>());
-        NonNull::slice_from_raw_parts(base.cast(), MESSAGES)
+    pub fn messages(&self) -> NonNull<[RawUffdMessage]> {
+        let base = self
+            .memory
+            .ptr_at(MESSAGES_AT, MESSAGES_MAX * size_of::<RawUffdMessage>());
+        NonNull::slice_from_raw_parts(base.cast(), MESSAGES_MAX)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::entry::{Encoding, Location, Place, Stored};
+    use crate::entry::{CopyLocation, LogOffset, PageEncoding, StoredObject};
     use std::os::fd::AsFd as _;
 
     #[test]
     fn reopened_state_is_unchanged() {
-        let state = State::create(1000, 77).unwrap();
+        let state = PagerState::create(1000, 77).unwrap();
         let region = Region {
             first: PageIndex::new(0),
             pages: 900,
@@ -554,48 +556,48 @@ mod tests {
         };
         state.set_swap(Tier::Ssd, &swap).unwrap();
         let page = PageIndex::new(899);
-        let word = Word::of(Location::In {
+        let word = EntryWord::encode(CopyLocation::InTier {
             tier: Tier::Ram,
-            stored: Stored {
-                place: Place::of_bytes(4096),
+            object: StoredObject {
+                offset: LogOffset::from_bytes(4096),
                 len: 4096,
-                encoding: Encoding::Raw,
+                encoding: PageEncoding::Raw,
             },
             clean: false,
         });
-        let proof = Proof {
+        let proof = EvictionRecord {
             checksum: 1,
             evicted_at: 2,
         };
-        state.store(page, word, proof.word());
+        state.insert(page, word, proof.to_word());
 
         let again = SharedMemory::open(state.memory().read_only().unwrap().as_fd()).unwrap();
-        let again = State::open(again, 77).unwrap();
+        let again = PagerState::open(again, 77).unwrap();
         assert_eq!(again.regions(), [region]);
         assert_eq!(again.userfaultfd_number(), Some(0));
         assert_eq!((again.ring_number(), again.ring_memory_number()), (None, Some(5)));
         assert_eq!((again.swap(Tier::Ssd), again.swap(Tier::Slow)), (Some(swap), None));
         assert_eq!(again.word(page), word);
-        assert_eq!(again.proof(page), proof);
-        assert_eq!(again.word(PageIndex::new(0)), Word::NOWHERE);
+        assert_eq!(again.eviction_record(page), proof);
+        assert_eq!(again.word(PageIndex::new(0)), EntryWord::NOT_STORED);
     }
 
     #[test]
     fn state_key_is_unique_and_persistent() {
-        let block = |state: &State| {
-            let mut block = [0; crate::crypt::BLOCK];
+        let block = |state: &PagerState| {
+            let mut block = [0; crate::crypt::BLOCK_BYTES];
             state.cipher().unwrap().encrypt(Tier::Ssd, 0, &mut block);
             block
         };
-        let state = State::create(10, 77).unwrap();
+        let state = PagerState::create(10, 77).unwrap();
         assert!(!state.is_encrypted() && state.cipher().is_none());
-        state.make_key().unwrap();
+        state.generate_key().unwrap();
         let again = SharedMemory::open(state.memory().read_only().unwrap().as_fd()).unwrap();
-        let again = State::open(again, 77).unwrap();
+        let again = PagerState::open(again, 77).unwrap();
         assert!(again.is_encrypted());
         assert_eq!(block(&again), block(&state));
-        let other = State::create(10, 77).unwrap();
-        other.make_key().unwrap();
+        let other = PagerState::create(10, 77).unwrap();
+        other.generate_key().unwrap();
         assert_ne!(block(&other), block(&state));
         state.wipe_key();
         assert_ne!(block(&again), block(&other));
@@ -604,21 +606,18 @@ mod tests {
 
     #[test]
     fn unknown_features_are_rejected() {
-        let state = State::create(10, 77).unwrap();
-        state.memory().word(HEADER_FEATURES).store(4, Ordering::Relaxed);
-        let checksum = State::header_checksum(state.memory());
-        state
-            .memory()
-            .half_word(HEADER_CHECKSUM)
-            .store(checksum, Ordering::Relaxed);
+        let state = PagerState::create(10, 77).unwrap();
+        state.memory().word(FEATURES_AT).store(4, Ordering::Relaxed);
+        let checksum = PagerState::header_checksum(state.memory());
+        state.memory().half_word(CHECKSUM_AT).store(checksum, Ordering::Relaxed);
         let again = SharedMemory::open(state.memory().as_fd()).unwrap();
-        assert!(matches!(State::open(again, 77), Err(StateError::Features(4))));
+        assert!(matches!(PagerState::open(again, 77), Err(StateError::Features(4))));
     }
 
     #[test]
     fn foreign_or_damaged_state_is_rejected() {
-        let state = State::create(10, 77).unwrap();
-        let open = |started| State::open(SharedMemory::open(state.memory().as_fd()).unwrap(), started);
+        let state = PagerState::create(10, 77).unwrap();
+        let open = |started| PagerState::open(SharedMemory::open(state.memory().as_fd()).unwrap(), started);
         assert!(matches!(open(78), Err(StateError::Damaged(_))));
         state.memory().half_word(8).store(9, Ordering::Relaxed);
         assert!(matches!(open(77), Err(StateError::Version(9))));

@@ -10,15 +10,15 @@ use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteOffset, IoError, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
 
-use crate::log::{SEGMENT, SegmentIndex};
+use crate::segment_log::{SEGMENT_BYTES, SegmentIndex};
 
 /// Identifier of a read request.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Ticket(pub u64);
+pub struct ReadId(pub u64);
 
 /// Completed request. It returns the buffer.
-pub enum Finished {
-    /// Completion of [`Store::write`].
+pub enum StoreCompletion {
+    /// Completion of [`SegmentStore::write`].
     Written {
         /// The segment.
         segment: SegmentIndex,
@@ -27,10 +27,10 @@ pub enum Finished {
         /// Error of the write.
         failed: Option<IoError>,
     },
-    /// Completion of [`Store::read`].
+    /// Completion of [`SegmentStore::read`].
     Read {
         /// Identifier of the request.
-        ticket: Ticket,
+        read_id: ReadId,
         /// The buffer, with the data at its beginning.
         bytes: AlignedBuf,
         /// Error of the read.
@@ -40,7 +40,7 @@ pub enum Finished {
 
 /// Storage of segments. Requests are asynchronous, and complete in any order. Data need to survive only as long as
 /// the host runs.
-pub trait Store {
+pub trait SegmentStore {
     /// Returns the name of the storage.
     fn name(&self) -> &str;
 
@@ -55,10 +55,10 @@ pub trait Store {
     fn write(&self, segment: SegmentIndex, bytes: AlignedBuf);
 
     /// Starts to read `len` bytes from offset `start` of the log into the beginning of `bytes`.
-    fn read(&self, start: u64, len: usize, bytes: AlignedBuf, ticket: Ticket);
+    fn read(&self, start: u64, len: usize, bytes: AlignedBuf, read_id: ReadId);
 
     /// Returns the next completed request.
-    fn take(&self) -> Option<Finished>;
+    fn next_completion(&self) -> Option<StoreCompletion>;
 }
 
 /// Step before each write to a disk.
@@ -70,7 +70,7 @@ pub trait BeforeWrite {
     fn before_write(&self, segment: SegmentIndex) -> BoxFuture<'_, IoResult>;
 }
 
-/// Store on a block device. The first [`SEGMENT`] bytes of the device do not belong to the log.
+/// Store on a block device. The first [`SEGMENT_BYTES`] bytes of the device do not belong to the log.
 pub struct DeviceStore {
     on: Loop,
     segments: u32,
@@ -80,10 +80,10 @@ pub struct DeviceStore {
 struct Inner {
     device: Rc<dyn BlockDevice>,
     before: Option<Rc<dyn BeforeWrite>>,
-    finished: RefCell<VecDeque<Finished>>,
+    completions: RefCell<VecDeque<StoreCompletion>>,
     /// Number of writes in progress, and the task that waits until there are none.
-    writing: Cell<usize>,
-    waiting: RefCell<Option<Waker>>,
+    writes_in_flight: Cell<usize>,
+    drain_waker: RefCell<Option<Waker>>,
 }
 
 impl Inner {
@@ -91,7 +91,7 @@ impl Inner {
         if let Some(before) = &self.before {
             before.before_write(segment).await?;
         }
-        let at = ByteOffset::new(DeviceStore::LOG_AT + segment.start());
+        let at = ByteOffset::new(DeviceStore::LOG_START_BYTES + segment.start());
         self.device.write(at, WriteBuf::new(bytes), WriteFlags::NONE).await
     }
 }
@@ -101,11 +101,11 @@ pub struct PendingWrites(Rc<Inner>);
 
 impl PendingWrites {
     /// Waits until no write is in progress. The caller ensures that the store starts no more.
-    pub async fn ended(&self) {
-        poll_fn(|context| match self.0.writing.get() {
+    pub async fn drained(&self) {
+        poll_fn(|context| match self.0.writes_in_flight.get() {
             0 => Poll::Ready(()),
             _ => {
-                *self.0.waiting.borrow_mut() = Some(context.waker().clone());
+                *self.0.drain_waker.borrow_mut() = Some(context.waker().clone());
                 Poll::Pending
             }
         })
@@ -122,9 +122,9 @@ impl DeviceStore {
             inner: Rc::new(Inner {
                 device,
                 before,
-                finished: RefCell::default(),
-                writing: Cell::new(0),
-                waiting: RefCell::default(),
+                completions: RefCell::default(),
+                writes_in_flight: Cell::new(0),
+                drain_waker: RefCell::default(),
             }),
         }
     }
@@ -135,10 +135,10 @@ impl DeviceStore {
     }
 
     /// Offset of the log on the device, in bytes.
-    const LOG_AT: u64 = SEGMENT as u64;
+    const LOG_START_BYTES: u64 = SEGMENT_BYTES as u64;
 }
 
-impl Store for DeviceStore {
+impl SegmentStore for DeviceStore {
     fn name(&self) -> &str {
         self.inner.device.name()
     }
@@ -153,16 +153,16 @@ impl Store for DeviceStore {
 
     fn write(&self, segment: SegmentIndex, bytes: AlignedBuf) {
         let inner = Rc::clone(&self.inner);
-        inner.writing.update(|count| count + 1);
+        inner.writes_in_flight.update(|count| count + 1);
         self.on.spawn(async move {
             let written = inner.write(segment, &bytes).await;
-            inner.writing.update(|count| count - 1);
-            if inner.writing.get() == 0
-                && let Some(waiting) = inner.waiting.take()
+            inner.writes_in_flight.update(|count| count - 1);
+            if inner.writes_in_flight.get() == 0
+                && let Some(waiting) = inner.drain_waker.take()
             {
                 waiting.wake();
             }
-            inner.finished.borrow_mut().push_back(Finished::Written {
+            inner.completions.borrow_mut().push_back(StoreCompletion::Written {
                 segment,
                 bytes,
                 failed: written.err(),
@@ -170,20 +170,20 @@ impl Store for DeviceStore {
         });
     }
 
-    fn read(&self, start: u64, len: usize, mut bytes: AlignedBuf, ticket: Ticket) {
+    fn read(&self, start: u64, len: usize, mut bytes: AlignedBuf, read_id: ReadId) {
         let inner = Rc::clone(&self.inner);
         self.on.spawn(async move {
-            let at = ByteOffset::new(Self::LOG_AT + start);
+            let at = ByteOffset::new(Self::LOG_START_BYTES + start);
             let read = inner.device.read(at, ReadBuf::new(&mut bytes[..len])).await;
-            inner.finished.borrow_mut().push_back(Finished::Read {
-                ticket,
+            inner.completions.borrow_mut().push_back(StoreCompletion::Read {
+                read_id,
                 bytes,
                 failed: read.err(),
             });
         });
     }
 
-    fn take(&self) -> Option<Finished> {
-        self.inner.finished.borrow_mut().pop_front()
+    fn next_completion(&self) -> Option<StoreCompletion> {
+        self.inner.completions.borrow_mut().pop_front()
     }
 }

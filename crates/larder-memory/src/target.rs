@@ -5,7 +5,7 @@
 //! together.
 //!
 //! Managed memory consists of the shared, writable mappings of memfds and of files in tmpfs, from
-//! [`Options::bytes_min`] on. Larder's own memfds, named `larder-...`, are excluded.
+//! [`InspectOptions::bytes_min`] on. Larder's own memfds, named `larder-...`, are excluded.
 //!
 //! # Assumptions and failures
 //! - Everything is read from /proc (proc(5)) under a PID that may be reused at any time. A pidfd identifies the
@@ -19,10 +19,10 @@
 
 mod descriptors;
 mod error;
+mod external_mappers;
 mod files;
 mod kernel;
 mod maps;
-mod others;
 mod postcopy;
 mod process;
 mod qmp;
@@ -35,27 +35,29 @@ use rustix::process::Pid;
 use crate::locked_ring::RING_NAME;
 use crate::state::{COMPRESSED_NAME, PAGES_NAME, Region};
 
-pub use error::{Device, Obstacle, TargetError};
-pub use others::Others;
+pub use error::{DmaDevice, Obstacle, TargetError};
+pub use external_mappers::ExternalMappers;
 pub use postcopy::{FaultClaim, FaultClaimError, claim_faults_for_postcopy};
 pub use process::is_alive;
 pub use qmp::{QmpError, pid_of_qmp};
 
 use descriptors::Descriptors;
 use error::Size;
-use files::Opened;
+use files::ClassifiedMappings;
 use maps::Mapping;
-use process::{Process, failed};
+use process::{TargetProcess, failed};
 
 /// Parses `bytes` as a table of mappings and as a table of sockets, for fuzzing.
 #[doc(hidden)]
-pub fn read_tables(bytes: &[u8]) {
+pub fn parse_tables(bytes: &[u8]) {
     for mapping in maps::parse(bytes) {
-        let (name, place) = (mapping.name(), mapping.place());
-        assert!(place.bytes > 0 && place.offset.checked_add(place.bytes).is_some() && !name.contains('\u{1b}'));
-        assert!(mapping.has_of(&place));
+        let (name, location) = (mapping.name(), mapping.location());
+        assert!(
+            location.bytes > 0 && location.offset.checked_add(location.bytes).is_some() && !name.contains('\u{1b}')
+        );
+        assert!(mapping.overlaps(&location));
     }
-    for at in qmp::listening(bytes).values() {
+    for at in qmp::parse_listening(bytes).values() {
         assert!(!at.is_empty());
     }
 }
@@ -65,7 +67,7 @@ const PRIVATE_BYTES_MIN: u64 = 128 << 20;
 
 /// Options of an inspection.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct InspectOptions {
     /// Minimum size of memory to manage, in bytes; 16 MiB by default.
     pub bytes_min: u64,
     /// Finds the files of a process's shared memory that are guest RAM. `None` means unknown, and all of them count
@@ -84,7 +86,7 @@ pub struct RamFiles {
 }
 
 impl RamFiles {
-    fn has(&self, mapping: &Mapping) -> bool {
+    fn contains(&self, mapping: &Mapping) -> bool {
         let is_named = self.named.contains(&(mapping.device, mapping.inode));
         // A memfd never has a path.
         let has_path = !mapping.path.ends_with(b" (deleted)");
@@ -92,7 +94,7 @@ impl RamFiles {
     }
 }
 
-impl Default for Options {
+impl Default for InspectOptions {
     fn default() -> Self {
         Self {
             bytes_min: 16 << 20,
@@ -103,7 +105,7 @@ impl Default for Options {
 
 /// Location of memory, in bytes, as multiples of the page size.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Place {
+pub struct MappingLocation {
     /// Address in the process.
     pub address: u64,
     /// Offset in the file.
@@ -116,7 +118,7 @@ pub struct Place {
     pub inode: u64,
 }
 
-impl Place {
+impl MappingLocation {
     /// Returns the location of a region.
     pub fn of(region: &Region) -> Self {
         Self {
@@ -131,56 +133,57 @@ impl Place {
 
 /// Memory of the process.
 #[derive(Debug)]
-pub struct Memory {
+pub struct RamMapping {
     /// Location of the memory.
-    pub place: Place,
+    pub location: MappingLocation,
     /// Name of the memfd or path of the file, for messages.
     pub name: String,
     /// The file, opened by this process for reading and writing.
     pub file: File,
 }
 
-/// Returns the descriptors with which the process holds its memory marked as managed ([`larder_export::view`]).
+/// Returns the descriptors with which the process holds its memory marked as managed
+/// ([`larder_export::external_mapping`]).
 ///
 /// # Errors
 /// If the process has ended, or cannot be inspected.
-pub fn marks(pid: Pid) -> std::io::Result<Vec<i32>> {
-    Ok(Descriptors::read(pid)?.marks())
+pub fn marker_descriptors(pid: Pid) -> std::io::Result<Vec<i32>> {
+    Ok(Descriptors::read(pid)?.markers())
 }
 
 /// Descriptors of an earlier pager that the process holds.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct LeftState {
+pub struct OrphanedDescriptors {
     /// Number of the descriptor of [`crate::state::PAGES_NAME`].
     pub pages: i32,
     /// Number of the descriptor of [`crate::state::COMPRESSED_NAME`].
     pub compressed: Option<i32>,
     /// Numbers of userfaultfds that a pager may have made.
-    pub unnoted: Vec<i32>,
+    pub unrecorded_userfaultfds: Vec<i32>,
     /// Numbers of the descriptors of [`crate::locked_ring::RING_NAME`].
     pub ring_memories: Vec<i32>,
 }
 
 /// A disk server of Larder that has memory of the process mapped too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Viewer {
+pub struct DiskServerProcess {
     /// PID of the server.
     pub pid: Pid,
-    /// Number of the server's descriptor of its view memory ([`larder_export::view`]).
+    /// Number of the server's descriptor of its view memory ([`larder_export::external_mapping`]).
     pub descriptor: i32,
 }
 
 /// Changes of the memory since the last inspection.
 #[derive(Default, Debug)]
-pub struct Changes {
+pub struct MemoryChanges {
     /// New memory, in rising order of addresses.
-    pub new: Vec<Memory>,
+    pub added: Vec<RamMapping>,
     /// Memory that was unmapped or changed, refused memory included.
-    pub gone: Vec<Place>,
+    pub unmapped: Vec<MappingLocation>,
     /// Reasons why new memory cannot be managed. Each is reported once.
     pub refused: Vec<Obstacle>,
     /// Warnings about the new memory.
-    pub cautions: Vec<String>,
+    pub warnings: Vec<String>,
 }
 
 /// A process that can be attached to.
@@ -189,19 +192,19 @@ pub struct Target {
     /// Name of the process, for messages.
     pub name: String,
     /// Memory of the process, in rising order of addresses. Never empty at first.
-    pub memories: Vec<Memory>,
+    pub ram_mappings: Vec<RamMapping>,
     /// The process has files open for direct I/O, which may write to memory long after it was write-protected.
-    pub direct_io: bool,
+    pub uses_direct_io: bool,
     /// Descriptors that an earlier pager has left.
-    pub left_state: Option<LeftState>,
+    pub orphaned: Option<OrphanedDescriptors>,
     /// Warnings, one sentence each. None of them prevents attaching.
-    pub cautions: Vec<String>,
-    /// Obstacles to a first attach. Only a process with [`Self::left_state`] can have any: the successor of a pager
+    pub warnings: Vec<String>,
+    /// Obstacles to a first attach. Only a process with [`Self::orphaned`] can have any: the successor of a pager
     /// attaches in spite of them.
     pub obstacles: Vec<Obstacle>,
     /// Memory found by the last inspection, refused memory included.
-    seen: Vec<Place>,
-    process: Process,
+    known: Vec<MappingLocation>,
+    process: TargetProcess,
 }
 
 impl Target {
@@ -210,53 +213,53 @@ impl Target {
     /// # Errors
     /// If the process cannot be read, or if there are obstacles: the error lists all of them. If a pager has left its
     /// state, only obstacles to its successor are errors ([`Self::obstacles`] has the others).
-    pub fn examine(pid: Pid, options: &Options) -> Result<Self, TargetError> {
-        let process = Process::open(pid)?;
-        let mut cautions = Vec::new();
-        let mut obstacles = kernel::obstacles(&mut cautions);
+    pub fn inspect(pid: Pid, options: &InspectOptions) -> Result<Self, TargetError> {
+        let process = TargetProcess::open(pid)?;
+        let mut warnings = Vec::new();
+        let mut obstacles = kernel::obstacles(&mut warnings);
         let mappings = read_maps(pid)?;
         let descriptors = read_descriptors(pid)?;
-        obstacles.extend(process::obstacles(pid, options.bytes_min, &mut cautions)?);
-        obstacles.extend(descriptors.obstacles(&mut cautions));
+        obstacles.extend(process::obstacles(pid, options.bytes_min, &mut warnings)?);
+        obstacles.extend(descriptors.obstacles(&mut warnings));
 
-        let wanted = wanted(&mappings, options);
+        let candidates = candidate_mappings(&mappings, options);
         let ram = ram_of(pid, options, &descriptors);
-        let opened = Opened::of(pid, &wanted, &mappings, &descriptors, ram.as_ref());
+        let opened = ClassifiedMappings::classify(pid, &candidates, &mappings, &descriptors, ram.as_ref());
         let private = largest_private(&mappings);
         let has_none = opened.memories.is_empty();
-        if has_none && opened.refused.is_empty() && opened.left_alone.is_empty() {
+        if has_none && opened.refused.is_empty() && opened.ignored.is_empty() {
             let bytes_min = options.bytes_min;
             let private = private.filter(|mapping| mapping.bytes() >= bytes_min);
-            obstacles.push(private.map_or(Obstacle::NoMemory { bytes_min }, is_private));
+            obstacles.push(private.map_or(Obstacle::NoMemory { bytes_min }, private_obstacle));
         } else if let Some(private) = private.filter(|mapping| mapping.bytes() >= PRIVATE_BYTES_MIN) {
             if has_none {
-                obstacles.push(is_private(private));
+                obstacles.push(private_obstacle(private));
             } else {
                 let (bytes, at) = (Size(private.bytes()), private.range.start);
-                cautions.push(format!(
+                warnings.push(format!(
                     "{bytes} of private memory at {at:#x} are not managed, whether they belong to the guest or not"
                 ));
             }
         }
         if has_none {
-            obstacles.extend(opened.left_alone);
+            obstacles.extend(opened.ignored);
         } else {
-            cautions.extend(opened.left_alone.iter().map(left_alone));
+            warnings.extend(opened.ignored.iter().map(ignored_warning));
         }
         obstacles.extend(opened.refused);
-        let others = others::find(pid, &places_of(&opened.memories), &mut cautions);
+        let others = external_mappers::find(pid, &locations_of(&opened.memories), &mut warnings);
         obstacles.extend(others.obstacles);
 
-        let left_state = descriptors.left_state();
+        let orphaned = descriptors.orphaned();
         // Managed memory is filled with small pages only, so a successor needs no check.
-        if left_state.is_none() {
-            obstacles.extend(kernel::large_pages_of(&opened.memories));
+        if orphaned.is_none() {
+            obstacles.extend(kernel::huge_page_obstacles(&opened.memories));
         }
 
         let name = process::name(pid.as_raw_pid());
-        let direct_io = descriptors.direct_io();
+        let direct_io = descriptors.uses_direct_io();
         process.check()?;
-        let is_forbidden = match &left_state {
+        let is_forbidden = match &orphaned {
             None => !obstacles.is_empty(),
             Some(_) => obstacles.iter().any(Obstacle::forbids_successor),
         };
@@ -265,12 +268,12 @@ impl Target {
         }
         Ok(Self {
             name,
-            memories: opened.memories,
-            direct_io,
-            left_state,
-            cautions,
+            ram_mappings: opened.memories,
+            uses_direct_io: direct_io,
+            orphaned,
+            warnings,
             obstacles,
-            seen: wanted.into_iter().map(Mapping::place).collect(),
+            known: candidates.into_iter().map(Mapping::location).collect(),
             process,
         })
     }
@@ -280,16 +283,16 @@ impl Target {
         self.process.pid
     }
 
-    /// Forgets memory that was found but is not managed. The next [`Self::memories_now`] reports it as new again.
-    pub fn forget(&mut self, place: Place) {
-        self.seen.retain(|seen| *seen != place);
+    /// Forgets memory that was found but is not managed. The next [`Self::rescan`] reports it as new again.
+    pub fn report_again(&mut self, location: MappingLocation) {
+        self.known.retain(|seen| *seen != location);
     }
 
     /// Returns the number of threads that do the process's work: QEMU's vCPUs if they have names (`-name
     /// debug-threads=on`, which libvirt sets), else all threads.
-    pub fn workers(&self) -> usize {
-        let folder = format!("/proc/{}/task", self.pid().as_raw_pid());
-        let threads = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    pub fn guest_threads(&self) -> usize {
+        let task_directory = format!("/proc/{}/task", self.pid().as_raw_pid());
+        let threads = std::fs::read_dir(task_directory).into_iter().flatten().flatten();
         let names = threads.filter_map(|thread| std::fs::read(thread.path().join("comm")).ok());
         let names: Vec<Vec<u8>> = names.collect();
         match names.iter().filter(|name| name.starts_with(b"CPU ")).count() {
@@ -304,81 +307,91 @@ impl Target {
     }
 
     /// Returns the start time of the process, in clock ticks after the host's boot (field 22 of /proc/PID/stat).
-    pub fn started(&self) -> u64 {
-        self.process.started
+    pub fn start_time(&self) -> u64 {
+        self.process.start_time
     }
 
     /// Inspects the memory again, and returns the memory that was hotplugged or unmapped. Does not change
-    /// [`Self::memories`]. Reads the process's mappings, and those of all other processes if there is new memory.
+    /// [`Self::ram_mappings`]. Reads the process's mappings, and those of all other processes if there is new memory.
     ///
     /// # Errors
     /// If the process has ended, or cannot be inspected any more.
-    pub fn memories_now(&mut self, options: &Options) -> Result<Changes, TargetError> {
+    pub fn rescan(&mut self, options: &InspectOptions) -> Result<MemoryChanges, TargetError> {
         let pid = self.pid();
         let mappings = read_maps(pid)?;
-        let all = wanted(&mappings, options);
-        let new = all
+        let all = candidate_mappings(&mappings, options);
+        let added = all
             .iter()
             .copied()
-            .filter(|mapping| !self.seen.contains(&mapping.place()));
-        let new: Vec<&Mapping> = new.collect();
-        let mut seen: Vec<Place> = all.into_iter().map(Mapping::place).collect();
-        let mut changes = Changes::default();
+            .filter(|mapping| !self.known.contains(&mapping.location()));
+        let new: Vec<&Mapping> = added.collect();
+        let mut known: Vec<MappingLocation> = all.into_iter().map(Mapping::location).collect();
+        let mut changes = MemoryChanges::default();
         if !new.is_empty() {
             let descriptors = read_descriptors(pid)?;
             let ram = ram_of(pid, options, &descriptors);
-            let opened = Opened::of(pid, &new, &mappings, &descriptors, ram.as_ref());
-            changes.new = opened.memories;
+            let opened = ClassifiedMappings::classify(pid, &new, &mappings, &descriptors, ram.as_ref());
+            changes.added = opened.memories;
             // A mapping that may have disappeared is inspected again the next time, if it is there then.
-            let (gone, refused): (Vec<_>, Vec<_>) = opened.refused.into_iter().partition(Obstacle::may_have_gone);
-            seen.retain(|place| !gone.iter().any(|why| why.place() == Some(*place)));
+            let (vanished, refused): (Vec<_>, Vec<_>) =
+                opened.refused.into_iter().partition(Obstacle::may_have_vanished);
+            known.retain(|place| !vanished.iter().any(|why| why.location() == Some(*place)));
             changes.refused = refused;
-            changes.cautions.extend(opened.left_alone.iter().map(left_alone));
-            let others = others::find(pid, &places_of(&changes.new), &mut changes.cautions);
+            changes.warnings.extend(opened.ignored.iter().map(ignored_warning));
+            let others = external_mappers::find(pid, &locations_of(&changes.added), &mut changes.warnings);
             changes.refused.extend(others.obstacles);
-            changes.refused.extend(kernel::large_pages_of(&changes.new));
-            let is_refused = |memory: &Memory| changes.refused.iter().any(|why| why.place() == Some(memory.place));
-            changes.new.retain(|memory| !is_refused(memory));
+            changes.refused.extend(kernel::huge_page_obstacles(&changes.added));
+            let is_refused = |memory: &RamMapping| {
+                changes
+                    .refused
+                    .iter()
+                    .any(|why| why.location() == Some(memory.location))
+            };
+            changes.added.retain(|memory| !is_refused(memory));
         }
         self.process.check()?;
-        let before = std::mem::replace(&mut self.seen, seen);
-        changes.gone = before.into_iter().filter(|place| !self.seen.contains(place)).collect();
+        let before = std::mem::replace(&mut self.known, known);
+        changes.unmapped = before.into_iter().filter(|place| !self.known.contains(place)).collect();
         Ok(changes)
     }
 }
 
 /// Finds the other processes that have any of these regions of process `pid` mapped: servers of Larder, and processes
 /// whose faults are not reported. Reads the mappings of all processes.
-pub fn others_of(pid: Pid, regions: &[Region]) -> Others {
-    let regions = regions.iter().filter(|region| !region.is_gone());
-    let places: Vec<(Place, &str)> = regions.map(|region| (Place::of(region), "guest memory")).collect();
-    others::find(pid, &places, &mut Vec::new())
+pub fn external_mappers_of(pid: Pid, regions: &[Region]) -> ExternalMappers {
+    let regions = regions.iter().filter(|region| !region.is_unmapped());
+    let locations: Vec<(MappingLocation, &str)> = regions
+        .map(|region| (MappingLocation::of(region), "guest memory"))
+        .collect();
+    external_mappers::find(pid, &locations, &mut Vec::new())
 }
 
 /// Finds memory in huge pages, or in file systems that allow them: it must not be managed, unless it is already.
-pub(crate) fn large_pages(memories: &[Memory]) -> Vec<Obstacle> {
-    kernel::large_pages_of(memories)
+pub(crate) fn huge_page_setting(memories: &[RamMapping]) -> Vec<Obstacle> {
+    kernel::huge_page_obstacles(memories)
 }
 
 /// Returns the shared mappings in process `pid` of any part of `region`'s file that belongs to the region.
 ///
 /// # Errors
 /// If the process has ended, or cannot be inspected.
-pub fn mapped_by(pid: Pid, region: &Region) -> std::io::Result<Vec<Place>> {
-    let place = Place::of(region);
+pub fn mappings_of_region(pid: Pid, region: &Region) -> std::io::Result<Vec<MappingLocation>> {
+    let location = MappingLocation::of(region);
     let found = maps::read(pid)?;
     let found = found
         .iter()
-        .filter(|mapping| mapping.is_shared() && mapping.has_of(&place));
-    Ok(found.map(Mapping::place).collect())
+        .filter(|mapping| mapping.is_shared() && mapping.overlaps(&location));
+    Ok(found.map(Mapping::location).collect())
 }
 
-fn places_of(memories: &[Memory]) -> Vec<(Place, &str)> {
-    let place = |memory| {
-        let Memory { place, name, .. }: &Memory = memory;
+fn locations_of(memories: &[RamMapping]) -> Vec<(MappingLocation, &str)> {
+    let location = |memory| {
+        let RamMapping {
+            location: place, name, ..
+        }: &RamMapping = memory;
         (*place, name.as_str())
     };
-    memories.iter().map(place).collect()
+    memories.iter().map(location).collect()
 }
 
 fn read_maps(pid: Pid) -> Result<Vec<Mapping>, TargetError> {
@@ -396,26 +409,26 @@ fn read_descriptors(pid: Pid) -> Result<Descriptors, TargetError> {
 
 /// Returns the files that are RAM, and those that a pager has marked as managed: a successor needs all that has
 /// evicted pages.
-fn ram_of(pid: Pid, options: &Options, descriptors: &Descriptors) -> Option<RamFiles> {
+fn ram_of(pid: Pid, options: &InspectOptions, descriptors: &Descriptors) -> Option<RamFiles> {
     let mut ram = (options.ram_of)(pid)?;
-    let marks = descriptors.marks().into_iter();
-    let marked = marks.filter_map(|number| rustix::fs::stat(format!("/proc/{pid}/fd/{number}")).ok());
+    let markers = descriptors.markers().into_iter();
+    let marked = markers.filter_map(|number| rustix::fs::stat(format!("/proc/{pid}/fd/{number}")).ok());
     ram.named.extend(marked.map(|found| (found.st_dev, found.st_ino)));
     Some(ram)
 }
 
 /// Returns the mappings that may be memory to manage, before their files are inspected.
-fn wanted<'a>(mappings: &'a [Mapping], options: &Options) -> Vec<&'a Mapping> {
-    let is_wanted = |mapping: &&Mapping| {
+fn candidate_mappings<'a>(mappings: &'a [Mapping], options: &InspectOptions) -> Vec<&'a Mapping> {
+    let is_candidate = |mapping: &&Mapping| {
         mapping.is_shared()
             && mapping.is_writable()
             && mapping.bytes() >= options.bytes_min
             && mapping.path.starts_with(b"/")
             && ![PAGES_NAME, COMPRESSED_NAME, RING_NAME]
                 .iter()
-                .any(|ours| mapping.is_memfd(ours))
+                .any(|own_memfd| mapping.is_memfd(own_memfd))
     };
-    mappings.iter().filter(is_wanted).collect()
+    mappings.iter().filter(is_candidate).collect()
 }
 
 fn largest_private(mappings: &[Mapping]) -> Option<&Mapping> {
@@ -423,14 +436,14 @@ fn largest_private(mappings: &[Mapping]) -> Option<&Mapping> {
     private.max_by_key(|mapping| mapping.bytes())
 }
 
-fn is_private(mapping: &Mapping) -> Obstacle {
+fn private_obstacle(mapping: &Mapping) -> Obstacle {
     Obstacle::Private {
-        place: mapping.place(),
+        location: mapping.location(),
         name: mapping.name(),
     }
 }
 
-fn left_alone(obstacle: &Obstacle) -> String {
+fn ignored_warning(obstacle: &Obstacle) -> String {
     format!("not managed: {obstacle}")
 }
 

@@ -32,7 +32,7 @@ pub mod feature {
 }
 
 /// Features that managing memory requires, with the name of each for messages.
-pub const NEEDED: [(u64, &str); 7] = [
+pub const REQUIRED_FEATURES: [(u64, &str); 7] = [
     (feature::PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP"),
     (feature::EVENT_REMOVE, "EVENT_REMOVE"),
     (feature::MISSING_SHMEM, "MISSING_SHMEM"),
@@ -42,11 +42,11 @@ pub const NEEDED: [(u64, &str); 7] = [
     (feature::WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM"),
 ];
 
-/// All features of [`NEEDED`].
-pub const NEEDED_ALL: u64 = {
+/// All features of [`REQUIRED_FEATURES`].
+pub const REQUIRED_FEATURE_BITS: u64 = {
     let (mut all, mut index) = (0, 0);
-    while index < NEEDED.len() {
-        all |= NEEDED[index].0;
+    while index < REQUIRED_FEATURES.len() {
+        all |= REQUIRED_FEATURES[index].0;
         index += 1;
     }
     all
@@ -54,26 +54,27 @@ pub const NEEDED_ALL: u64 = {
 
 /// Features required for a process that has managed memory mapped externally. Unmap events are not among them,
 /// because the process would have to wait for the pager to read them.
-pub const NEEDED_BY_VIEWS: u64 = feature::PAGEFAULT_FLAG_WP | feature::MISSING_SHMEM | feature::WP_HUGETLBFS_SHMEM;
+pub const EXTERNAL_FEATURE_BITS: u64 =
+    feature::PAGEFAULT_FLAG_WP | feature::MISSING_SHMEM | feature::WP_HUGETLBFS_SHMEM;
 
 const API: u64 = 0xaa;
 
-const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
+const fn ioctl_number(direction: u64, number: u64, size: usize) -> libc::c_ulong {
     (direction << 30 | (size as u64) << 16 | 0xaa << 8 | number) as libc::c_ulong
 }
 
-const READ: u64 = 2;
-const READ_WRITE: u64 = 3;
+const DIR_READ: u64 = 2;
+const DIR_READ_WRITE: u64 = 3;
 
-const UFFDIO_API: libc::c_ulong = request(READ_WRITE, 0x3f, size_of::<Api>());
-const UFFDIO_REGISTER: libc::c_ulong = request(READ_WRITE, 0x00, size_of::<Register>());
-const UFFDIO_UNREGISTER: libc::c_ulong = request(READ, 0x01, size_of::<Range>());
-const UFFDIO_WAKE: libc::c_ulong = request(READ, 0x02, size_of::<Range>());
-const UFFDIO_COPY: libc::c_ulong = request(READ_WRITE, 0x03, size_of::<Copy>());
-const UFFDIO_ZEROPAGE: libc::c_ulong = request(READ_WRITE, 0x04, size_of::<RangeMode>());
-const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 0x06, size_of::<WriteProtect>());
-const UFFDIO_CONTINUE: libc::c_ulong = request(READ_WRITE, 0x07, size_of::<RangeMode>());
-const UFFDIO_POISON: libc::c_ulong = request(READ_WRITE, 0x08, size_of::<RangeMode>());
+const UFFDIO_API: libc::c_ulong = ioctl_number(DIR_READ_WRITE, 0x3f, size_of::<Api>());
+const UFFDIO_REGISTER: libc::c_ulong = ioctl_number(DIR_READ_WRITE, 0x00, size_of::<RegisterRequest>());
+const UFFDIO_UNREGISTER: libc::c_ulong = ioctl_number(DIR_READ, 0x01, size_of::<AddressRange>());
+const UFFDIO_WAKE: libc::c_ulong = ioctl_number(DIR_READ, 0x02, size_of::<AddressRange>());
+const UFFDIO_COPY: libc::c_ulong = ioctl_number(DIR_READ_WRITE, 0x03, size_of::<CopyRequest>());
+const UFFDIO_ZEROPAGE: libc::c_ulong = ioctl_number(DIR_READ_WRITE, 0x04, size_of::<RangeMode>());
+const UFFDIO_WRITEPROTECT: libc::c_ulong = ioctl_number(DIR_READ_WRITE, 0x06, size_of::<WriteProtectRequest>());
+const UFFDIO_CONTINUE: libc::c_ulong = ioctl_number(DIR_READ_WRITE, 0x07, size_of::<RangeMode>());
+const UFFDIO_POISON: libc::c_ulong = ioctl_number(DIR_READ_WRITE, 0x08, size_of::<RangeMode>());
 
 /// Ioctl on /dev/userfaultfd that makes a userfaultfd of its caller (`USERFAULTFD_IOC_NEW`, Linux 6.1).
 const IOC_NEW: u64 = 0xaa00;
@@ -82,7 +83,7 @@ const IOC_NEW: u64 = 0xaa00;
 ///
 /// # Errors
 /// Errors of open(2).
-pub fn device() -> io::Result<File> {
+pub fn open_device() -> io::Result<File> {
     File::options().read(true).write(true).open("/dev/userfaultfd")
 }
 
@@ -91,14 +92,14 @@ pub fn device() -> io::Result<File> {
 ///
 /// # Errors
 /// If the process is not permitted to, or has ended.
-pub fn make_in(thread: &mut StoppedThread, device: RawFd) -> Result<RawFd, InjectError> {
+pub fn create_in(thread: &mut StoppedThread, device: RawFd) -> Result<RawFd, InjectError> {
     let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
     let made = thread.system_call(libc::SYS_ioctl, [device as u64, IOC_NEW, flags, 0, 0, 0]);
     Ok(made? as RawFd)
 }
 
 /// Target of the /proc link of a userfaultfd's descriptor.
-pub const LINK: &str = "anon_inode:[userfaultfd]";
+pub const PROC_LINK: &str = "anon_inode:[userfaultfd]";
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
@@ -116,7 +117,7 @@ struct Api {
 /// Address range in the managed process.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Range {
+pub struct AddressRange {
     /// Address of the first byte, page-aligned.
     pub start: u64,
     /// Length in bytes, whole pages.
@@ -124,14 +125,14 @@ pub struct Range {
 }
 
 #[repr(C)]
-struct Register {
-    range: Range,
+struct RegisterRequest {
+    range: AddressRange,
     mode: u64,
     ioctls: u64,
 }
 
 #[repr(C)]
-struct Copy {
+struct CopyRequest {
     to: u64,
     from: u64,
     len: u64,
@@ -142,21 +143,21 @@ struct Copy {
 /// `uffdio_zeropage`, `uffdio_continue` and `uffdio_poison`, which have the same layout.
 #[repr(C)]
 struct RangeMode {
-    range: Range,
+    range: AddressRange,
     mode: u64,
     done: i64,
 }
 
 #[repr(C)]
-struct WriteProtect {
-    range: Range,
+struct WriteProtectRequest {
+    range: AddressRange,
     mode: u64,
 }
 
 /// `struct uffd_msg`: 32 bytes, of which all values are valid.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub struct RawMessage {
+pub struct RawUffdMessage {
     event: u8,
     reserved: [u8; 7],
     arguments: [u64; 3],
@@ -164,7 +165,7 @@ pub struct RawMessage {
 
 /// Reason why a thread waits for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Cause {
+pub enum FaultCause {
     /// The page is missing.
     Missing,
     /// The page is write-protected.
@@ -175,7 +176,7 @@ pub enum Cause {
 
 /// Message of the kernel about the memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Message {
+pub enum UffdMessage {
     /// A thread has touched a page and waits.
     Fault {
         /// The address, rounded down to a page.
@@ -183,17 +184,17 @@ pub enum Message {
         /// The thread wants to write.
         write: bool,
         /// The reason for the wait.
-        cause: Cause,
+        cause: FaultCause,
         /// The thread ID in the PID namespace in which the userfaultfd was made.
         thread: u32,
     },
     /// The process has given up the content of these pages (`MADV_DONTNEED`, `MADV_REMOVE`). It continues once this
     /// message is read.
-    Removed(Range),
+    Removed(AddressRange),
     /// The process has unmapped these pages.
-    Unmapped(Range),
+    Unmapped(AddressRange),
     /// An event that was not requested.
-    Other(u8),
+    Unknown(u8),
 }
 
 const EVENT_FAULT: u8 = 0x12;
@@ -203,7 +204,7 @@ const FLAG_WRITE: u64 = 1 << 0;
 const FLAG_WP: u64 = 1 << 1;
 const FLAG_MINOR: u64 = 1 << 2;
 
-impl RawMessage {
+impl RawUffdMessage {
     /// Makes a message from the bytes of a `struct uffd_msg`.
     pub fn from_bytes(bytes: [u8; 32]) -> Self {
         let (words, _) = bytes.as_chunks::<8>();
@@ -217,58 +218,58 @@ impl RawMessage {
     }
 
     /// Decodes the message. Returns `None` for an unused slot of a buffer.
-    pub fn decode(&self) -> Option<Message> {
+    pub fn decode(&self) -> Option<UffdMessage> {
         let [first, second, third] = self.arguments;
         Some(match self.event {
             0 => return None,
-            EVENT_FAULT => Message::Fault {
+            EVENT_FAULT => UffdMessage::Fault {
                 write: first & FLAG_WRITE != 0,
                 cause: match (first & FLAG_WP != 0, first & FLAG_MINOR != 0) {
-                    (true, _) => Cause::Protected,
-                    (false, true) => Cause::Minor,
-                    (false, false) => Cause::Missing,
+                    (true, _) => FaultCause::Protected,
+                    (false, true) => FaultCause::Minor,
+                    (false, false) => FaultCause::Missing,
                 },
                 address: second & !(PAGE_BYTES - 1),
                 thread: third as u32,
             },
-            EVENT_REMOVE => Message::Removed(Range::between(first, second)),
-            EVENT_UNMAP => Message::Unmapped(Range::between(first, second)),
-            other => Message::Other(other),
+            EVENT_REMOVE => UffdMessage::Removed(AddressRange::between(first, second)),
+            EVENT_UNMAP => UffdMessage::Unmapped(AddressRange::between(first, second)),
+            other => UffdMessage::Unknown(other),
         })
     }
 }
 
-impl From<Message> for RawMessage {
+impl From<UffdMessage> for RawUffdMessage {
     /// Encodes a message in the kernel's format.
-    fn from(message: Message) -> Self {
+    fn from(message: UffdMessage) -> Self {
         let raw = |event, arguments| Self {
             event,
             arguments,
             ..Self::default()
         };
         match message {
-            Message::Fault {
+            UffdMessage::Fault {
                 address,
                 write,
                 cause,
                 thread,
             } => {
                 let cause = match cause {
-                    Cause::Missing => 0,
-                    Cause::Protected => FLAG_WP,
-                    Cause::Minor => FLAG_MINOR,
+                    FaultCause::Missing => 0,
+                    FaultCause::Protected => FLAG_WP,
+                    FaultCause::Minor => FLAG_MINOR,
                 };
                 let write = if write { FLAG_WRITE } else { 0 };
                 raw(EVENT_FAULT, [cause | write, address, u64::from(thread)])
             }
-            Message::Removed(range) => raw(EVENT_REMOVE, [range.start, range.end(), 0]),
-            Message::Unmapped(range) => raw(EVENT_UNMAP, [range.start, range.end(), 0]),
-            Message::Other(event) => raw(event, [0; 3]),
+            UffdMessage::Removed(range) => raw(EVENT_REMOVE, [range.start, range.end(), 0]),
+            UffdMessage::Unmapped(range) => raw(EVENT_UNMAP, [range.start, range.end(), 0]),
+            UffdMessage::Unknown(event) => raw(event, [0; 3]),
         }
     }
 }
 
-impl Range {
+impl AddressRange {
     fn between(start: u64, end: u64) -> Self {
         Self {
             start,
@@ -284,17 +285,17 @@ impl Range {
 
 /// Result of putting a page in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Filled {
+pub enum FillResult {
     /// The page is in place, and threads that waited for it continue.
     Done,
     /// There was a page already, which stays.
-    Present,
+    AlreadyPresent,
     /// The process is changing its mappings, or giving pages up. Its messages must be read first.
-    Changing,
+    MappingChanged,
     /// The host, or the process's control group, has no free memory for the page.
     NoMemory,
     /// The memory is not mapped any more, or the process has ended.
-    Gone,
+    Unmapped,
 }
 
 /// A userfaultfd for another process's memory.
@@ -320,7 +321,7 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// If the ioctl fails, except with `EINVAL`. The kernel returns `EINVAL` both for a missing feature and for a
-    /// userfaultfd that is enabled already, so callers check [`available`] first.
+    /// userfaultfd that is enabled already, so callers check [`available_features`] first.
     pub fn enable(&self, features: u64) -> io::Result<()> {
         let mut api = Api {
             api: API,
@@ -338,8 +339,8 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// `EBUSY`: another userfaultfd has the range. `EINVAL`: the memory is of a kind that cannot be managed.
-    pub fn register(&self, range: Range) -> io::Result<()> {
-        self.register_for(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP | REGISTER_MODE_MINOR)
+    pub fn register(&self, range: AddressRange) -> io::Result<()> {
+        self.register_with_mode(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP | REGISTER_MODE_MINOR)
     }
 
     /// Registers `range` like [`Self::register`], except for unmapped pages that are in the file. The kernel maps
@@ -347,12 +348,12 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// The same as for [`Self::register`].
-    pub fn register_missing(&self, range: Range) -> io::Result<()> {
-        self.register_for(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP)
+    pub fn register_missing(&self, range: AddressRange) -> io::Result<()> {
+        self.register_with_mode(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP)
     }
 
-    fn register_for(&self, range: Range, mode: u64) -> io::Result<()> {
-        let mut register = Register { range, mode, ioctls: 0 };
+    fn register_with_mode(&self, range: AddressRange, mode: u64) -> io::Result<()> {
+        let mut register = RegisterRequest { range, mode, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut register)
     }
 
@@ -360,7 +361,7 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// If the process has ended, or the range is not mapped.
-    pub fn unregister(&self, mut range: Range) -> io::Result<()> {
+    pub fn unregister(&self, mut range: AddressRange) -> io::Result<()> {
         self.ioctl(UFFDIO_UNREGISTER, &mut range)
     }
 
@@ -368,19 +369,19 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// None that matters to a live process.
-    pub fn wake(&self, mut range: Range) -> io::Result<()> {
+    pub fn wake(&self, mut range: AddressRange) -> io::Result<()> {
         self.ioctl(UFFDIO_WAKE, &mut range)
     }
 
     /// Puts pages in place, from the first on, until one fails. Returns the number of pages put in place, and
-    /// [`Filled::Done`] if there is at least one, else the reason of the failure. With `protect` the pages are
+    /// [`FillResult::Done`] if there is at least one, else the reason of the failure. With `protect` the pages are
     /// write-protected.
     ///
     /// # Panics
     /// If `content` is not whole pages.
-    pub fn copy(&self, address: u64, content: &[u8], protect: bool) -> (usize, Filled) {
+    pub fn copy(&self, address: u64, content: &[u8], protect: bool) -> (usize, FillResult) {
         assert!(content.len().is_multiple_of(PAGE) && !content.is_empty());
-        let mut copy = Copy {
+        let mut copy = CopyRequest {
             to: address,
             from: content.as_ptr() as u64,
             len: content.len() as u64,
@@ -388,22 +389,22 @@ impl Userfaultfd {
             copied: 0,
         };
         match self.ioctl(UFFDIO_COPY, &mut copy) {
-            Ok(()) => (content.len() / PAGE, Filled::Done),
+            Ok(()) => (content.len() / PAGE, FillResult::Done),
             Err(error) => {
                 let done = usize::try_from(copy.copied).map_or(0, |bytes| bytes / PAGE);
                 // After a partial copy, the next call reports why it went no further.
                 if done > 0 {
-                    return (done, Filled::Done);
+                    return (done, FillResult::Done);
                 }
-                (0, Self::why_not_filled(&error))
+                (0, Self::fill_error(&error))
             }
         }
     }
 
     /// Puts a page of zeros in place.
-    pub fn zero(&self, address: u64) -> Filled {
+    pub fn zero(&self, address: u64) -> FillResult {
         let mut zero = RangeMode {
-            range: Range {
+            range: AddressRange {
                 start: address,
                 len: PAGE_BYTES,
             },
@@ -411,14 +412,14 @@ impl Userfaultfd {
             done: 0,
         };
         match self.ioctl(UFFDIO_ZEROPAGE, &mut zero) {
-            Ok(()) => Filled::Done,
-            Err(error) => Self::why_not_filled(&error),
+            Ok(()) => FillResult::Done,
+            Err(error) => Self::fill_error(&error),
         }
     }
 
     /// Maps a page that is in the file, unprotected. Threads that wait for it retry in any case.
     pub fn map(&self, address: u64) {
-        let range = Range {
+        let range = AddressRange {
             start: address,
             len: PAGE_BYTES,
         };
@@ -435,9 +436,9 @@ impl Userfaultfd {
     }
 
     /// Poisons a missing page: a thread that touches it gets a memory error (SIGBUS; in a guest a machine check),
-    /// like for failed RAM. Returns [`Filled::Gone`] if the kernel does not support it (before Linux 6.6).
-    pub fn poison(&self, address: u64) -> Filled {
-        let range = Range {
+    /// like for failed RAM. Returns [`FillResult::Unmapped`] if the kernel does not support it (before Linux 6.6).
+    pub fn poison(&self, address: u64) -> FillResult {
+        let range = AddressRange {
             start: address,
             len: PAGE_BYTES,
         };
@@ -450,16 +451,16 @@ impl Userfaultfd {
         let poisoned = self
             .unprotect(range)
             .and_then(|()| self.ioctl(UFFDIO_POISON, &mut poison));
-        poisoned.map_or_else(|error| Self::why_not_filled(&error), |()| Filled::Done)
+        poisoned.map_or_else(|error| Self::fill_error(&error), |()| FillResult::Done)
     }
 
-    fn why_not_filled(error: &io::Error) -> Filled {
+    fn fill_error(error: &io::Error) -> FillResult {
         match error.raw_os_error() {
-            Some(libc::EEXIST) => Filled::Present,
-            Some(libc::EAGAIN) => Filled::Changing,
-            Some(libc::ENOMEM) => Filled::NoMemory,
+            Some(libc::EEXIST) => FillResult::AlreadyPresent,
+            Some(libc::EAGAIN) => FillResult::MappingChanged,
+            Some(libc::ENOMEM) => FillResult::NoMemory,
             // ENOENT: not registered there (any more). ESRCH: the process has ended. EFAULT cannot be our buffer.
-            _ => Filled::Gone,
+            _ => FillResult::Unmapped,
         }
     }
 
@@ -467,10 +468,10 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// `ENOENT`: not registered; `EAGAIN`: mappings are changing; `ESRCH`: the process has ended.
-    pub fn protect(&self, range: Range) -> io::Result<()> {
+    pub fn protect(&self, range: AddressRange) -> io::Result<()> {
         self.ioctl(
             UFFDIO_WRITEPROTECT,
-            &mut WriteProtect {
+            &mut WriteProtectRequest {
                 range,
                 mode: WRITEPROTECT_MODE_WP,
             },
@@ -481,8 +482,8 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// The same as for [`Self::protect`].
-    pub fn unprotect(&self, range: Range) -> io::Result<()> {
-        self.ioctl(UFFDIO_WRITEPROTECT, &mut WriteProtect { range, mode: 0 })
+    pub fn unprotect(&self, range: AddressRange) -> io::Result<()> {
+        self.ioctl(UFFDIO_WRITEPROTECT, &mut WriteProtectRequest { range, mode: 0 })
     }
 
     /// Reads the kernel's messages into `buffer`, which must be zeros, without waiting. Returns the number of
@@ -492,8 +493,8 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// If the process has ended.
-    pub fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
-        // SAFETY: the buffer is valid for its length, and every value is one of RawMessage.
+    pub fn receive(&self, buffer: &mut [RawUffdMessage]) -> io::Result<usize> {
+        // SAFETY: the buffer is valid for its length, and every value is one of `RawUffdMessage`.
         let read = unsafe {
             libc::read(
                 self.0.as_raw_fd(),
@@ -508,7 +509,7 @@ impl Userfaultfd {
                 _ => Err(error),
             };
         }
-        Ok(read as usize / size_of::<RawMessage>())
+        Ok(read as usize / size_of::<RawUffdMessage>())
     }
 }
 
@@ -522,8 +523,8 @@ impl AsFd for Userfaultfd {
 ///
 /// # Errors
 /// If the kernel has no userfaultfd, or this process is not permitted to use it.
-pub fn available() -> io::Result<u64> {
-    let userfaultfd = for_user_mode()?;
+pub fn available_features() -> io::Result<u64> {
+    let userfaultfd = create_for_user_mode()?;
     let mut api = Api {
         api: API,
         features: 0,
@@ -537,7 +538,7 @@ pub fn available() -> io::Result<u64> {
 ///
 /// # Errors
 /// If the kernel has no userfaultfd, or this process is not permitted to use it.
-pub fn for_user_mode() -> io::Result<Userfaultfd> {
+pub fn create_for_user_mode() -> io::Result<Userfaultfd> {
     use std::os::fd::FromRawFd as _;
     // SAFETY: takes no pointers.
     let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) };
@@ -548,7 +549,7 @@ pub fn for_user_mode() -> io::Result<Userfaultfd> {
     Ok(Userfaultfd(unsafe { OwnedFd::from_raw_fd(descriptor as i32) }))
 }
 
-const _: () = assert!(size_of::<RawMessage>() == 32);
+const _: () = assert!(size_of::<RawUffdMessage>() == 32);
 
 #[cfg(test)]
 mod tests {
@@ -556,13 +557,17 @@ mod tests {
 
     #[test]
     fn kernel_message_round_trips() {
-        let range = Range {
+        let range = AddressRange {
             start: 0x7000_0000_0000,
             len: 0x3000,
         };
-        let mut messages = vec![Message::Removed(range), Message::Unmapped(range), Message::Other(0x13)];
-        for cause in [Cause::Missing, Cause::Protected, Cause::Minor] {
-            messages.extend([false, true].map(|write| Message::Fault {
+        let mut messages = vec![
+            UffdMessage::Removed(range),
+            UffdMessage::Unmapped(range),
+            UffdMessage::Unknown(0x13),
+        ];
+        for cause in [FaultCause::Missing, FaultCause::Protected, FaultCause::Minor] {
+            messages.extend([false, true].map(|write| UffdMessage::Fault {
                 address: 0x7000_0000_1000,
                 write,
                 cause,
@@ -570,7 +575,7 @@ mod tests {
             }));
         }
         for message in messages {
-            assert_eq!(RawMessage::from(message).decode(), Some(message));
+            assert_eq!(RawUffdMessage::from(message).decode(), Some(message));
         }
     }
 }

@@ -9,25 +9,25 @@ use std::task::Waker;
 use std::time::Instant;
 
 use larder_block::AlignedBuf;
-use larder_codec::{Choice, Encoder, Goal, uniform_word};
+use larder_codec::{CodecGoal, CodecSelector, Encoder, uniform_word};
 
 use crate::crypt::Cipher;
-use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
+use crate::entry::{CopyLocation, EntryWord, PageEncoding, StoredObject, Tier, checksum};
 use crate::guest::Backing;
-use crate::log::{Appender, SEGMENT, SEGMENT_HEADER, SegmentIndex, data_at, objects_from};
+use crate::segment_log::{Appender, SEGMENT_BYTES, SEGMENT_HEADER_BYTES, SegmentIndex, data_at, objects_from};
 use crate::shared::SharedMemory;
-use crate::state::State;
+use crate::state::PagerState;
 use crate::units::{PAGE, PageIndex, PageRun, runs};
 
 /// Unfilled rest of a segment, which the worker may fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Lease {
+pub struct SegmentLease {
     /// The segment.
     pub segment: SegmentIndex,
     /// Offset of the unfilled rest, in bytes.
     pub from: usize,
     /// Sequence number of the segment's filling.
-    pub filling: u64,
+    pub generation: u64,
 }
 
 /// Index of the batch that a job belongs to.
@@ -43,9 +43,9 @@ pub enum Job {
         /// The pages, in rising order.
         pages: Vec<PageIndex>,
         /// The space to append to.
-        lease: Lease,
+        lease: SegmentLease,
         /// Stores incompressible pages too.
-        raw: bool,
+        allow_raw: bool,
     },
     /// Removes the pages from memory.
     Punch {
@@ -59,12 +59,12 @@ pub enum Job {
         /// The segment to move from.
         segment: SegmentIndex,
         /// The space to append to.
-        lease: Lease,
+        lease: SegmentLease,
     },
     /// Appends the live objects of a segment to a buffer that becomes a segment of a disk.
     Demote {
         /// The segment to move from.
-        origin: Origin,
+        origin: DemotionSource,
         /// Offset of the first object to move, in bytes.
         at: usize,
         /// The buffer to append to.
@@ -75,7 +75,7 @@ pub enum Job {
 }
 
 /// A segment whose live objects are moved to a disk.
-pub enum Origin {
+pub enum DemotionSource {
     /// A segment of compressed RAM.
     Ram(SegmentIndex),
     /// A segment of a disk.
@@ -96,24 +96,24 @@ pub struct DiskLease {
     /// The tier of the disk.
     pub tier: Tier,
     /// The segment, and the offset of its unfilled rest.
-    pub lease: Lease,
+    pub lease: SegmentLease,
     /// The whole buffer.
     pub bytes: AlignedBuf,
 }
 
 /// Result of storing a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Outcome {
+pub enum StoreOutcome {
     /// The page consists of this repeated word; nothing was appended.
     Uniform(u64),
     /// The page was appended, and has this checksum.
-    Stored(Stored, u32),
+    Stored(StoredObject, u32),
     /// The page was not stored, because it cannot be compressed and would use as much memory as before.
-    Kept,
+    Incompressible,
 }
 
 /// Result of a job.
-pub enum Done {
+pub enum WorkerResult {
     /// Result of [`Job::Store`].
     Stored {
         /// The batch of the pages.
@@ -121,9 +121,9 @@ pub enum Done {
         /// The pages of the job.
         pages: Vec<PageIndex>,
         /// Results for the first pages. The others were not stored, for want of room or after an error.
-        outcomes: Vec<Outcome>,
+        outcomes: Vec<StoreOutcome>,
         /// The lease, with the space that is still unfilled.
-        lease: Lease,
+        lease: SegmentLease,
         /// Error that stopped the job.
         failed: Option<io::Error>,
     },
@@ -141,24 +141,24 @@ pub enum Done {
         /// The segment that was moved from.
         segment: SegmentIndex,
         /// Objects that were live and have been copied.
-        copied: Vec<Copied>,
+        copied: Vec<CopiedObject>,
         /// Live objects that were not copied, because their pages are in memory too, with the words of their entries.
-        left_out: Vec<(PageIndex, Word)>,
+        skipped: Vec<(PageIndex, EntryWord)>,
         /// The lease, with the space that is still unfilled.
-        lease: Lease,
+        lease: SegmentLease,
         /// There was room for all objects.
         complete: bool,
     },
     /// Result of [`Job::Demote`].
     Demoted {
         /// The segment that was moved from.
-        origin: Origin,
+        origin: DemotionSource,
         /// Offset of the next object to move, or `None` if all were moved.
         next_at: Option<usize>,
         /// Objects that were live and have been copied.
-        copied: Vec<Copied>,
+        copied: Vec<CopiedObject>,
         /// Live objects that were not copied, because their pages are in memory too, with the words of their entries.
-        left_out: Vec<(PageIndex, Word)>,
+        skipped: Vec<(PageIndex, EntryWord)>,
         /// The buffer, with the space that is still unfilled.
         into: DiskLease,
         /// The buffer is full, and in the form in which it is written to the disk.
@@ -170,52 +170,52 @@ pub enum Done {
 
 /// An object that was copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Copied {
+pub struct CopiedObject {
     /// The page of the object.
     pub page: PageIndex,
     /// The first word of the page's entry at that time.
-    pub from: Word,
+    pub from: EntryWord,
     /// The location of the copy.
-    pub to: Stored,
+    pub to: StoredObject,
 }
 
 /// Executes jobs, in the order in which they are given.
 pub trait Worker {
     /// Queues a job.
-    fn give(&self, job: Job);
+    fn submit(&self, job: Job);
 
     /// Returns the next result, in order. If there is none, `waker` is woken when there is one.
-    fn take(&self, waker: Option<&Waker>) -> Option<Done>;
+    fn next_result(&self, waker: Option<&Waker>) -> Option<WorkerResult>;
 }
 
 /// Implementation of the jobs, independent of the thread that runs them.
-pub struct Hands {
+pub struct WorkerState {
     backing: Arc<dyn Backing>,
-    state: Arc<State>,
+    state: Arc<PagerState>,
     compressed: Arc<SharedMemory>,
     cipher: Option<Cipher>,
     encoder: Encoder,
-    choice: Choice,
+    codec_selector: CodecSelector,
     /// Clock that measures the speed of the codecs.
     clock: fn() -> Instant,
-    read: Box<[u8]>,
+    read_buffer: Box<[u8]>,
 }
 
 /// Maximum number of pages read with one call.
 const READ_PAGES: usize = 64;
 
-impl Hands {
+impl WorkerState {
     /// Makes a worker that reads pages of `backing` and stores them in `compressed`.
-    pub fn new(backing: Arc<dyn Backing>, state: Arc<State>, compressed: Arc<SharedMemory>) -> Self {
+    pub fn new(backing: Arc<dyn Backing>, state: Arc<PagerState>, compressed: Arc<SharedMemory>) -> Self {
         Self {
             backing,
             cipher: state.cipher(),
             state,
             compressed,
             encoder: Encoder::new(),
-            choice: Choice::new(Goal::Speed),
+            codec_selector: CodecSelector::new(CodecGoal::Speed),
             clock: Instant::now,
-            read: vec![0; READ_PAGES * PAGE].into_boxed_slice(),
+            read_buffer: vec![0; READ_PAGES * PAGE].into_boxed_slice(),
         }
     }
 
@@ -226,27 +226,27 @@ impl Hands {
     }
 
     /// Runs `job`, and returns its result.
-    pub fn work(&mut self, job: Job) -> Done {
+    pub fn run_job(&mut self, job: Job) -> WorkerResult {
         match job {
             Job::Store {
                 batch,
                 pages,
                 lease,
-                raw,
+                allow_raw: raw,
             } => self.store(batch, pages, lease, raw),
             Job::Punch { batch, pages } => {
                 let failed = runs(pages.iter().copied())
                     .try_for_each(|run| self.backing.punch(run))
                     .err();
-                Done::Punched { batch, pages, failed }
+                WorkerResult::Punched { batch, pages, failed }
             }
-            Job::Move { segment, lease } => self.move_out(segment, lease),
+            Job::Move { segment, lease } => self.move_live(segment, lease),
             Job::Demote { origin, at, into } => self.demote(origin, at, into),
             Job::Release(segment) => {
-                if let Err(error) = self.compressed.release(segment.start() as usize, SEGMENT) {
+                if let Err(error) = self.compressed.release(segment.start() as usize, SEGMENT_BYTES) {
                     tracing::warn!("memory of compressed pages cannot be freed: {error}");
                 }
-                Done::Released(segment)
+                WorkerResult::Released(segment)
             }
         }
     }
@@ -256,38 +256,45 @@ impl Hands {
     /// # Safety
     /// The lease must be the only one, and no thread may read its bytes.
     #[allow(clippy::mut_from_ref)]
-    unsafe fn leased(compressed: &SharedMemory, lease: Lease) -> &mut [u8] {
-        let len = SEGMENT - lease.from;
-        let at = compressed.at(lease.segment.start() as usize + lease.from, len);
+    unsafe fn leased_bytes(compressed: &SharedMemory, lease: SegmentLease) -> &mut [u8] {
+        let len = SEGMENT_BYTES - lease.from;
+        let at = compressed.ptr_at(lease.segment.start() as usize + lease.from, len);
         // SAFETY: the range is in the mapping, and is not shared, by this function's contract.
         unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) }
     }
 
-    fn move_out(&mut self, segment: SegmentIndex, mut lease: Lease) -> Done {
-        let from = self.sealed(segment);
+    fn move_live(&mut self, segment: SegmentIndex, mut lease: SegmentLease) -> WorkerResult {
+        let from = self.sealed_bytes(segment);
         // SAFETY: the pager gives one lease at a time, and reads only objects that were appended before it.
-        let bytes = unsafe { Self::leased(&self.compressed, lease) };
-        let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
-        let living = append_living(&self.state, Tier::Ram, segment, from, SEGMENT_HEADER, &mut appender);
-        lease.from = appender.at();
-        Done::Moved {
+        let bytes = unsafe { Self::leased_bytes(&self.compressed, lease) };
+        let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.generation);
+        let live = append_live(
+            &self.state,
+            Tier::Ram,
             segment,
-            copied: living.copied,
-            left_out: living.left_out,
+            from,
+            SEGMENT_HEADER_BYTES,
+            &mut appender,
+        );
+        lease.from = appender.at();
+        WorkerResult::Moved {
+            segment,
+            copied: live.copied,
+            skipped: live.skipped,
             lease,
-            complete: living.next_at.is_none(),
+            complete: live.next_at.is_none(),
         }
     }
 
     /// Returns the bytes of a full segment of compressed RAM.
-    fn sealed(&self, segment: SegmentIndex) -> &[u8] {
-        let from = self.compressed.at(segment.start() as usize, SEGMENT);
+    fn sealed_bytes(&self, segment: SegmentIndex) -> &[u8] {
+        let from = self.compressed.ptr_at(segment.start() as usize, SEGMENT_BYTES);
         // SAFETY: the range is in the mapping; no thread writes to a segment while it is full and being moved.
-        unsafe { std::slice::from_raw_parts(from.as_ptr(), SEGMENT) }
+        unsafe { std::slice::from_raw_parts(from.as_ptr(), SEGMENT_BYTES) }
     }
 
-    fn demote(&mut self, mut origin: Origin, at: usize, mut into: DiskLease) -> Done {
-        if let Origin::Disk {
+    fn demote(&mut self, mut origin: DemotionSource, at: usize, mut into: DiskLease) -> WorkerResult {
+        if let DemotionSource::Disk {
             tier,
             segment,
             bytes,
@@ -299,70 +306,70 @@ impl Hands {
             cipher.decrypt(*tier, segment.start(), bytes);
         }
         let DiskLease { tier: to, lease, bytes } = &mut into;
-        let mut appender = Appender::new(lease.segment, lease.from, &mut bytes[lease.from..], lease.filling);
-        let living = match &origin {
-            Origin::Ram(segment) => append_living(
+        let mut appender = Appender::new(lease.segment, lease.from, &mut bytes[lease.from..], lease.generation);
+        let live = match &origin {
+            DemotionSource::Ram(segment) => append_live(
                 &self.state,
                 Tier::Ram,
                 *segment,
-                self.sealed(*segment),
+                self.sealed_bytes(*segment),
                 at,
                 &mut appender,
             ),
-            Origin::Disk {
+            DemotionSource::Disk {
                 tier, segment, bytes, ..
-            } => append_living(&self.state, *tier, *segment, bytes, at, &mut appender),
+            } => append_live(&self.state, *tier, *segment, bytes, at, &mut appender),
         };
         lease.from = appender.at();
-        let is_full = living.next_at.is_some() || lease.from + 2 * PAGE >= SEGMENT;
+        let is_full = live.next_at.is_some() || lease.from + 2 * PAGE >= SEGMENT_BYTES;
         if is_full && let Some(cipher) = &self.cipher {
             // The whole buffer is encrypted, stale bytes of earlier use after the objects included.
             cipher.encrypt(*to, lease.segment.start(), bytes);
         }
-        Done::Demoted {
+        WorkerResult::Demoted {
             origin,
-            next_at: living.next_at,
-            copied: living.copied,
-            left_out: living.left_out,
+            next_at: live.next_at,
+            copied: live.copied,
+            skipped: live.skipped,
             into,
             is_full,
         }
     }
 
-    fn store(&mut self, batch: BatchIndex, pages: Vec<PageIndex>, mut lease: Lease, raw: bool) -> Done {
+    fn store(&mut self, batch: BatchIndex, pages: Vec<PageIndex>, mut lease: SegmentLease, raw: bool) -> WorkerResult {
         // SAFETY: the pager gives one lease at a time, and reads only objects that were appended before it.
-        let bytes = unsafe { Self::leased(&self.compressed, lease) };
-        let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
+        let bytes = unsafe { Self::leased_bytes(&self.compressed, lease) };
+        let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.generation);
         let mut outcomes = Vec::with_capacity(pages.len());
         let mut failed = None;
         'pages: for run in runs(pages.iter().copied()) {
             let mut rest = run;
             while rest.count > 0 {
-                let now = PageRun {
+                let part = PageRun {
                     first: rest.first,
                     count: rest.count.min(READ_PAGES as u32),
                 };
-                let into = &mut self.read[..now.bytes() as usize];
-                if let Err(error) = self.backing.read(now, into) {
+                let into = &mut self.read_buffer[..part.bytes() as usize];
+                if let Err(error) = self.backing.read(part, into) {
                     failed = Some(error);
                     break 'pages;
                 }
                 let (contents, _) = into.as_chunks::<PAGE>();
-                for (page, content) in now.pages().zip(contents) {
-                    let choice = &mut self.choice;
+                for (page, content) in part.pages().zip(contents) {
+                    let choice = &mut self.codec_selector;
                     match store_page(&mut self.encoder, choice, self.clock, &mut appender, page, content, raw) {
                         Some(outcome) => outcomes.push(outcome),
                         None => break 'pages,
                     }
                 }
-                rest.count -= now.count;
+                rest.count -= part.count;
                 if rest.count > 0 {
-                    rest.first = now.end();
+                    rest.first = part.end();
                 }
             }
         }
         lease.from = appender.at();
-        Done::Stored {
+        WorkerResult::Stored {
             batch,
             pages,
             outcomes,
@@ -374,104 +381,104 @@ impl Hands {
 
 /// Live objects of a segment, and what was done with them.
 #[derive(Default)]
-struct Living {
-    copied: Vec<Copied>,
-    left_out: Vec<(PageIndex, Word)>,
+struct LiveObjects {
+    copied: Vec<CopiedObject>,
+    skipped: Vec<(PageIndex, EntryWord)>,
     /// Offset of the next object, if there was no room for all.
     next_at: Option<usize>,
 }
 
 /// Appends the live objects of a segment, from byte `at` on, except those of pages that are in memory too.
-fn append_living(
-    state: &State,
+fn append_live(
+    state: &PagerState,
     tier: Tier,
     segment: SegmentIndex,
     from: &[u8],
     at: usize,
     appender: &mut Appender<'_>,
-) -> Living {
-    let mut living = Living::default();
+) -> LiveObjects {
+    let mut live = LiveObjects::default();
     for object in objects_from(from, segment.start(), at) {
         if object.page.get() >= state.capacity() {
             continue;
         }
         let word = state.word(object.page);
-        if !matches!(word.decode(), Some(Location::In { tier: of, stored, .. }) if of == tier && stored == object.stored)
+        if !matches!(word.decode(), Some(CopyLocation::InTier { tier: of, object: stored, .. }) if of == tier && stored == object.stored)
         {
             continue;
         }
         if word.is_clean() {
-            living.left_out.push((object.page, word));
+            live.skipped.push((object.page, word));
             continue;
         }
         let len = usize::from(object.stored.len);
-        let within = (object.stored.place.bytes() - segment.start()) as usize;
+        let within = (object.stored.offset.bytes() - segment.start()) as usize;
         if appender.room() < len {
-            living.next_at = Some(within);
+            live.next_at = Some(within);
             break;
         }
-        let data = (data_at(object.stored.place) - segment.start()) as usize;
+        let data = (data_at(object.stored.offset) - segment.start()) as usize;
         appender.next_data()[..len].copy_from_slice(&from[data..data + len]);
-        living.copied.push(Copied {
+        live.copied.push(CopiedObject {
             page: object.page,
             from: word,
             to: appender.append(object.page, len, object.stored.encoding),
         });
     }
-    living
+    live
 }
 
 /// Maximum size of a compressed page. Above it, decoding costs more than the space that compression saves.
-const WORTH_BYTES: usize = PAGE * 7 / 8;
+const COMPRESSED_PAGE_BYTES_MAX: usize = PAGE * 7 / 8;
 
 /// Appends a page, or returns `None` if there is no room for it.
 fn store_page(
     encoder: &mut Encoder,
-    choice: &mut Choice,
+    choice: &mut CodecSelector,
     clock: fn() -> Instant,
     appender: &mut Appender<'_>,
     page: PageIndex,
     content: &[u8; PAGE],
     raw: bool,
-) -> Option<Outcome> {
+) -> Option<StoreOutcome> {
     if let Some(word) = uniform_word(content) {
-        return Some(Outcome::Uniform(word));
+        return Some(StoreOutcome::Uniform(word));
     }
     let room = appender.room();
     if let Some(codec) = choice.pick() {
         let started = clock();
         let out = appender.next_data();
-        let limit = out.len().min(WORTH_BYTES);
+        let limit = out.len().min(COMPRESSED_PAGE_BYTES_MAX);
         let len = encoder.encode(codec, content, &mut out[..limit]);
         // If the room was smaller than the maximum size, a page that did not fit says nothing about the codec.
-        if len.is_some() || room >= WORTH_BYTES {
+        if len.is_some() || room >= COMPRESSED_PAGE_BYTES_MAX {
             choice.record(codec, len, (clock() - started).as_nanos() as u64);
         }
         if let Some(len) = len {
-            let stored = appender.append(page, len, Encoding::Codec(codec));
-            return Some(Outcome::Stored(stored, checksum(page, content)));
+            let stored = appender.append(page, len, PageEncoding::Codec(codec));
+            return Some(StoreOutcome::Stored(stored, checksum(page, content)));
         }
     }
     if room < PAGE {
         return None;
     }
     if !raw {
-        return Some(Outcome::Kept);
+        return Some(StoreOutcome::Incompressible);
     }
     appender.next_data()[..PAGE].copy_from_slice(content);
-    let stored = appender.append(page, PAGE, Encoding::Raw);
-    Some(Outcome::Stored(stored, checksum(page, content)))
+    let stored = appender.append(page, PAGE, PageEncoding::Raw);
+    Some(StoreOutcome::Stored(stored, checksum(page, content)))
 }
 
 /// Thread that runs jobs.
-pub struct Thread {
+pub struct WorkerThread {
     shared: Arc<Shared>,
     handle: Option<std::thread::JoinHandle<()>>,
 }
 
 struct Shared {
     queues: Mutex<Queues>,
-    given: Condvar,
+    job_submitted: Condvar,
     /// `done` is not empty. Read without the lock.
     any_done: AtomicBool,
 }
@@ -479,29 +486,29 @@ struct Shared {
 #[derive(Default)]
 struct Queues {
     jobs: VecDeque<Job>,
-    done: VecDeque<Done>,
+    done: VecDeque<WorkerResult>,
     waker: Option<Waker>,
-    ended: bool,
+    is_stopping: bool,
 }
 
-impl Thread {
+impl WorkerThread {
     /// Starts the thread.
     ///
     /// # Errors
     /// If the thread cannot be started.
-    pub fn start(mut hands: Hands) -> io::Result<Self> {
+    pub fn start(mut hands: WorkerState) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             queues: Mutex::default(),
-            given: Condvar::new(),
+            job_submitted: Condvar::new(),
             any_done: AtomicBool::new(false),
         });
-        let theirs = Arc::clone(&shared);
+        let thread_shared = Arc::clone(&shared);
         let handle = std::thread::Builder::new()
             .name("larder-evict".to_owned())
             .spawn(move || {
-                while let Some(job) = theirs.next() {
-                    let done = hands.work(job);
-                    theirs.finish(done);
+                while let Some(job) = thread_shared.next() {
+                    let done = hands.run_job(job);
+                    thread_shared.finish(done);
                 }
             })?;
         Ok(Self {
@@ -522,14 +529,14 @@ impl Shared {
             if let Some(job) = queues.jobs.pop_front() {
                 return Some(job);
             }
-            if queues.ended {
+            if queues.is_stopping {
                 return None;
             }
-            queues = self.given.wait(queues).unwrap_or_else(PoisonError::into_inner);
+            queues = self.job_submitted.wait(queues).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn finish(&self, done: Done) {
+    fn finish(&self, done: WorkerResult) {
         let waker = {
             let mut queues = self.lock();
             queues.done.push_back(done);
@@ -542,13 +549,13 @@ impl Shared {
     }
 }
 
-impl Worker for Thread {
-    fn give(&self, job: Job) {
+impl Worker for WorkerThread {
+    fn submit(&self, job: Job) {
         self.shared.lock().jobs.push_back(job);
-        self.shared.given.notify_one();
+        self.shared.job_submitted.notify_one();
     }
 
-    fn take(&self, waker: Option<&Waker>) -> Option<Done> {
+    fn next_result(&self, waker: Option<&Waker>) -> Option<WorkerResult> {
         if waker.is_none() && !self.shared.any_done.load(Ordering::Acquire) {
             return None;
         }
@@ -563,10 +570,10 @@ impl Worker for Thread {
     }
 }
 
-impl Drop for Thread {
+impl Drop for WorkerThread {
     fn drop(&mut self) {
-        self.shared.lock().ended = true;
-        self.shared.given.notify_one();
+        self.shared.lock().is_stopping = true;
+        self.shared.job_submitted.notify_one();
         if let Some(handle) = self.handle.take() {
             // A panic in the thread has aborted the process already.
             let _ = handle.join();

@@ -25,7 +25,7 @@ use std::thread;
 use std::time::Duration;
 
 use larder_memory::inject::{InjectError, StoppedThread, with_stopped_thread};
-use larder_memory::userfaultfd::{Filled, Userfaultfd};
+use larder_memory::userfaultfd::{FillResult, Userfaultfd};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
@@ -43,10 +43,10 @@ pub(crate) fn make_calls(pid: Pid) -> Result<(Pid, Duration), InjectError> {
         let number = thread.system_call(libc::SYS_getpid, [0; 6])?;
         assert_eq!(number, pid.as_raw_pid() as u64);
         assert_eq!(thread.pid(), pid);
-        let numbers = thread.give_descriptors(&[theirs.as_fd(), ours.as_fd()])?;
+        let numbers = thread.send_descriptors(&[theirs.as_fd(), ours.as_fd()])?;
         assert_eq!(numbers.len(), 2);
         assert_ne!(numbers[0], numbers[1]);
-        let taken = thread.take_descriptor(numbers[0])?;
+        let taken = thread.fetch_descriptor(numbers[0])?;
         assert!(is_same_file(taken.as_fd(), theirs.as_fd()));
         for number in numbers {
             thread.close(number)?;
@@ -372,7 +372,7 @@ fn thread_in_fault_stops_and_refaults() {
             pause();
         }
         let by = target.page.fault_by.load(Ordering::SeqCst) as i32;
-        let (userfaultfd, _) = with_stopped_thread(target.pid(), LIMIT, |thread| thread.take_descriptor(by)).unwrap();
+        let (userfaultfd, _) = with_stopped_thread(target.pid(), LIMIT, |thread| thread.fetch_descriptor(by)).unwrap();
         let userfaultfd = Userfaultfd::new(userfaultfd);
         for _ in 0..5 {
             make_calls(target.pid()).unwrap();
@@ -386,7 +386,7 @@ fn thread_in_fault_stops_and_refaults() {
 fn answer(target: &mut Target, userfaultfd: &Userfaultfd, rounds: u64) {
     let at = target.page.fault_at.load(Ordering::SeqCst);
     while target.rounds() < rounds {
-        let _: Filled = userfaultfd.zero(at);
+        let _: FillResult = userfaultfd.zero(at);
         target.assert_lives();
         pause();
     }
@@ -443,10 +443,10 @@ fn hanging_call_is_interrupted() {
                     let hangs = thread.system_call(number, [0, 0, 3_600_000, 0, 0, 0]);
                     // This thread accepts no more calls.
                     let refused = thread.system_call(libc::SYS_getpid, [0; 6]);
-                    assert!(matches!(refused, Err(InjectError::Hangs { .. })), "{refused:?}");
+                    assert!(matches!(refused, Err(InjectError::CallTimedOut { .. })), "{refused:?}");
                     hangs.map(drop)
                 });
-                assert!(matches!(failed, Err(InjectError::Hangs { .. })), "{failed:?}");
+                assert!(matches!(failed, Err(InjectError::CallTimedOut { .. })), "{failed:?}");
                 target.wait_for_rounds(&role, 2);
             }
         }
@@ -507,7 +507,7 @@ fn descriptors_are_given_all_or_none() {
     let before = target.descriptors();
     let file = fs::File::open("/dev/null").unwrap();
     let most = vec![file.as_fd(); 253];
-    let (numbers, _) = with_stopped_thread(target.pid(), LIMIT, |thread| thread.give_descriptors(&most)).unwrap();
+    let (numbers, _) = with_stopped_thread(target.pid(), LIMIT, |thread| thread.send_descriptors(&most)).unwrap();
     assert_eq!(numbers.len(), 253);
     for number in &numbers {
         let path = format!("/proc/{}/fd/{number}", target.child.id());
@@ -521,17 +521,20 @@ fn descriptors_are_given_all_or_none() {
     close(numbers).unwrap();
     assert_eq!(target.descriptors(), before);
     let too_many = vec![file.as_fd(); 254];
-    let refused = with_stopped_thread(target.pid(), LIMIT, |thread| thread.give_descriptors(&too_many));
-    assert!(matches!(refused, Err(InjectError::TooMany { given: 254, max: 253 })));
+    let refused = with_stopped_thread(target.pid(), LIMIT, |thread| thread.send_descriptors(&too_many));
+    assert!(matches!(
+        refused,
+        Err(InjectError::TooManyDescriptors { count: 254, max: 253 })
+    ));
 
     let limit = rustix::process::Rlimit {
         current: Some(110),
         maximum: Some(4096),
     };
     rustix::process::prlimit(Some(target.pid()), rustix::process::Resource::Nofile, limit).unwrap();
-    let refused = with_stopped_thread(target.pid(), LIMIT, |thread| thread.give_descriptors(&most));
+    let refused = with_stopped_thread(target.pid(), LIMIT, |thread| thread.send_descriptors(&most));
     assert!(
-        matches!(refused, Err(InjectError::NotReceived { given: 253, .. })),
+        matches!(refused, Err(InjectError::DescriptorsNotReceived { sent: 253, .. })),
         "{refused:?}"
     );
     assert_eq!(target.descriptors(), before);
@@ -549,7 +552,7 @@ fn exec_during_calls_is_harmless() {
             Ok(_) => done += 1,
             // The thread ends with execve, which also closes the descriptors that were given. No program starts
             // between two calls.
-            Err(InjectError::Gone { .. }) => {}
+            Err(InjectError::Exited { .. }) => {}
             Err(error) => panic!("{error}"),
         }
         target.assert_lives();
@@ -580,8 +583,8 @@ fn calls_work_in_other_pid_namespace() {
     let pid = target.grandchild();
     for _ in 0..20 {
         let (number, _) = with_stopped_thread(pid, LIMIT, |thread| {
-            let given = thread.give_descriptors(&[std::io::stdin().as_fd()])?;
-            let taken = thread.take_descriptor(given[0])?;
+            let given = thread.send_descriptors(&[std::io::stdin().as_fd()])?;
+            let taken = thread.fetch_descriptor(given[0])?;
             assert!(is_same_file(taken.as_fd(), std::io::stdin().as_fd()));
             thread.close(given[0])?;
             thread.system_call(libc::SYS_getpid, [0; 6])

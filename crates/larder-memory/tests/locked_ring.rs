@@ -39,10 +39,10 @@ impl Held {
         let ((ring, number), _) = with_stopped_thread(pid, LIMIT, |thread| {
             let memory = memory.take().expect("the work is done once");
             let read_only = memory.memory().read_only().expect("a descriptor");
-            let numbers = thread.give_descriptors(&[read_only.as_fd(), memory.memory().as_fd()])?;
-            let made = memory.make_in(thread, numbers[1])?;
+            let numbers = thread.send_descriptors(&[read_only.as_fd(), memory.memory().as_fd()])?;
+            let made = memory.create_in(thread, numbers[1])?;
             thread.close(numbers[1])?;
-            let ring = thread.take_descriptor(made.number)?;
+            let ring = thread.fetch_descriptor(made.number)?;
             LockedRing::lock(memory, ring, &made, userfaultfd.as_fd()).expect("Linux 6.8 and io_uring are needed");
             Ok((made.number, numbers[0]))
         })
@@ -79,7 +79,7 @@ fn inode(file: &impl std::os::fd::AsFd) -> u64 {
 /// The descriptor is closed here and was never open there: only the ring keeps the userfaultfd.
 #[test]
 fn userfaultfd_outlives_its_descriptors_in_ring() {
-    let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
+    let userfaultfd = userfaultfd::create_for_user_mode().expect("a userfaultfd");
     let wanted = inode(&userfaultfd);
     let held = Held::new(&userfaultfd);
     drop(userfaultfd);
@@ -89,18 +89,18 @@ fn userfaultfd_outlives_its_descriptors_in_ring() {
     let links: Vec<String> = links
         .filter_map(|entry| Some(fs::read_link(entry.path()).ok()?.display().to_string()))
         .collect();
-    assert!(!links.iter().any(|link| link == userfaultfd::LINK), "{links:?}");
+    assert!(!links.iter().any(|link| link == userfaultfd::PROC_LINK), "{links:?}");
     assert_eq!(links.iter().filter(|link| *link == RING_LINK).count(), 1, "{links:?}");
     for _ in 0..3 {
         let ring = held.open(held.descriptor(held.ring)).expect("it is the ring");
-        assert_eq!(inode(&ring.take().expect("it is taken out")), wanted);
+        assert_eq!(inode(&ring.fetch_userfaultfd().expect("it is taken out")), wanted);
     }
 }
 
 /// The process replaces its ring, so that a pager would execute its requests.
 #[test]
 fn another_ring_is_refused() {
-    let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
+    let userfaultfd = userfaultfd::create_for_user_mode().expect("a userfaultfd");
     let (held, other) = (Held::new(&userfaultfd), Held::new(&userfaultfd));
     let error = held.open(other.descriptor(other.ring)).err().expect("it is refused");
     assert!(
@@ -116,7 +116,7 @@ fn another_ring_is_refused() {
 /// The descriptors that the process has, of the ring and, read-only, of its memory, permit no operation.
 #[test]
 fn ring_allows_its_process_nothing() {
-    let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
+    let userfaultfd = userfaultfd::create_for_user_mode().expect("a userfaultfd");
     let held = Held::new(&userfaultfd);
     let ring = held.descriptor(held.ring);
     let buffer = [0_u8; 4096];
@@ -189,7 +189,7 @@ fn keep_only(number: RawFd) {
 /// effect in the caller. The threads have descriptor tables of their own, like another process.
 #[test]
 fn constant_submission_steals_no_userfaultfd() {
-    let userfaultfd = userfaultfd::for_user_mode().expect("a userfaultfd");
+    let userfaultfd = userfaultfd::create_for_user_mode().expect("a userfaultfd");
     let wanted = inode(&userfaultfd);
     let held = Held::new(&userfaultfd);
     let kept = held.descriptor(held.ring);
@@ -211,7 +211,7 @@ fn constant_submission_steals_no_userfaultfd() {
                     }
                     let links = fs::read_dir("/proc/thread-self/fd").expect("procfs").flatten();
                     let mut links = links.filter_map(|entry| fs::read_link(entry.path()).ok());
-                    links.any(|link| link.as_os_str() == userfaultfd::LINK)
+                    links.any(|link| link.as_os_str() == userfaultfd::PROC_LINK)
                 })
             })
             .collect();
@@ -219,7 +219,7 @@ fn constant_submission_steals_no_userfaultfd() {
         let (mut taken, mut refused, mut failed) = (0, 0, None);
         while !has_enough(taken) && refused < 10_000 && failed.is_none() {
             let ring = held.descriptor(held.ring);
-            match held.open(ring).and_then(|ring| ring.take()) {
+            match held.open(ring).and_then(|ring| ring.fetch_userfaultfd()) {
                 Ok(found) if inode(&found) == wanted => taken += 1,
                 Ok(_) => failed = Some("another one was taken out".to_owned()),
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => refused += 1,

@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::os::unix::net::UnixListener;
 use std::process::Command;
 
-use larder_memory::target::{LeftState, Obstacle, Options, QmpError, Target, TargetError, pid_of_qmp};
+use larder_memory::target::{InspectOptions, Obstacle, OrphanedDescriptors, QmpError, Target, TargetError, pid_of_qmp};
 use rustix::process::Pid;
 
 use helper::{Helper, Qemu};
@@ -23,7 +23,7 @@ fn helper() {
 }
 
 fn examine(pid: Pid) -> Result<Target, TargetError> {
-    Target::examine(pid, &Options::default())
+    Target::inspect(pid, &InspectOptions::default())
 }
 
 fn obstacles(pid: Pid) -> Vec<Obstacle> {
@@ -56,13 +56,16 @@ fn qemu_shared_memfd_is_found() {
     let target = examine(qemu.pid()).unwrap();
     assert_eq!(target.pid(), qemu.pid());
     assert_eq!(target.name, "qemu-system-x86");
-    assert_eq!(target.left_state, None);
-    assert_eq!(target.memories.len(), 1);
-    let memory = &target.memories[0];
+    assert_eq!(target.orphaned, None);
+    assert_eq!(target.ram_mappings.len(), 1);
+    let memory = &target.ram_mappings[0];
     assert_eq!(memory.name, "memory-backend-memfd");
-    assert_eq!((memory.place.bytes, memory.place.offset), (64 * MIB, 0));
+    assert_eq!((memory.location.bytes, memory.location.offset), (64 * MIB, 0));
     let stat = memory.file.metadata().unwrap();
-    assert_eq!((stat.dev(), stat.ino()), (memory.place.device, memory.place.inode));
+    assert_eq!(
+        (stat.dev(), stat.ino()),
+        (memory.location.device, memory.location.inode)
+    );
     memory.file.write_all_at(b"x", 5 * MIB).unwrap();
 }
 
@@ -73,12 +76,18 @@ fn qemu_file_in_tmpfs_is_found() {
     let object = format!("memory-backend-file,id=m,size=64M,share=on,mem-path={path}");
     let qemu = Qemu::start(&["-machine", "q35,memory-backend=m", "-object", &object]);
     let target = examine(qemu.pid()).unwrap();
-    assert_eq!(target.memories.len(), 1);
-    assert_eq!(target.memories[0].name, path);
-    assert_eq!(target.memories[0].place.inode, file.as_file().metadata().unwrap().ino());
+    assert_eq!(target.ram_mappings.len(), 1);
+    assert_eq!(target.ram_mappings[0].name, path);
+    assert_eq!(
+        target.ram_mappings[0].location.inode,
+        file.as_file().metadata().unwrap().ino()
+    );
     // A file without a name is found, too.
     file.close().unwrap();
-    assert_eq!(examine(qemu.pid()).unwrap().memories[0].place, target.memories[0].place);
+    assert_eq!(
+        examine(qemu.pid()).unwrap().ram_mappings[0].location,
+        target.ram_mappings[0].location
+    );
 }
 
 #[test]
@@ -107,19 +116,19 @@ fn private_memory_error_explains_sharing() {
 fn process_without_large_memory_is_refused() {
     let mut helper = Helper::new(&["memfd small 8"]);
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::NoMemory { .. }));
-    let small = Options {
+    let small = InspectOptions {
         bytes_min: 8 * MIB,
-        ..Options::default()
+        ..InspectOptions::default()
     };
-    assert_eq!(Target::examine(helper.pid(), &small).unwrap().memories.len(), 1);
+    assert_eq!(Target::inspect(helper.pid(), &small).unwrap().ram_mappings.len(), 1);
     helper.tell("private 64");
-    assert!(matches!(only_obstacle(helper.pid()), Obstacle::Private { place, .. } if place.bytes >= 64 * MIB));
+    assert!(matches!(only_obstacle(helper.pid()), Obstacle::Private { location, .. } if location.bytes >= 64 * MIB));
 }
 
 #[test]
 fn extra_private_memory_is_a_warning() {
     let helper = Helper::new(&["memfd ram 32", "private 200"]);
-    let cautions = examine(helper.pid()).unwrap().cautions;
+    let cautions = examine(helper.pid()).unwrap().warnings;
     assert!(
         cautions.iter().any(|caution| caution.contains("of private memory at")),
         "{cautions:?}"
@@ -133,7 +142,9 @@ fn memory_mapped_by_other_is_refused() {
     let target = Helper::new(&[&open, "map 32"]);
     let other = Helper::new(&[&open, "map 1", "name evil\u{1b}[2J"]);
     match only_obstacle(target.pid()) {
-        Obstacle::MappedByOther { pid, by, .. } => {
+        Obstacle::MappedByOther {
+            pid, process_name: by, ..
+        } => {
             assert_eq!((pid, by.as_str()), (other.pid(), "evil\u{fffd}[2J"));
         }
         found => panic!("{found}"),
@@ -161,7 +172,7 @@ fn overlapping_mappings_of_file_are_refused() {
     helper.tell("memfd between 16");
     helper.tell("close");
     helper.tell("map 32 from 32");
-    assert_eq!(examine(helper.pid()).unwrap().memories.len(), 3);
+    assert_eq!(examine(helper.pid()).unwrap().ram_mappings.len(), 3);
 }
 
 #[test]
@@ -207,7 +218,7 @@ fn huge_pages_are_refused() {
     // The host needs no huge pages for this, because none is touched.
     let helper = Helper::new(&["huge 32"]);
     let found = only_obstacle(helper.pid());
-    assert!(matches!(found, Obstacle::HugePages { .. }), "{found}");
+    assert!(matches!(found, Obstacle::Hugetlbfs { .. }), "{found}");
 }
 
 /// The file is ignored if there is other memory.
@@ -221,15 +232,15 @@ fn memory_in_disk_file_is_refused() {
     assert!(matches!(found, Obstacle::OnDisk { .. }), "{found}");
     helper.tell("memfd ram 32");
     let target = examine(helper.pid()).unwrap();
-    assert_eq!(target.memories.len(), 1);
-    assert_eq!(target.memories[0].name, "ram");
+    assert_eq!(target.ram_mappings.len(), 1);
+    assert_eq!(target.ram_mappings[0].name, "ram");
     assert!(
         target
-            .cautions
+            .warnings
             .iter()
             .any(|caution| caution.starts_with("not managed: ")),
         "{:?}",
-        target.cautions
+        target.warnings
     );
 }
 
@@ -252,7 +263,11 @@ fn tracer_is_reported() {
     let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid.as_raw_pid(), none, none) };
     assert_eq!(seized, 0);
     match only_obstacle(pid) {
-        Obstacle::Traced { tid, by_pid, .. } => {
+        Obstacle::Traced {
+            tid,
+            tracer_pid: by_pid,
+            ..
+        } => {
             assert_eq!((tid, by_pid), (pid, std::process::id() as i32));
         }
         found => panic!("{found}"),
@@ -263,9 +278,9 @@ fn tracer_is_reported() {
 fn files_for_direct_io_are_detected() {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut helper = Helper::new(&["memfd ram 32"]);
-    assert!(!examine(helper.pid()).unwrap().direct_io);
+    assert!(!examine(helper.pid()).unwrap().uses_direct_io);
     helper.tell(&format!("direct {}", file.path().display()));
-    assert!(examine(helper.pid()).unwrap().direct_io);
+    assert!(examine(helper.pid()).unwrap().uses_direct_io);
 }
 
 /// The state of an earlier pager is not an obstacle.
@@ -274,23 +289,23 @@ fn state_of_earlier_pager_is_found() {
     let mut helper = Helper::new(&["memfd ram 32"]);
     let pages = helper.tell("memfd larder-pages 32").parse().unwrap();
     let target = examine(helper.pid()).unwrap();
-    assert_eq!(target.memories.len(), 1);
+    assert_eq!(target.ram_mappings.len(), 1);
     assert!(
-        target.cautions.iter().any(|caution| caution.contains("no userfaultfd")),
+        target.warnings.iter().any(|caution| caution.contains("no userfaultfd")),
         "{:?}",
-        target.cautions
+        target.warnings
     );
     let compressed = helper.tell("memfd larder-compressed 32").parse().unwrap();
     let userfaultfd = helper.tell("userfaultfd").parse().unwrap();
     let target = examine(helper.pid()).unwrap();
-    let left = LeftState {
+    let left = OrphanedDescriptors {
         pages,
         compressed: Some(compressed),
-        unnoted: vec![userfaultfd],
+        unrecorded_userfaultfds: vec![userfaultfd],
         ring_memories: Vec::new(),
     };
-    assert_eq!(target.left_state, Some(left));
-    assert_eq!(target.memories.len(), 1);
+    assert_eq!(target.orphaned, Some(left));
+    assert_eq!(target.ram_mappings.len(), 1);
 }
 
 /// Successor of a killed pager, which may not use /proc/PID/map_files.
@@ -310,48 +325,48 @@ fn unopenable_memory_allows_successor() {
 #[test]
 fn memory_changes_are_reported_once() {
     let mut helper = Helper::new(&["memfd ram 32"]);
-    let options = Options::default();
+    let options = InspectOptions::default();
     let mut target = examine(helper.pid()).unwrap();
     let is_quiet = |target: &mut Target| {
-        let changes = target.memories_now(&options).unwrap();
+        let changes = target.rescan(&options).unwrap();
         assert!(
-            changes.new.is_empty() && changes.gone.is_empty() && changes.refused.is_empty(),
+            changes.added.is_empty() && changes.unmapped.is_empty() && changes.refused.is_empty(),
             "{changes:?}"
         );
     };
     is_quiet(&mut target);
 
     helper.tell("memfd plugged 64");
-    let changes = target.memories_now(&options).unwrap();
-    assert_eq!(changes.new.len(), 1);
+    let changes = target.rescan(&options).unwrap();
+    assert_eq!(changes.added.len(), 1);
     assert_eq!(
-        (changes.new[0].name.as_str(), changes.new[0].place.bytes),
+        (changes.added[0].name.as_str(), changes.added[0].location.bytes),
         ("plugged", 64 * MIB)
     );
-    assert!(changes.gone.is_empty() && changes.refused.is_empty());
+    assert!(changes.unmapped.is_empty() && changes.refused.is_empty());
     // From here on the kernel shows it as two mappings.
     helper.tell("split");
     is_quiet(&mut target);
 
     helper.tell("unmap");
-    let gone = target.memories_now(&options).unwrap().gone;
-    assert_eq!(gone, [changes.new[0].place]);
+    let gone = target.rescan(&options).unwrap().unmapped;
+    assert_eq!(gone, [changes.added[0].location]);
     helper.tell("huge 32");
-    let changes = target.memories_now(&options).unwrap();
+    let changes = target.rescan(&options).unwrap();
     assert!(
-        matches!(changes.refused[..], [Obstacle::HugePages { .. }]),
+        matches!(changes.refused[..], [Obstacle::Hugetlbfs { .. }]),
         "{changes:?}"
     );
-    assert!(changes.new.is_empty());
+    assert!(changes.added.is_empty());
     is_quiet(&mut target);
     helper.tell("memfd twice 32");
     helper.tell("map 16");
-    let changes = target.memories_now(&options).unwrap();
-    assert!(changes.new.is_empty() && !changes.refused.is_empty(), "{changes:?}");
+    let changes = target.rescan(&options).unwrap();
+    assert!(changes.added.is_empty() && !changes.refused.is_empty(), "{changes:?}");
 
     helper.kill();
     helper.wait();
-    assert!(matches!(target.memories_now(&options), Err(TargetError::Ended { .. })));
+    assert!(matches!(target.rescan(&options), Err(TargetError::Ended { .. })));
 }
 
 #[test]
@@ -408,7 +423,7 @@ fn qmp_socket_leads_to_process() {
     drop(qemu);
     assert!(matches!(
         pid_of_qmp(&path),
-        Err(QmpError::NobodyListens { .. } | QmpError::NoFile { .. })
+        Err(QmpError::NoListener { .. } | QmpError::NoFile { .. })
     ));
 }
 
@@ -433,5 +448,5 @@ fn invalid_qmp_path_is_reported() {
     let listener = UnixListener::bind(&path).unwrap();
     assert_eq!(pid_of_qmp(&path).unwrap(), rustix::process::getpid());
     drop(listener);
-    assert!(matches!(pid_of_qmp(&path), Err(QmpError::NobodyListens { .. })));
+    assert!(matches!(pid_of_qmp(&path), Err(QmpError::NoListener { .. })));
 }

@@ -49,13 +49,13 @@ impl PageKey {
 }
 
 /// Map from pages to slots, which only the sender has.
-pub struct Index {
+pub struct BaseIndex {
     slots: HashMap<PageKey, u32, BuildHasherDefault<KeyHasher>>,
     entries: Vec<Entry>,
     limit: u32,
     /// Position of the clock hand, where the search for a victim continues.
     hand: u32,
-    seen: Seen,
+    sent_pages: SentPages,
 }
 
 struct Entry {
@@ -67,7 +67,7 @@ struct Entry {
     /// Consecutive deltas that saved too little.
     misses: u8,
     /// Times that the page was sent without a slot since its last delta was tried.
-    left_out: u8,
+    skipped_sends: u8,
 }
 
 /// Number of consecutive deltas that save too little after which deltas of a page are suspended.
@@ -79,25 +79,25 @@ const SEARCH_MAX: usize = 32;
 
 /// Policy for keeping an old version of a page, which costs memory and a copy at either end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keep {
+pub enum BasePolicy {
     /// Keep the page from the first time that it is sent, whatever its deltas have saved.
-    AtOnce,
+    OnFirstSend,
     /// Keep the page once it is sent a second time; most pages are sent once.
-    SentAgain,
+    OnSecondSend,
     /// Do not keep the page: it compresses to almost nothing anyway.
     Never,
 }
 
 /// Slot of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct BaseSlot {
     /// Slot that holds the old version, and later the new one.
     pub slot: u32,
     /// True if the slot holds an older version of this page, false if it holds another page or none.
-    pub holds: bool,
+    pub has_base: bool,
 }
 
-impl Index {
+impl BaseIndex {
     /// Creates an index of `limit` slots, the number that both sides keep.
     #[must_use]
     pub fn new(limit: u32) -> Self {
@@ -106,34 +106,34 @@ impl Index {
             entries: Vec::new(),
             limit,
             hand: 0,
-            seen: Seen::default(),
+            sent_pages: SentPages::default(),
         }
     }
 
     /// Returns the slot of a page of `frame`, and raises `after` where earlier frames must be done first. Returns
-    /// `None` if the page gets no slot: there is no room, its deltas save nothing, or `keep` excludes it.
+    /// `None` if the page gets no slot: there is no room, its deltas save nothing, or `policy` excludes it.
     ///
     /// A page that was never sent before gets only a free slot.
-    pub fn place(&mut self, key: PageKey, frame: u64, keep: Keep, after: &mut u64) -> Option<Place> {
-        if keep == Keep::Never {
-            self.seen.insert(key);
+    pub fn assign_slot(&mut self, key: PageKey, frame: u64, policy: BasePolicy, after: &mut u64) -> Option<BaseSlot> {
+        if policy == BasePolicy::Never {
+            self.sent_pages.insert(key);
             return None;
         }
         if let Some(&slot) = self.slots.get(&key) {
             let entry = &mut self.entries[slot as usize];
             entry.referenced = true;
-            if entry.misses >= MISSES_MAX && keep != Keep::AtOnce {
-                entry.left_out += 1;
-                if entry.left_out < RETRY_EVERY {
+            if entry.misses >= MISSES_MAX && policy != BasePolicy::OnFirstSend {
+                entry.skipped_sends += 1;
+                if entry.skipped_sends < RETRY_EVERY {
                     return None;
                 }
-                entry.left_out = 0;
+                entry.skipped_sends = 0;
             }
-            Self::claim(entry, frame, after);
-            return Some(Place { slot, holds: true });
+            Self::add_dependency(entry, frame, after);
+            return Some(BaseSlot { slot, has_base: true });
         }
-        let first = self.seen.insert(key);
-        if first && keep != Keep::AtOnce {
+        let first = self.sent_pages.insert(key);
+        if first && policy != BasePolicy::OnFirstSend {
             return None;
         }
         let slot = if (self.entries.len() as u64) < u64::from(self.limit) {
@@ -142,19 +142,19 @@ impl Index {
         } else if first {
             return None;
         } else {
-            let slot = self.victim()?;
+            let slot = self.find_victim()?;
             let entry = &mut self.entries[slot as usize];
-            Self::claim(entry, frame, after);
+            Self::add_dependency(entry, frame, after);
             self.slots.remove(&entry.key);
             *entry = Entry::new(key, frame);
             slot
         };
         self.slots.insert(key, slot);
-        Some(Place { slot, holds: false })
+        Some(BaseSlot { slot, has_base: false })
     }
 
     /// Records whether the delta of the page in `slot` saved much.
-    pub fn learn(&mut self, slot: u32, saved: bool) {
+    pub fn record_saving(&mut self, slot: u32, saved: bool) {
         let entry = &mut self.entries[slot as usize];
         entry.misses = if saved { 0 } else { (entry.misses + 1).min(MISSES_MAX) };
     }
@@ -165,7 +165,7 @@ impl Index {
         self.entries.len() as u32
     }
 
-    fn claim(entry: &mut Entry, frame: u64, after: &mut u64) {
+    fn add_dependency(entry: &mut Entry, frame: u64, after: &mut u64) {
         // Within a frame both sides follow the order of its pages.
         if entry.frame != frame {
             *after = (*after).max(entry.frame + 1);
@@ -173,7 +173,7 @@ impl Index {
         }
     }
 
-    fn victim(&mut self) -> Option<u32> {
+    fn find_victim(&mut self) -> Option<u32> {
         for _ in 0..SEARCH_MAX.min(self.entries.len()) {
             let slot = self.hand;
             self.hand = (self.hand + 1) % self.entries.len() as u32;
@@ -192,18 +192,18 @@ impl Entry {
             frame,
             referenced: false,
             misses: 0,
-            left_out: 0,
+            skipped_sends: 0,
         }
     }
 }
 
 /// Set of pages that were sent at least once: a bit for each, allocated in pieces of 128 MiB of guest memory.
 #[derive(Default)]
-struct Seen {
+struct SentPages {
     pieces: HashMap<u64, Box<[u64; Self::WORDS]>, BuildHasherDefault<KeyHasher>>,
 }
 
-impl Seen {
+impl SentPages {
     const WORDS: usize = 512;
     const PAGES: u64 = 64 * Self::WORDS as u64;
     /// Maximum pieces: 64 MiB of bits, for 2 TiB of guest memory. Pages beyond that count as sent before.
@@ -249,7 +249,7 @@ impl Hasher for KeyHasher {
 
 /// Progress of a session's frames, for frames that must wait for earlier ones.
 pub struct Frontier {
-    progress: Mutex<Progress>,
+    progress: Mutex<FrontierState>,
     changed: Condvar,
 }
 
@@ -258,11 +258,11 @@ pub struct Frontier {
 const AHEAD_MAX: u64 = 1 << 18;
 
 #[derive(Default)]
-struct Progress {
+struct FrontierState {
     /// All frames with lower numbers are done.
     next: u64,
     /// Frames above `next` that lanes running ahead have done.
-    beyond: BTreeSet<u64>,
+    done_ahead: BTreeSet<u64>,
     stopped: bool,
 }
 
@@ -294,17 +294,22 @@ impl Frontier {
 
     /// Records that frame `number` has made all its changes to slots. Returns false if that is impossible: the frame
     /// was recorded before, or it is [`AHEAD_MAX`] or more ahead.
-    pub fn done(&self, number: u64) -> bool {
+    pub fn mark_done(&self, number: u64) -> bool {
         let mut progress = self.lock();
         if number < progress.next || number - progress.next >= AHEAD_MAX {
             return false;
         }
-        if !progress.beyond.insert(number) {
+        if !progress.done_ahead.insert(number) {
             return false;
         }
         let before = progress.next;
-        while let Some(first) = progress.beyond.first().copied().filter(|&first| first == progress.next) {
-            progress.beyond.remove(&first);
+        while let Some(first) = progress
+            .done_ahead
+            .first()
+            .copied()
+            .filter(|&first| first == progress.next)
+        {
+            progress.done_ahead.remove(&first);
             progress.next += 1;
         }
         if progress.next != before {
@@ -319,7 +324,7 @@ impl Frontier {
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, Progress> {
+    fn lock(&self) -> MutexGuard<'_, FrontierState> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

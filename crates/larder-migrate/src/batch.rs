@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use larder_codec::accelerator::Buffer;
+use larder_codec::accelerator::PageBuffer;
 use larder_codec::{PAGE, uniform_word};
 
 use crate::base::PageKey;
-use crate::stream::{BlockId, PAGE_HEADER, PageIndex, Parser, Step, ZERO_RECORD, zero_record};
+use crate::stream::{BlockId, PAGE_HEADER, PageIndex, ParseStep, Parser, ZERO_RECORD, zero_record};
 use crate::wire::{FRAME_OPERATIONS_MAX, FRAME_PAGES_MAX, FRAME_RAW_MAX};
 
 /// Item found in the bytes of a channel. Items are in the order of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum BatchItem {
     /// Bytes that belong to no page.
     Literal {
         /// Number of bytes.
@@ -37,19 +37,19 @@ pub enum Found {
 const ZEROS_MIN: u32 = 2;
 /// Maximum items of a batch, except that one packet of pages may exceed it. At [`OPERATION_LEN_MAX`] each, a frame
 /// has room for them.
-const FOUND_MAX: usize = 4096;
+const ITEMS_MAX: usize = 4096;
 /// Maximum bytes of an operation: a number, a count, and a word.
 const OPERATION_LEN_MAX: usize = 1 + 5 + 8;
-const _: () = assert!((FOUND_MAX + 2 * FRAME_PAGES_MAX) * OPERATION_LEN_MAX <= FRAME_OPERATIONS_MAX);
+const _: () = assert!((ITEMS_MAX + 2 * FRAME_PAGES_MAX) * OPERATION_LEN_MAX <= FRAME_OPERATIONS_MAX);
 
 /// Bytes of one channel that go into one frame.
 pub struct Batch {
     /// Page-aligned buffer for devices, which share it until they have read it.
-    buffer: Arc<Buffer>,
+    buffer: Arc<PageBuffer>,
     /// Bytes read so far; those beyond [`Self::len`] belong to the next batch.
     filled: usize,
     len: usize,
-    found: Vec<Found>,
+    items: Vec<BatchItem>,
     pages: usize,
     zeros: u32,
 }
@@ -59,10 +59,10 @@ impl Batch {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            buffer: Arc::new(Buffer::new(FRAME_RAW_MAX.div_ceil(PAGE))),
+            buffer: Arc::new(PageBuffer::new(FRAME_RAW_MAX.div_ceil(PAGE))),
             filled: 0,
             len: 0,
-            found: Vec::new(),
+            items: Vec::new(),
             pages: 0,
             zeros: 0,
         }
@@ -70,7 +70,7 @@ impl Batch {
 
     /// Starts a batch with the bytes that the channel's last batch left over.
     pub fn begin(&mut self, left_over: &mut Vec<u8>) {
-        self.found.clear();
+        self.items.clear();
         self.pages = 0;
         self.zeros = 0;
         self.len = 0;
@@ -102,17 +102,17 @@ impl Batch {
     /// Returns true if the batch has all that fits in a frame.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        !self.fits_more() || self.filled == FRAME_RAW_MAX
+        !self.has_room() || self.filled == FRAME_RAW_MAX
     }
 
-    const fn fits_more(&self) -> bool {
-        self.pages < FRAME_PAGES_MAX && self.found.len() < FOUND_MAX
+    const fn has_room(&self) -> bool {
+        self.pages < FRAME_PAGES_MAX && self.items.len() < ITEMS_MAX
     }
 
     /// Parses the bytes that were read, as far as the parser understands them and they fit in the frame. Returns true
     /// if the parser needs more bytes for the rest.
-    pub fn look(&mut self, parser: &mut Parser) -> bool {
-        while self.len < self.filled && self.fits_more() {
+    pub fn parse(&mut self, parser: &mut Parser) -> bool {
+        while self.len < self.filled && self.has_room() {
             // This many bytes hold no more pages than the frame has room for, with or without 8 bytes before each.
             let room = (FRAME_PAGES_MAX - self.pages) * PAGE + PAGE_HEADER;
             let end = self.filled.min(self.len + room);
@@ -121,36 +121,36 @@ impl Batch {
             let data = &self.buffer[self.len..self.len + len];
             match step {
                 // More bytes are there, but they do not fit in this frame.
-                Step::NeedMore { .. } if end < self.filled => {
+                ParseStep::NeedMore { .. } if end < self.filled => {
                     self.pages = FRAME_PAGES_MAX;
                     return false;
                 }
-                Step::NeedMore { .. } => return true,
-                Step::Literal { .. } => self.pages += add_literal(&mut self.found, data),
-                Step::Zeros { first, count, .. } => {
+                ParseStep::NeedMore { .. } => return true,
+                ParseStep::Literal { .. } => self.pages += add_literal(&mut self.items, data),
+                ParseStep::Zeros { first, count, .. } => {
                     self.zeros += count;
                     if count < ZEROS_MIN {
-                        add_literal(&mut self.found, data);
+                        add_literal(&mut self.items, data);
                     } else {
-                        self.found.push(Found::Zeros {
+                        self.items.push(BatchItem::Zeros {
                             header: page_header_of(&zero_record(first)),
                             count,
                         });
                     }
                 }
-                Step::Record { block, page } => {
-                    self.pages += add_literal(&mut self.found, &data[..PAGE_HEADER]);
+                ParseStep::Record { block, page } => {
+                    self.pages += add_literal(&mut self.items, &data[..PAGE_HEADER]);
                     self.pages += 1;
-                    self.found.push(page_found(block, page, &data[PAGE_HEADER..]));
+                    self.items.push(page_item(block, page, &data[PAGE_HEADER..]));
                 }
-                Step::Pages { block, pages } => {
+                ParseStep::Pages { block, pages } => {
                     self.pages += pages.len();
                     let contents = data.chunks_exact(PAGE);
-                    self.found.extend(
+                    self.items.extend(
                         pages
                             .iter()
                             .zip(contents)
-                            .map(|(page, content)| page_found(block, *page, content)),
+                            .map(|(page, content)| page_item(block, *page, content)),
                     );
                 }
             }
@@ -161,13 +161,13 @@ impl Batch {
 
     /// Adds all that was read to this frame, parsed or not, as far as it fits.
     pub fn flush(&mut self, parser: &mut Parser) {
-        if !self.fits_more() {
+        if !self.has_room() {
             return;
         }
         let rest = &self.buffer[self.len..self.filled];
         if !rest.is_empty() {
             parser.pass(rest);
-            self.pages += add_literal(&mut self.found, rest);
+            self.pages += add_literal(&mut self.items, rest);
             self.len = self.filled;
         }
     }
@@ -186,7 +186,7 @@ impl Batch {
 
     /// Returns the buffer whose beginning is [`Self::bytes`], for devices.
     #[must_use]
-    pub const fn buffer(&self) -> &Arc<Buffer> {
+    pub const fn buffer(&self) -> &Arc<PageBuffer> {
         &self.buffer
     }
 
@@ -198,8 +198,8 @@ impl Batch {
 
     /// Returns the items found in the frame's bytes.
     #[must_use]
-    pub fn found(&self) -> &[Found] {
-        &self.found
+    pub fn items(&self) -> &[BatchItem] {
+        &self.items
     }
 }
 
@@ -211,25 +211,25 @@ impl Default for Batch {
 
 /// Splits bytes that belong to no page into page-sized pieces, which are encoded like pages, and a rest. Returns the
 /// number of pieces.
-fn add_literal(found: &mut Vec<Found>, data: &[u8]) -> usize {
+fn add_literal(items: &mut Vec<BatchItem>, data: &[u8]) -> usize {
     let pages = data.chunks_exact(PAGE);
-    let rest = pages.remainder().len() as u32;
+    let tail_len = pages.remainder().len() as u32;
     let count = pages.len();
-    found.extend(pages.map(|content| Found::Page {
+    items.extend(pages.map(|content| BatchItem::Page {
         key: None,
         same: same_word(content),
     }));
-    if rest > 0 {
-        match found.last_mut() {
-            Some(Found::Literal { len }) => *len += rest,
-            _ => found.push(Found::Literal { len: rest }),
+    if tail_len > 0 {
+        match items.last_mut() {
+            Some(BatchItem::Literal { len }) => *len += tail_len,
+            _ => items.push(BatchItem::Literal { len: tail_len }),
         }
     }
     count
 }
 
-fn page_found(block: BlockId, page: PageIndex, content: &[u8]) -> Found {
-    Found::Page {
+fn page_item(block: BlockId, page: PageIndex, content: &[u8]) -> BatchItem {
+    BatchItem::Page {
         key: PageKey::new(block.get().into(), page.get().into()),
         same: same_word(content),
     }

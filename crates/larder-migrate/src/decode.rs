@@ -5,7 +5,7 @@ use larder_codec::{PAGE, delta};
 use thiserror::Error;
 
 use crate::base::{Frontier, Slots, Stopped};
-use crate::frame::{Operations, OperationsError, Piece, Room, Source, header_after};
+use crate::frame::{FrameSizes, OperationsError, OperationsReader, PageOrigin, Piece, header_after};
 use crate::wire::{FRAME_PAGES_MAX, FrameHeader};
 
 /// Reasons why a frame cannot be decoded. The session is then over: later frames may need the slots that this one
@@ -119,28 +119,28 @@ impl FrameDecoder {
         let (operations, rest) = body.split_at(header.operations_len as usize);
         let (literals, rest) = rest.split_at(header.literals_len as usize);
         let (encoded, deltas) = rest.split_at(header.pages_len as usize);
-        let room = Room {
+        let sizes = FrameSizes {
             raw: header.raw_len as usize,
             literals: literals.len(),
             slots: bases.slots.len(),
         };
-        let operations = || Operations::new(operations, room);
+        let operations = || OperationsReader::new(operations, sizes);
         let pages = self.pages(header, operations(), encoded)?;
 
         bases.frontier.wait(header.after)?;
         out.clear();
         out.reserve(header.raw_len as usize);
-        let mut maker = Maker {
+        let mut interpreter = Interpreter {
             number,
             literals,
             pages,
             deltas,
-            before: [0; 8],
+            last_header: [0; 8],
             slots: &bases.slots,
             out,
         };
-        maker.make(operations())?;
-        if !bases.frontier.done(number) {
+        interpreter.run(operations())?;
+        if !bases.frontier.mark_done(number) {
             return Err(DecodeError::Order { number });
         }
         let found = crc32c::crc32c(out);
@@ -158,7 +158,7 @@ impl FrameDecoder {
     fn pages<'a>(
         &'a mut self,
         header: &FrameHeader,
-        mut operations: Operations<'_>,
+        mut operations: OperationsReader<'_>,
         encoded: &'a [u8],
     ) -> Result<&'a [u8], DecodeError> {
         let number = header.number;
@@ -168,7 +168,7 @@ impl FrameDecoder {
             .map_err(|source| DecodeError::Operations { number, source })?
         {
             if let Piece::Page {
-                source: Source::Plain | Source::Stored(_),
+                source: PageOrigin::Plain | PageOrigin::Stored(_),
                 ..
             } = piece
             {
@@ -205,19 +205,19 @@ impl Default for FrameDecoder {
 }
 
 /// Interpreter of one frame's operations.
-struct Maker<'a> {
+struct Interpreter<'a> {
     number: u64,
     literals: &'a [u8],
     pages: &'a [u8],
     deltas: &'a [u8],
     /// Eight bytes before the last page.
-    before: [u8; 8],
+    last_header: [u8; 8],
     slots: &'a Slots,
     out: &'a mut Vec<u8>,
 }
 
-impl<'a> Maker<'a> {
-    fn make(&mut self, mut operations: Operations<'_>) -> Result<(), DecodeError> {
+impl<'a> Interpreter<'a> {
+    fn run(&mut self, mut operations: OperationsReader<'_>) -> Result<(), DecodeError> {
         let number = self.number;
         while let Some(piece) = operations
             .next_piece()
@@ -234,8 +234,8 @@ impl<'a> Maker<'a> {
                 }
                 Piece::Page { source, follows } => {
                     if follows {
-                        self.before = header_after(self.before);
-                        self.out.extend_from_slice(&self.before);
+                        self.last_header = header_after(self.last_header);
+                        self.out.extend_from_slice(&self.last_header);
                     }
                     self.page(source)?;
                 }
@@ -257,26 +257,26 @@ impl<'a> Maker<'a> {
         self.literals = rest;
         self.out.extend_from_slice(literal);
         if let Some(last) = literal.last_chunk() {
-            self.before = *last;
+            self.last_header = *last;
         }
     }
 
-    fn page(&mut self, source: Source) -> Result<(), DecodeError> {
+    fn page(&mut self, source: PageOrigin) -> Result<(), DecodeError> {
         match source {
-            Source::Same(word) => {
+            PageOrigin::Same(word) => {
                 let len = self.out.len();
                 self.out.resize(len + PAGE, 0);
                 if word != [0; 8] {
-                    for place in self.out[len..].chunks_exact_mut(8) {
-                        place.copy_from_slice(&word);
+                    for target in self.out[len..].chunks_exact_mut(8) {
+                        target.copy_from_slice(&word);
                     }
                 }
             }
-            Source::Plain => {
+            PageOrigin::Plain => {
                 let page = self.next_page();
                 self.out.extend_from_slice(page);
             }
-            Source::Stored(slot) => {
+            PageOrigin::Stored(slot) => {
                 let page = self.next_page();
                 self.slots
                     .lock(slot)
@@ -285,7 +285,7 @@ impl<'a> Maker<'a> {
                     .copy_from_slice(page);
                 self.out.extend_from_slice(page);
             }
-            Source::Delta(slot) => {
+            PageOrigin::Delta(slot) => {
                 let mut chunk = self.slots.lock(slot).ok_or(DecodeError::NoMemory)?;
                 let page = chunk.page(slot);
                 let used = delta::apply(page, self.deltas).map_err(|_| DecodeError::Section {

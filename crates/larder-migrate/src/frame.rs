@@ -16,8 +16,8 @@
 //!
 //! Counts are LEB128. Slots are too, each as the zigzag difference to the previous slot (initially 0).
 //!
-//! Invariants: [`Operations`] checks every piece against the sizes in [`Room`], so that executing the pieces cannot
-//! overrun; [`Operations`] reads every frame that [`Writer`] makes.
+//! Invariants: [`OperationsReader`] checks every piece against the sizes in [`FrameSizes`], so that executing the
+//! pieces cannot overrun; [`OperationsReader`] reads every frame that [`OperationsWriter`] makes.
 
 use larder_codec::PAGE;
 use thiserror::Error;
@@ -42,7 +42,7 @@ pub enum Piece {
     /// One page.
     Page {
         /// Source of the page's bytes.
-        source: Source,
+        source: PageOrigin,
         /// The 8 bytes before the page are computed from those before the last page.
         follows: bool,
     },
@@ -50,7 +50,7 @@ pub enum Piece {
 
 /// Source of a page's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum PageOrigin {
     /// Uniform page of this word, in the byte order of the page.
     Same([u8; 8]),
     /// Next page of the third section.
@@ -61,7 +61,7 @@ pub enum Source {
     Delta(u32),
 }
 
-impl Source {
+impl PageOrigin {
     const fn number(self) -> u8 {
         match self {
             Self::Same(_) => 2,
@@ -80,10 +80,10 @@ const FOLLOWS: u8 = 0x80;
 
 /// Writer of operations, which merges like pages into one operation.
 #[derive(Default)]
-pub struct Writer {
+pub struct OperationsWriter {
     bytes: Vec<u8>,
     run: Option<Run>,
-    slot_before: u32,
+    previous_slot: u32,
 }
 
 struct Run {
@@ -93,12 +93,12 @@ struct Run {
     slots: [u32; FRAME_PAGES_MAX],
 }
 
-impl Writer {
+impl OperationsWriter {
     /// Discards the operations and keeps the memory.
     pub fn clear(&mut self) {
         self.bytes.clear();
         self.run = None;
-        self.slot_before = 0;
+        self.previous_slot = 0;
     }
 
     /// Appends a piece.
@@ -125,9 +125,13 @@ impl Writer {
         &self.bytes
     }
 
-    fn push_page(&mut self, source: Source, follows: bool) {
+    fn push_page(&mut self, source: PageOrigin, follows: bool) {
         let code = source.number() | if follows { FOLLOWS } else { 0 };
-        let word = if let Source::Same(word) = source { word } else { [0; 8] };
+        let word = if let PageOrigin::Same(word) = source {
+            word
+        } else {
+            [0; 8]
+        };
         let joins = self
             .run
             .as_ref()
@@ -142,7 +146,7 @@ impl Writer {
             });
         }
         let run = self.run.as_mut().expect("started above");
-        if let Source::Stored(slot) | Source::Delta(slot) = source {
+        if let PageOrigin::Stored(slot) | PageOrigin::Delta(slot) = source {
             run.slots[run.count as usize] = slot;
         }
         run.count += 1;
@@ -156,9 +160,9 @@ impl Writer {
             2 => self.bytes.extend_from_slice(&run.word),
             4 | 5 => {
                 for &slot in &run.slots[..run.count as usize] {
-                    let difference = i64::from(slot) - i64::from(self.slot_before);
+                    let difference = i64::from(slot) - i64::from(self.previous_slot);
                     put_varint_64(&mut self.bytes, ((difference << 1) ^ (difference >> 63)) as u64);
-                    self.slot_before = slot;
+                    self.previous_slot = slot;
                 }
             }
             _ => {}
@@ -188,7 +192,7 @@ pub struct OperationsError {
 
 /// Sizes of a frame, which its operations must use up exactly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct FrameSizes {
     /// Bytes of the channel.
     pub raw: usize,
     /// Bytes of literals.
@@ -198,12 +202,12 @@ pub struct Room {
 }
 
 /// Reader of operations, piece by piece, which checks that they use up the frame's sizes.
-pub struct Operations<'a> {
+pub struct OperationsReader<'a> {
     bytes: &'a [u8],
     at: usize,
-    room: Room,
+    remaining: FrameSizes,
     pages: usize,
-    slot_before: u32,
+    previous_slot: u32,
     /// Rest of the current operation.
     code: u8,
     word: [u8; 8],
@@ -212,16 +216,16 @@ pub struct Operations<'a> {
     has_header: bool,
 }
 
-impl<'a> Operations<'a> {
+impl<'a> OperationsReader<'a> {
     /// Creates a reader of the operations of a frame of these sizes.
     #[must_use]
-    pub const fn new(bytes: &'a [u8], room: Room) -> Self {
+    pub const fn new(bytes: &'a [u8], sizes: FrameSizes) -> Self {
         Self {
             bytes,
             at: 0,
-            room,
+            remaining: sizes,
             pages: 0,
-            slot_before: 0,
+            previous_slot: 0,
             code: 0,
             word: [0; 8],
             count: 0,
@@ -236,14 +240,14 @@ impl<'a> Operations<'a> {
     pub fn next_piece(&mut self) -> Result<Option<Piece>, OperationsError> {
         if self.count == 0 {
             if self.at == self.bytes.len() {
-                return if self.room.raw == 0 && self.room.literals == 0 {
+                return if self.remaining.raw == 0 && self.remaining.literals == 0 {
                     Ok(None)
                 } else {
-                    Err(self.wrong("the operations end before the frame"))
+                    Err(self.error("the operations end before the frame"))
                 };
             }
-            if let Some(whole) = self.begin()? {
-                return Ok(Some(whole));
+            if let Some(piece) = self.begin_operation()? {
+                return Ok(Some(piece));
             }
         }
         self.count -= 1;
@@ -251,35 +255,35 @@ impl<'a> Operations<'a> {
     }
 
     /// Begins an operation; returns its piece if it is one of bytes that belong to no page.
-    fn begin(&mut self) -> Result<Option<Piece>, OperationsError> {
+    fn begin_operation(&mut self) -> Result<Option<Piece>, OperationsError> {
         self.code = self.byte()?;
         let count = self.varint()?;
         if count == 0 || count > u64::from(u32::MAX) {
-            return Err(self.wrong("a count is 0 or too large"));
+            return Err(self.error("a count is 0 or too large"));
         }
         if self.code == LITERAL {
             let len = count as usize;
-            if len > self.room.raw || len > self.room.literals {
-                return Err(self.wrong("a literal is longer than the remaining bytes"));
+            if len > self.remaining.raw || len > self.remaining.literals {
+                return Err(self.error("a literal is longer than the remaining bytes"));
             }
-            self.room.raw -= len;
-            self.room.literals -= len;
+            self.remaining.raw -= len;
+            self.remaining.literals -= len;
             self.has_header |= len >= 8;
             return Ok(Some(Piece::Literal { len: len as u32 }));
         }
         if self.code == ZEROS {
             let len = (count as usize).saturating_mul(ZERO_RECORD);
-            if len > self.room.raw {
-                return Err(self.wrong("more zero-page records than fit in the remaining bytes"));
+            if len > self.remaining.raw {
+                return Err(self.error("more zero-page records than fit in the remaining bytes"));
             }
-            self.room.raw -= len;
+            self.remaining.raw -= len;
             return Ok(Some(Piece::Zeros {
                 header: self.word()?,
                 count: count as u32,
             }));
         }
         if !(2..=5).contains(&(self.code & !FOLLOWS)) {
-            return Err(self.wrong("unknown operation"));
+            return Err(self.error("unknown operation"));
         }
         if self.code & !FOLLOWS == 2 {
             self.word = self.word()?;
@@ -291,19 +295,19 @@ impl<'a> Operations<'a> {
     fn page(&mut self) -> Result<Piece, OperationsError> {
         let follows = self.code & FOLLOWS != 0;
         let len = PAGE + if follows { 8 } else { 0 };
-        if len > self.room.raw || self.pages == FRAME_PAGES_MAX {
-            return Err(self.wrong("more pages than the frame has"));
+        if len > self.remaining.raw || self.pages == FRAME_PAGES_MAX {
+            return Err(self.error("more pages than the frame has"));
         }
         if follows && !self.has_header {
-            return Err(self.wrong("there are no earlier bytes to compute the page's header from"));
+            return Err(self.error("there are no earlier bytes to compute the page's header from"));
         }
-        self.room.raw -= len;
+        self.remaining.raw -= len;
         self.pages += 1;
         let source = match self.code & !FOLLOWS {
-            2 => Source::Same(self.word),
-            3 => Source::Plain,
-            4 => Source::Stored(self.slot()?),
-            _ => Source::Delta(self.slot()?),
+            2 => PageOrigin::Same(self.word),
+            3 => PageOrigin::Plain,
+            4 => PageOrigin::Stored(self.slot()?),
+            _ => PageOrigin::Delta(self.slot()?),
         };
         Ok(Piece::Page { source, follows })
     }
@@ -311,23 +315,23 @@ impl<'a> Operations<'a> {
     fn slot(&mut self) -> Result<u32, OperationsError> {
         let coded = self.varint()?;
         let difference = (coded >> 1) as i64 ^ -((coded & 1) as i64);
-        let slot = i64::from(self.slot_before)
+        let slot = i64::from(self.previous_slot)
             .checked_add(difference)
             .and_then(|slot| u32::try_from(slot).ok())
-            .filter(|&slot| slot < self.room.slots)
-            .ok_or(self.wrong("no such slot"))?;
-        self.slot_before = slot;
+            .filter(|&slot| slot < self.remaining.slots)
+            .ok_or(self.error("no such slot"))?;
+        self.previous_slot = slot;
         Ok(slot)
     }
 
     fn word(&mut self) -> Result<[u8; 8], OperationsError> {
-        let word = self.bytes[self.at..].first_chunk().ok_or(self.wrong("cut off"))?;
+        let word = self.bytes[self.at..].first_chunk().ok_or(self.error("cut off"))?;
         self.at += 8;
         Ok(*word)
     }
 
     fn byte(&mut self) -> Result<u8, OperationsError> {
-        let byte = *self.bytes.get(self.at).ok_or(self.wrong("cut off"))?;
+        let byte = *self.bytes.get(self.at).ok_or(self.error("cut off"))?;
         self.at += 1;
         Ok(byte)
     }
@@ -341,10 +345,10 @@ impl<'a> Operations<'a> {
                 return Ok(value);
             }
         }
-        Err(self.wrong("a number is too long"))
+        Err(self.error("a number is too long"))
     }
 
-    const fn wrong(&self, why: &'static str) -> OperationsError {
+    const fn error(&self, why: &'static str) -> OperationsError {
         OperationsError { at: self.at, why }
     }
 }
@@ -362,13 +366,13 @@ mod tests {
 
     const SLOTS: u32 = u32::MAX;
 
-    fn any_source() -> impl Strategy<Value = Source> {
+    fn any_source() -> impl Strategy<Value = PageOrigin> {
         prop_oneof![
-            prop_oneof![Just([0; 8]), any::<[u8; 8]>()].prop_map(Source::Same),
-            Just(Source::Plain),
-            (0..SLOTS).prop_map(Source::Stored),
-            (0..200_u32).prop_map(Source::Stored),
-            (0..SLOTS).prop_map(Source::Delta),
+            prop_oneof![Just([0; 8]), any::<[u8; 8]>()].prop_map(PageOrigin::Same),
+            Just(PageOrigin::Plain),
+            (0..SLOTS).prop_map(PageOrigin::Stored),
+            (0..200_u32).prop_map(PageOrigin::Stored),
+            (0..SLOTS).prop_map(PageOrigin::Delta),
         ]
     }
 
@@ -380,8 +384,8 @@ mod tests {
         ]
     }
 
-    fn room(pieces: &[Piece]) -> Room {
-        let mut room = Room {
+    fn sizes_of(pieces: &[Piece]) -> FrameSizes {
+        let mut sizes = FrameSizes {
             raw: 0,
             literals: 0,
             slots: SLOTS,
@@ -389,18 +393,18 @@ mod tests {
         for piece in pieces {
             match *piece {
                 Piece::Literal { len } => {
-                    room.raw += len as usize;
-                    room.literals += len as usize;
+                    sizes.raw += len as usize;
+                    sizes.literals += len as usize;
                 }
-                Piece::Zeros { count, .. } => room.raw += count as usize * ZERO_RECORD,
-                Piece::Page { follows, .. } => room.raw += PAGE + if follows { 8 } else { 0 },
+                Piece::Zeros { count, .. } => sizes.raw += count as usize * ZERO_RECORD,
+                Piece::Page { follows, .. } => sizes.raw += PAGE + if follows { 8 } else { 0 },
             }
         }
-        room
+        sizes
     }
 
-    fn read(bytes: &[u8], room: Room) -> Result<Vec<Piece>, OperationsError> {
-        let mut operations = Operations::new(bytes, room);
+    fn read(bytes: &[u8], sizes: FrameSizes) -> Result<Vec<Piece>, OperationsError> {
+        let mut operations = OperationsReader::new(bytes, sizes);
         let mut pieces = Vec::new();
         while let Some(piece) = operations.next_piece()? {
             pieces.push(piece);
@@ -413,21 +417,21 @@ mod tests {
         #[test]
         fn written_operations_are_read_back(mut pieces in prop::collection::vec(any_piece(), 1..FRAME_PAGES_MAX)) {
             pieces.insert(0, Piece::Literal { len: 8 });
-            let mut writer = Writer::default();
+            let mut writer = OperationsWriter::default();
             for &piece in &pieces {
                 writer.push(piece);
             }
             let bytes = writer.finish().to_vec();
-            prop_assert_eq!(read(&bytes, room(&pieces)), Ok(pieces.clone()));
+            prop_assert_eq!(read(&bytes, sizes_of(&pieces)), Ok(pieces.clone()));
             writer.clear();
             prop_assert!(writer.finish().is_empty());
             // A frame with one byte more or less of anything is invalid.
-            let mut other = room(&pieces);
+            let mut other = sizes_of(&pieces);
             other.raw += 1;
             prop_assert!(read(&bytes, other).is_err());
             other.raw -= 2;
             prop_assert!(read(&bytes, other).is_err());
-            let mut other = room(&pieces);
+            let mut other = sizes_of(&pieces);
             other.literals += 1;
             prop_assert!(read(&bytes, other).is_err());
         }
@@ -435,11 +439,11 @@ mod tests {
         /// Operations made of random bytes never yield more than the frame's sizes allow.
         #[test]
         fn operations_never_exceed_their_frame(bytes in prop::collection::vec(any::<u8>(), 0..200), raw in 0..100_000_usize, literals in 0..5000_usize, slots in 0..100_u32) {
-            let Ok(pieces) = read(&bytes, Room { raw, literals, slots }) else { return Ok(()) };
-            let used = room(&pieces);
+            let Ok(pieces) = read(&bytes, FrameSizes { raw, literals, slots }) else { return Ok(()) };
+            let used = sizes_of(&pieces);
             prop_assert_eq!((used.raw, used.literals), (raw, literals));
             for piece in pieces {
-                if let Piece::Page { source: Source::Stored(slot) | Source::Delta(slot), .. } = piece {
+                if let Piece::Page { source: PageOrigin::Stored(slot) | PageOrigin::Delta(slot), .. } = piece {
                     prop_assert!(slot < slots);
                 }
             }
@@ -448,10 +452,10 @@ mod tests {
 
     #[test]
     fn runs_of_like_pages_encode_compactly() {
-        let mut writer = Writer::default();
+        let mut writer = OperationsWriter::default();
         writer.push(Piece::Literal { len: 8 });
         for at in 0..FRAME_PAGES_MAX {
-            let source = Source::Same([7; 8]);
+            let source = PageOrigin::Same([7; 8]);
             writer.push(Piece::Page {
                 source,
                 follows: at != 0,
@@ -460,7 +464,7 @@ mod tests {
         assert!(writer.finish().len() < 24);
         writer.clear();
         for at in 0..FRAME_PAGES_MAX as u32 {
-            let source = Source::Stored(100_000 + at);
+            let source = PageOrigin::Stored(100_000 + at);
             writer.push(Piece::Page { source, follows: false });
         }
         assert!(writer.finish().len() < 70);

@@ -29,9 +29,9 @@ impl Default for Limits {
 
 /// Current limits, shared by the threads that obey them and the ones that change them.
 #[derive(Debug, Default)]
-pub struct InForce(Mutex<Limits>);
+pub struct SharedLimits(Mutex<Limits>);
 
-impl InForce {
+impl SharedLimits {
     /// Creates the shared limits with an initial value.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
@@ -40,12 +40,12 @@ impl InForce {
 
     /// Returns the current limits.
     #[must_use]
-    pub fn now(&self) -> Limits {
+    pub fn get(&self) -> Limits {
         *self.lock()
     }
 
     /// Changes the limits and returns the new ones.
-    pub fn change(&self, change: impl FnOnce(&mut Limits)) -> Limits {
+    pub fn update(&self, change: impl FnOnce(&mut Limits)) -> Limits {
         let mut limits = self.lock();
         change(&mut limits);
         *limits

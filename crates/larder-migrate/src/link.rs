@@ -13,33 +13,33 @@ use rustix::net::sockopt;
 use rustls::{ClientConnection, ServerConnection, StreamOwned};
 use thiserror::Error;
 
-use crate::tls::{ReceiverTls, SenderTls, WrongPeer};
+use crate::tls::{PeerError, ReceiverTls, SenderTls};
 
 /// Time limit for connecting, and again for the TLS handshake and the greetings together.
 pub const SETUP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit for the TLS handshake and the greetings of one of several attempts.
-const TRY_TIMEOUT: Duration = Duration::from_secs(5);
+const RETRY_SETUP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for connecting in one of several attempts; a lost packet is sent again after 1 s.
-const TRY_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+const RETRY_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time after which the kernel gives up a connection whose other side does not acknowledge data or answer
 /// keep-alives. The control connection notices long before; lanes then end with it.
-const DEAD_AFTER: Duration = Duration::from_secs(30);
+const TCP_USER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Idle time before the kernel sends a TCP keep-alive probe.
-const ASK_AFTER: Duration = Duration::from_secs(10);
+const TCP_KEEPIDLE: Duration = Duration::from_secs(10);
 /// Interval of keep-alive probes.
-const ASK_EVERY: Duration = Duration::from_secs(5);
+const TCP_KEEPINTVL: Duration = Duration::from_secs(5);
 
 /// Maximum unsent bytes in the kernel before it makes the writer wait. Small, because QEMU does not know of the delay
 /// of these bytes; enough to keep a link busy while a thread is woken.
-const UNSENT_MAX: u32 = 128 << 10;
+const NOTSENT_LOWAT_BYTES: u32 = 128 << 10;
 
 /// Reasons why there is no connection.
 #[derive(Debug, Error)]
 pub enum LinkError {
     /// The host name cannot be resolved.
     #[error("{address}: no such host: {source}")]
-    Name {
+    Resolve {
         /// Address as given by the user.
         address: String,
         /// Error of the resolver.
@@ -63,19 +63,19 @@ pub enum LinkError {
     Handshake(io::Error),
     /// The receiver closed the connection during the handshake.
     #[error("the TLS handshake failed: {0}; does the receiver have --tls?")]
-    BrokenOff(io::Error),
+    HandshakeAborted(io::Error),
     /// The receiver got bytes that are not TLS.
     #[error("the TLS handshake failed: the sender does not speak TLS; does it have --tls?")]
-    NoTls,
+    NotTls,
     /// The receiver refused the sender's certificate, which TLS 1.3 reports only after the handshake.
     #[error("the receiver does not accept this sender's certificate (client-cert.pem): {0:?}")]
-    Refused(rustls::AlertDescription),
+    CertificateRefused(rustls::AlertDescription),
     /// TLS cannot start.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
     /// The peer has another certificate than the one it is pinned to.
     #[error(transparent)]
-    Peer(#[from] WrongPeer),
+    Peer(#[from] PeerError),
 }
 
 /// One connection.
@@ -106,26 +106,26 @@ impl Socket {
     }
 
     /// Performs an operation within the time that is left.
-    fn in_time(
+    fn within_deadline(
         &mut self,
         limit: fn(&TcpStream, Option<Duration>) -> io::Result<()>,
-        does: impl FnOnce(&mut TcpStream) -> io::Result<usize>,
+        operation: impl FnOnce(&mut TcpStream) -> io::Result<usize>,
     ) -> io::Result<usize> {
         let Some(deadline) = self.deadline else {
-            return does(&mut self.stream);
+            return operation(&mut self.stream);
         };
         let seconds = self.setup.as_secs();
-        let late = || {
+        let timed_out = || {
             let text = format!("the other side did not complete the connection set-up within {seconds} s");
             io::Error::new(io::ErrorKind::TimedOut, text)
         };
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(late());
+            return Err(timed_out());
         }
         limit(&self.stream, Some(left))?;
-        does(&mut self.stream).map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => late(),
+        operation(&mut self.stream).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => timed_out(),
             _ => error,
         })
     }
@@ -133,17 +133,17 @@ impl Socket {
 
 impl Read for Socket {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.in_time(TcpStream::set_read_timeout, |stream| stream.read(buffer))
+        self.within_deadline(TcpStream::set_read_timeout, |stream| stream.read(buffer))
     }
 }
 
 impl Write for Socket {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.in_time(TcpStream::set_write_timeout, |stream| stream.write(buffer))
+        self.within_deadline(TcpStream::set_write_timeout, |stream| stream.write(buffer))
     }
 
     fn write_vectored(&mut self, buffers: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.in_time(TcpStream::set_write_timeout, |stream| stream.write_vectored(buffers))
+        self.within_deadline(TcpStream::set_write_timeout, |stream| stream.write_vectored(buffers))
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -163,7 +163,7 @@ macro_rules! each {
 }
 
 /// Maximum bytes of plaintext that rustls holds, encrypted, for the socket.
-const ENCRYPTED_MAX: usize = 256 << 10;
+const TLS_BUFFER_BYTES_MAX: usize = 256 << 10;
 
 impl Link {
     /// Connects to `HOST:PORT`, trying each of the host's addresses.
@@ -173,7 +173,7 @@ impl Link {
     pub fn connect(address: &str, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
         let addresses: Vec<SocketAddr> = address
             .to_socket_addrs()
-            .map_err(|source| LinkError::Name {
+            .map_err(|source| LinkError::Resolve {
                 address: address.to_owned(),
                 source,
             })?
@@ -181,7 +181,7 @@ impl Link {
         let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
         for candidate in addresses {
             match TcpStream::connect_timeout(&candidate, SETUP_TIMEOUT) {
-                Ok(socket) => return Self::of_sender(socket, tls, SETUP_TIMEOUT),
+                Ok(socket) => return Self::set_up_sender(socket, tls, SETUP_TIMEOUT),
                 Err(error) => failed = error,
             }
         }
@@ -196,16 +196,16 @@ impl Link {
     ///
     /// # Errors
     /// Same as [`Self::connect`].
-    pub fn connect_again(address: SocketAddr, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
+    pub fn reconnect(address: SocketAddr, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
         let socket =
-            TcpStream::connect_timeout(&address, TRY_CONNECT_TIMEOUT).map_err(|source| LinkError::Connect {
+            TcpStream::connect_timeout(&address, RETRY_CONNECT_TIMEOUT).map_err(|source| LinkError::Connect {
                 address: address.to_string(),
                 source,
             })?;
-        Self::of_sender(socket, tls, TRY_TIMEOUT)
+        Self::set_up_sender(socket, tls, RETRY_SETUP_TIMEOUT)
     }
 
-    fn of_sender(socket: TcpStream, tls: Option<&SenderTls>, setup: Duration) -> Result<Self, LinkError> {
+    fn set_up_sender(socket: TcpStream, tls: Option<&SenderTls>, setup: Duration) -> Result<Self, LinkError> {
         let mut socket = Socket::new(socket, setup)?;
         let Some(tls) = tls else {
             return Ok(Self::Plain(socket));
@@ -213,16 +213,16 @@ impl Link {
         let mut session = ClientConnection::new(tls.config(), tls.server())?;
         while session.is_handshaking() || session.wants_write() {
             session.complete_io(&mut socket).map_err(|error| match error.kind() {
-                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => LinkError::BrokenOff(error),
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => LinkError::HandshakeAborted(error),
                 _ => LinkError::Handshake(error),
             })?;
         }
         tls.check(session.peer_certificates())?;
-        session.set_buffer_limit(Some(ENCRYPTED_MAX));
+        session.set_buffer_limit(Some(TLS_BUFFER_BYTES_MAX));
         Ok(Self::Sender(Box::new(StreamOwned::new(session, socket))))
     }
 
-    /// Accepts a connection. The caller must then verify the peer with [`Self::check`].
+    /// Accepts a connection. The caller must then verify the peer with [`Self::check_peer`].
     ///
     /// # Errors
     /// The certificate is not signed by a trusted authority, or the other side breaks off.
@@ -236,12 +236,12 @@ impl Link {
             if let Err(error) = session.complete_io(&mut socket) {
                 drain(&mut socket);
                 return Err(match error.get_ref().and_then(|error| error.downcast_ref()) {
-                    Some(rustls::Error::InvalidMessage(_)) => LinkError::NoTls,
+                    Some(rustls::Error::InvalidMessage(_)) => LinkError::NotTls,
                     _ => LinkError::Handshake(error),
                 });
             }
         }
-        session.set_buffer_limit(Some(ENCRYPTED_MAX));
+        session.set_buffer_limit(Some(TLS_BUFFER_BYTES_MAX));
         Ok(Self::Receiver(Box::new(StreamOwned::new(session, socket))))
     }
 
@@ -249,7 +249,7 @@ impl Link {
     ///
     /// # Errors
     /// The sender is not accepted.
-    pub fn check(&self, from: IpAddr, tls: Option<&ReceiverTls>) -> Result<(), WrongPeer> {
+    pub fn check_peer(&self, from: IpAddr, tls: Option<&ReceiverTls>) -> Result<(), PeerError> {
         match (self, tls) {
             (Self::Receiver(stream), Some(tls)) => tls.check(from, stream.conn.peer_certificates()),
             _ => Ok(()),
@@ -268,7 +268,7 @@ impl Link {
     ///
     /// # Errors
     /// The socket option cannot be set.
-    pub fn ready(&mut self) -> io::Result<()> {
+    pub fn finish_setup(&mut self) -> io::Result<()> {
         let socket = match self {
             Self::Plain(socket) => socket,
             Self::Sender(stream) => &mut stream.sock,
@@ -279,17 +279,17 @@ impl Link {
         socket.stream.set_write_timeout(None)
     }
 
-    /// Ends the set-up like [`Self::ready`], but makes all calls non-blocking.
+    /// Ends the set-up like [`Self::finish_setup`], but makes all calls non-blocking.
     ///
     /// # Errors
     /// The socket option cannot be set.
-    pub fn ready_nonblocking(&mut self) -> io::Result<()> {
-        self.ready()?;
+    pub fn finish_setup_nonblocking(&mut self) -> io::Result<()> {
+        self.finish_setup()?;
         self.socket().set_nonblocking(true)
     }
 
     /// Queues TLS's close_notify, for [`Self::flush`] to send: it marks an orderly end of the connection.
-    pub fn say_end(&mut self) {
+    pub fn queue_close_notify(&mut self) {
         match self {
             Self::Plain(_) => {}
             Self::Sender(stream) => stream.conn.send_close_notify(),
@@ -298,7 +298,7 @@ impl Link {
     }
 
     /// Shuts down the write direction. Bytes in flight still arrive, and the read direction stays open.
-    pub fn shut_write(&self) {
+    pub fn shut_down_write(&self) {
         // It fails if the other side has closed the connection; the next read reports that.
         let _ = self.socket().shutdown(Shutdown::Write);
     }
@@ -375,24 +375,25 @@ impl AsFd for Link {
 
 impl LinkError {
     /// Returns true if another attempt may succeed: the network is down, and the peer has not refused.
-    pub(crate) fn is_passing(&self) -> bool {
+    pub(crate) fn is_transient(&self) -> bool {
         match self {
             Self::Connect { source, .. } => source.kind() != io::ErrorKind::ConnectionRefused,
-            Self::Handshake(error) | Self::BrokenOff(error) => is_passing(error),
+            Self::Handshake(error) | Self::HandshakeAborted(error) => is_transient(error),
             _ => false,
         }
     }
 }
 
 /// Returns true if a connection broke, or was too slow, and the other side gave no reason.
-pub(crate) fn is_passing(error: &io::Error) -> bool {
-    let of_tls = error.get_ref().is_some_and(|error| error.is::<rustls::Error>());
-    !of_tls && (is_end(error) || !matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput))
+pub(crate) fn is_transient(error: &io::Error) -> bool {
+    let is_tls = error.get_ref().is_some_and(|error| error.is::<rustls::Error>());
+    !is_tls
+        && (is_disconnect(error) || !matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput))
 }
 
 /// Returns true if a connection is broken because the other side has closed it: without TLS's close_notify, with
 /// bytes unread, or before a write.
-pub(crate) fn is_end(error: &io::Error) -> bool {
+pub(crate) fn is_disconnect(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
@@ -416,15 +417,15 @@ fn drain(socket: &mut Socket) {
 
 fn set_up(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
-    sockopt::set_tcp_user_timeout(socket, DEAD_AFTER.as_millis() as u32)?;
+    sockopt::set_tcp_user_timeout(socket, TCP_USER_TIMEOUT.as_millis() as u32)?;
     sockopt::set_socket_keepalive(socket, true)?;
-    sockopt::set_tcp_keepidle(socket, ASK_AFTER)?;
-    sockopt::set_tcp_keepintvl(socket, ASK_EVERY)?;
-    set_unsent_max(socket, UNSENT_MAX)
+    sockopt::set_tcp_keepidle(socket, TCP_KEEPIDLE)?;
+    sockopt::set_tcp_keepintvl(socket, TCP_KEEPINTVL)?;
+    set_notsent_lowat(socket, NOTSENT_LOWAT_BYTES)
 }
 
 /// Sets `TCP_NOTSENT_LOWAT`, tcp(7).
-fn set_unsent_max(socket: &TcpStream, bytes: u32) -> io::Result<()> {
+fn set_notsent_lowat(socket: &TcpStream, bytes: u32) -> io::Result<()> {
     // SAFETY: the option takes an unsigned int, which lives through the call, and its length is passed.
     let result = unsafe {
         libc::setsockopt(
@@ -458,12 +459,15 @@ mod tests {
     /// Sockets of a link have the TCP timeouts that let the kernel close a dead connection.
     fn kernel_times_out_dead_peer() {
         let [here, there] = pair();
-        let links = [Link::of_sender(here, None, SETUP_TIMEOUT), Link::accept(there, None)];
+        let links = [
+            Link::set_up_sender(here, None, SETUP_TIMEOUT),
+            Link::accept(there, None),
+        ];
         for link in links.map(|link| link.expect("a link")) {
             assert_eq!(sockopt::tcp_user_timeout(&link).expect("is set"), 30_000);
             assert!(sockopt::socket_keepalive(&link).expect("is set"));
-            assert_eq!(sockopt::tcp_keepidle(&link).expect("is set"), ASK_AFTER);
-            assert_eq!(sockopt::tcp_keepintvl(&link).expect("is set"), ASK_EVERY);
+            assert_eq!(sockopt::tcp_keepidle(&link).expect("is set"), TCP_KEEPIDLE);
+            assert_eq!(sockopt::tcp_keepintvl(&link).expect("is set"), TCP_KEEPINTVL);
         }
     }
 
@@ -472,7 +476,7 @@ mod tests {
     fn slow_peer_exhausts_setup_deadline() {
         let [here, mut there] = pair();
         let mut socket = Socket::new(here, Duration::from_millis(300)).expect("a socket");
-        let begun = Instant::now();
+        let started = Instant::now();
         let error = loop {
             // One byte at a time: no single read is late.
             there.write_all(&[1]).expect("writes");
@@ -480,11 +484,11 @@ mod tests {
             if let Err(error) = socket.read(&mut [0]) {
                 break error;
             }
-            assert!(begun.elapsed() < Duration::from_secs(20), "it waits for ever");
+            assert!(started.elapsed() < Duration::from_secs(20), "it waits for ever");
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         let mut link = Link::Plain(socket);
-        link.ready().expect("a socket");
+        link.finish_setup().expect("a socket");
         assert_eq!(link.read(&mut [0]).expect("there is time again"), 1);
     }
 }

@@ -5,10 +5,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::control::Mailbox;
-use crate::wire::{Kind, Message};
+use crate::wire::{Message, MessageKind};
 
 /// Maximum notes that wait to be read; a peer that sends more is faulty.
-const WAITING_MAX: usize = 64;
+const QUEUED_NOTES_MAX: usize = 64;
 
 /// One side's end of the exchange of notes.
 #[derive(Clone)]
@@ -26,18 +26,18 @@ struct Inbox {
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Vec<u8>>,
-    over: bool,
+    is_over: bool,
 }
 
 /// Result of waiting for a note.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Received {
+pub enum ReceivedNote {
     /// Note that was received.
     Note(Vec<u8>),
     /// No note arrived in time.
-    Nothing,
+    Timeout,
     /// The session is over; no note will arrive.
-    Over,
+    SessionEnded,
 }
 
 impl Notes {
@@ -50,29 +50,29 @@ impl Notes {
 
     /// Sends a note of at most [`crate::wire::BODY_MAX`] bytes. Delivery is not reported.
     pub fn send(&self, note: &[u8]) {
-        self.mailbox.send(&Message::with_body(Kind::Note, 0, note));
+        self.mailbox.send(&Message::with_body(MessageKind::Note, 0, note));
     }
 
     /// Waits for a note.
     #[must_use]
-    pub fn receive(&self, wait: Duration) -> Received {
+    pub fn receive(&self, wait: Duration) -> ReceivedNote {
         let until = Instant::now() + wait;
         let mut state = self.lock();
         loop {
             if let Some(note) = state.waiting.pop_front() {
-                return Received::Note(note);
+                return ReceivedNote::Note(note);
             }
-            if state.over {
-                return Received::Over;
+            if state.is_over {
+                return ReceivedNote::SessionEnded;
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Received::Nothing;
+            let remaining = until.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
+                return ReceivedNote::Timeout;
             }
             let (next, _) = self
                 .inbox
                 .changed
-                .wait_timeout(state, left)
+                .wait_timeout(state, remaining)
                 .unwrap_or_else(PoisonError::into_inner);
             state = next;
         }
@@ -81,7 +81,7 @@ impl Notes {
     /// Queues a received note; returns false if too many are waiting.
     pub(crate) fn deliver(&self, note: Vec<u8>) -> bool {
         let mut state = self.lock();
-        if state.waiting.len() == WAITING_MAX {
+        if state.waiting.len() == QUEUED_NOTES_MAX {
             return false;
         }
         state.waiting.push_back(note);
@@ -90,7 +90,7 @@ impl Notes {
     }
 
     pub(crate) fn end(&self) {
-        self.lock().over = true;
+        self.lock().is_over = true;
         self.inbox.changed.notify_all();
     }
 

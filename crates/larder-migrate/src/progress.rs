@@ -4,19 +4,19 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use larder_codec::batch::Method;
-use larder_codec::select::Chosen;
+use larder_codec::select::ClassPick;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
-use crate::encode::Outcome;
-use crate::stream::Facts;
+use crate::encode::FrameStats;
+use crate::stream::StreamFacts;
 
 /// Interval at which lanes update the selector's choice.
-const CHOICE_EVERY: Duration = Duration::from_millis(250);
+const CHOICE_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Counters of a sender, updated by all lanes.
-pub struct Progress {
-    begun: Instant,
+pub struct SenderProgress {
+    started: Instant,
     state: Mutex<State>,
 }
 
@@ -26,95 +26,95 @@ pub struct LinkState {
     /// Number of losses.
     pub losses: u64,
     /// Time of the current loss; `None` while the link is up.
-    pub lost: Option<Instant>,
+    pub lost_since: Option<Instant>,
     /// Time of the last restoration.
-    pub back: Option<Instant>,
+    pub restored_at: Option<Instant>,
 }
 
 impl LinkState {
-    pub(crate) fn lose(&mut self) {
+    pub(crate) fn mark_lost(&mut self) {
         self.losses += 1;
-        self.lost = Some(Instant::now());
+        self.lost_since = Some(Instant::now());
     }
 
     /// Marks the link as restored; returns how long it was lost.
     pub(crate) fn restore(&mut self) -> Duration {
         let now = Instant::now();
-        self.back = Some(now);
-        self.lost.take().map_or(Duration::ZERO, |lost| now - lost)
+        self.restored_at = Some(now);
+        self.lost_since.take().map_or(Duration::ZERO, |lost| now - lost)
     }
 }
 
 #[derive(Default)]
 struct State {
-    totals: Totals,
+    totals: SenderTotals,
     link: LinkState,
-    flight: Duration,
-    channels: Vec<Option<Facts>>,
-    choice: Choice,
-    chosen: Option<Instant>,
+    transit_time: Duration,
+    channels: Vec<Option<StreamFacts>>,
+    choice: SelectorChoice,
+    choice_updated: Option<Instant>,
 }
 
 /// Methods that the selector picks now, and the reason.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Choice {
+pub struct SelectorChoice {
     /// Encoder time, in nanoseconds, that saving a byte on the wire is worth.
     pub ns_per_byte: f32,
     /// Choice for each class of pages that has occurred.
-    pub classes: Vec<Chosen>,
+    pub classes: Vec<ClassPick>,
 }
 
 /// CPU time of a lane's thread, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Spent {
+pub struct CpuUsage {
     /// Total: reading, encoding or decoding, encrypting or decrypting, writing.
-    pub all_ns: u64,
+    pub total_ns: u64,
     /// Part of the total spent encoding or decoding frames.
-    pub work_ns: u64,
+    pub codec_ns: u64,
 }
 
 /// Meter of the thread's CPU time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CpuTime {
     since_ns: u64,
-    work_ns: u64,
+    codec_ns: u64,
 }
 
 impl CpuTime {
     /// Starts to measure the calling thread now.
-    pub(crate) fn of_thread() -> Self {
+    pub(crate) fn now() -> Self {
         let now = clock_gettime(ClockId::ThreadCPUTime);
         Self {
             since_ns: (now.tv_sec as u64) * 1_000_000_000 + now.tv_nsec as u64,
-            work_ns: 0,
+            codec_ns: 0,
         }
     }
 
     /// Returns the CPU time of the thread since the start.
     pub(crate) fn elapsed(self) -> Duration {
-        Duration::from_nanos(Self::of_thread().since_ns.saturating_sub(self.since_ns))
+        Duration::from_nanos(Self::now().since_ns.saturating_sub(self.since_ns))
     }
 
-    /// Counts the CPU time since `begun` as encoding or decoding.
-    pub(crate) fn worked(&mut self, begun: Self) {
-        self.work_ns += Self::of_thread().since_ns.saturating_sub(begun.since_ns);
+    /// Counts the CPU time since `started` as encoding or decoding.
+    pub(crate) fn add_codec_time(&mut self, started: Self) {
+        self.codec_ns += Self::now().since_ns.saturating_sub(started.since_ns);
     }
 
     /// Returns the CPU time since the last call, and starts anew.
-    pub(crate) fn spent(&mut self) -> Spent {
-        let now = Self::of_thread();
-        let spent = Spent {
-            all_ns: now.since_ns.saturating_sub(self.since_ns),
-            work_ns: self.work_ns,
+    pub(crate) fn lap(&mut self) -> CpuUsage {
+        let now = Self::now();
+        let usage = CpuUsage {
+            total_ns: now.since_ns.saturating_sub(self.since_ns),
+            codec_ns: self.codec_ns,
         };
         *self = now;
-        spent
+        usage
     }
 }
 
 /// Sums since the session began.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Totals {
+pub struct SenderTotals {
     /// Bytes of QEMU's channels in frames.
     pub raw_bytes: u64,
     /// Bytes of frames.
@@ -149,19 +149,19 @@ pub struct Totals {
     pub encode_cpu_ns: u64,
 }
 
-impl Progress {
+impl SenderProgress {
     /// Creates the counters of a session that begins now.
     #[must_use]
     pub fn new() -> Self {
         Self {
-            begun: Instant::now(),
+            started: Instant::now(),
             state: Mutex::default(),
         }
     }
 
     /// Returns the sums so far.
     #[must_use]
-    pub fn totals(&self) -> Totals {
+    pub fn totals(&self) -> SenderTotals {
         self.lock().totals.clone()
     }
 
@@ -171,64 +171,64 @@ impl Progress {
         self.lock().link
     }
 
-    pub(crate) fn link_lost(&self) {
-        self.lock().link.lose();
+    pub(crate) fn mark_link_lost(&self) {
+        self.lock().link.mark_lost();
     }
 
-    pub(crate) fn link_back(&self) -> Duration {
+    pub(crate) fn mark_link_restored(&self) -> Duration {
         self.lock().link.restore()
     }
 
     /// Returns the time since the session began.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
-        self.begun.elapsed()
+        self.started.elapsed()
     }
 
-    pub(crate) fn channel_opened(&self, number: u16) {
+    pub(crate) fn add_channel(&self, number: u16) {
         let mut state = self.lock();
         let len = state.channels.len().max(usize::from(number) + 1);
         state.channels.resize(len, None);
     }
 
-    pub(crate) fn facts(&self, number: u16, facts: &Facts) {
-        if let Some(place) = self.lock().channels.get_mut(usize::from(number)) {
-            *place = Some(facts.clone());
+    pub(crate) fn set_facts(&self, number: u16, facts: &StreamFacts) {
+        if let Some(entry) = self.lock().channels.get_mut(usize::from(number)) {
+            *entry = Some(facts.clone());
         }
     }
 
     /// Counts bytes that the destination's QEMU has taken; `time` is how long the last of them took from QEMU to
     /// QEMU.
-    pub(crate) fn delivered(&self, bytes: u64, time: Option<Duration>) {
+    pub(crate) fn add_delivered(&self, bytes: u64, time: Option<Duration>) {
         let mut state = self.lock();
         state.totals.delivered_bytes += bytes;
         if let Some(time) = time {
-            state.flight = state.flight * 7 / 8 + time / 8;
+            state.transit_time = state.transit_time * 7 / 8 + time / 8;
         }
     }
 
     /// Returns the recent average time of bytes from one QEMU to the other.
-    pub fn flight(&self) -> Duration {
-        self.lock().flight
+    pub fn transit_time(&self) -> Duration {
+        self.lock().transit_time
     }
 
-    pub(crate) fn sent(&self, raw_len: usize, outcome: &Outcome, encoded: Duration, written: Duration) {
+    pub(crate) fn add_frame(&self, raw_len: usize, stats: &FrameStats, encoded: Duration, written: Duration) {
         let mut state = self.lock();
         let totals = &mut state.totals;
         totals.frames += 1;
         totals.raw_bytes += raw_len as u64;
-        totals.wire_bytes += u64::from(outcome.wire_bytes);
-        totals.zero_pages += u64::from(outcome.zeros);
-        totals.same_pages += u64::from(outcome.same);
-        totals.delta_pages += u64::from(outcome.deltas);
-        totals.delta_bytes += u64::from(outcome.delta_bytes);
-        match outcome.method {
-            None => totals.plain_pages += u64::from(outcome.whole),
+        totals.wire_bytes += u64::from(stats.wire_bytes);
+        totals.zero_pages += u64::from(stats.zeros);
+        totals.same_pages += u64::from(stats.uniform);
+        totals.delta_pages += u64::from(stats.deltas);
+        totals.delta_bytes += u64::from(stats.delta_bytes);
+        match stats.method {
+            None => totals.plain_pages += u64::from(stats.full_pages),
             Some(method) => {
-                totals.encoded_pages[method.index()] += u64::from(outcome.whole);
-                totals.encoded_bytes[method.index()] += u64::from(outcome.whole_bytes);
-                if outcome.by_device {
-                    totals.device_pages += u64::from(outcome.whole);
+                totals.encoded_pages[method.index()] += u64::from(stats.full_pages);
+                totals.encoded_bytes[method.index()] += u64::from(stats.full_pages_bytes);
+                if stats.by_device {
+                    totals.device_pages += u64::from(stats.full_pages);
                 }
             }
         }
@@ -238,24 +238,24 @@ impl Progress {
 
     /// Returns the selector's choice as last reported.
     #[must_use]
-    pub fn choice(&self) -> Choice {
+    pub fn choice(&self) -> SelectorChoice {
         self.lock().choice.clone()
     }
 
-    /// Adds CPU time of a lane. Every [`CHOICE_EVERY`], also updates the selector's choice by calling `choice`.
-    pub(crate) fn spent(&self, spent: Spent, choice: impl FnOnce() -> Choice) {
+    /// Adds CPU time of a lane. Every [`CHOICE_INTERVAL`], also updates the selector's choice by calling `choice`.
+    pub(crate) fn add_cpu_usage(&self, usage: CpuUsage, choice: impl FnOnce() -> SelectorChoice) {
         let now = Instant::now();
-        let is_time = {
+        let is_due = {
             let mut state = self.lock();
-            state.totals.cpu_ns += spent.all_ns;
-            state.totals.encode_cpu_ns += spent.work_ns;
-            let is_time = state.chosen.is_none_or(|chosen| now - chosen > CHOICE_EVERY);
-            if is_time {
-                state.chosen = Some(now);
+            state.totals.cpu_ns += usage.total_ns;
+            state.totals.encode_cpu_ns += usage.codec_ns;
+            let is_due = state.choice_updated.is_none_or(|chosen| now - chosen > CHOICE_INTERVAL);
+            if is_due {
+                state.choice_updated = Some(now);
             }
-            is_time
+            is_due
         };
-        if is_time {
+        if is_due {
             let choice = choice();
             self.lock().choice = choice;
         }
@@ -266,7 +266,7 @@ impl Progress {
     }
 }
 
-impl Default for Progress {
+impl Default for SenderProgress {
     fn default() -> Self {
         Self::new()
     }

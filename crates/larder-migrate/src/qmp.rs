@@ -22,11 +22,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time limit for QEMU to have no other client, and to greet this one.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause before a retry when QEMU's backlog of connections is full.
-const CONNECT_AGAIN: Duration = Duration::from_millis(20);
+const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(20);
 /// Maximum bytes of a line: a list of all devices of a large guest has some 100 KiB.
 const LINE_MAX: usize = 16 << 20;
 /// Maximum unanswered commands; no more are sent before QEMU answers.
-const LATE_MAX: u64 = 32;
+const UNANSWERED_MAX: u64 = 32;
 /// Maximum events kept; older ones are dropped.
 const EVENTS_MAX: usize = 1024;
 
@@ -49,7 +49,7 @@ pub enum QmpError {
     },
     /// The connection broke, or QEMU has exited.
     #[error("QEMU has closed the connection (at its QMP socket {}, during '{command}'): {source}", path.display())]
-    Gone {
+    Disconnected {
         /// Path as given by the user.
         path: PathBuf,
         /// Name of the command.
@@ -59,7 +59,7 @@ pub enum QmpError {
     },
     /// QEMU is alive, and has not answered yet.
     #[error("QEMU has not answered '{command}' in {} s (at its QMP socket {})", limit.as_secs(), path.display())]
-    Late {
+    Timeout {
         /// Path as given by the user.
         path: PathBuf,
         /// Name of the command; it may still be carried out.
@@ -69,7 +69,7 @@ pub enum QmpError {
     },
     /// The bytes received are not QMP.
     #[error("the data from the QMP socket {} is no QMP: '{what}'; is it the path of -qmp unix:PATH,server=on,wait=off?", path.display())]
-    NoQmp {
+    NotQmp {
         /// Path as given by the user.
         path: PathBuf,
         /// First bytes received.
@@ -87,7 +87,7 @@ pub enum QmpError {
 
 /// Event of QEMU.
 #[derive(Clone, Debug)]
-pub struct Event {
+pub struct QmpEvent {
     /// Name, such as `STOP`.
     pub name: String,
     /// Data of the event.
@@ -101,7 +101,7 @@ pub struct Qmp {
     path: PathBuf,
     socket: UnixStream,
     received: Vec<u8>,
-    events: VecDeque<Event>,
+    events: VecDeque<QmpEvent>,
     version: [u64; 3],
     /// Number of commands sent.
     commands: u64,
@@ -109,22 +109,22 @@ pub struct Qmp {
     answers: u64,
     /// True if QEMU can carry out some commands out of band.
     out_of_band: bool,
-    process: Option<Process>,
+    process: Option<ProcessIdentity>,
 }
 
 /// Process, distinguished from later ones with the same pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Process {
+pub struct ProcessIdentity {
     /// Process id.
     pub pid: i32,
     /// Start time in ticks since boot (proc(5), `starttime`).
     pub started: u64,
 }
 
-impl Process {
+impl ProcessIdentity {
     /// Returns the process that has this pid now.
     #[must_use]
-    pub fn with(pid: i32) -> Option<Self> {
+    pub fn with_pid(pid: i32) -> Option<Self> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // The command name before it may contain any characters.
         let (_, rest) = stat.rsplit_once(')')?;
@@ -146,21 +146,24 @@ impl Process {
 
     /// Returns true if the process has not ended.
     #[must_use]
-    pub fn lives(self) -> bool {
-        Self::with(self.pid) == Some(self)
+    pub fn is_alive(self) -> bool {
+        Self::with_pid(self.pid) == Some(self)
     }
 }
 
 impl QmpError {
     /// Returns true if QEMU will not answer any more.
     #[must_use]
-    pub const fn is_gone(&self) -> bool {
-        matches!(self, Self::Gone { .. } | Self::Connect { .. } | Self::NoQmp { .. })
+    pub const fn is_disconnected(&self) -> bool {
+        matches!(
+            self,
+            Self::Disconnected { .. } | Self::Connect { .. } | Self::NotQmp { .. }
+        )
     }
 }
 
 /// Connects to a UNIX socket. Returns [`io::ErrorKind::WouldBlock`] if its backlog stays full until `until`.
-fn connected(path: &Path, until: Instant) -> io::Result<UnixStream> {
+fn connect_socket(path: &Path, until: Instant) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
     loop {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -171,7 +174,7 @@ fn connected(path: &Path, until: Instant) -> io::Result<UnixStream> {
                 socket.set_nonblocking(false)?;
                 return Ok(socket);
             }
-            Err(Errno::AGAIN) if Instant::now() < until => std::thread::sleep(CONNECT_AGAIN),
+            Err(Errno::AGAIN) if Instant::now() < until => std::thread::sleep(CONNECT_RETRY_DELAY),
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -180,9 +183,9 @@ fn connected(path: &Path, until: Instant) -> io::Result<UnixStream> {
 
 /// Returns advice about a path that cannot be connected to.
 fn advice(path: &Path, error: &io::Error) -> &'static str {
-    let is_other = path.metadata().is_ok_and(|found| !found.file_type().is_socket());
+    let is_not_socket = path.metadata().is_ok_and(|found| !found.file_type().is_socket());
     match error.kind() {
-        _ if is_other => "it is no socket: give the path of -qmp unix:PATH,server=on,wait=off",
+        _ if is_not_socket => "it is no socket: give the path of -qmp unix:PATH,server=on,wait=off",
         io::ErrorKind::ConnectionRefused => "no process listens there: has its QEMU exited?",
         io::ErrorKind::PermissionDenied => "run this as QEMU's user, or as root",
         io::ErrorKind::InvalidFilename => "the kernel takes at most 107 bytes for the path of a socket",
@@ -200,7 +203,7 @@ impl Qmp {
             path: path.to_owned(),
             source,
         };
-        let socket = connected(path, Instant::now() + GREETING_TIMEOUT).map_err(|error| match error.kind() {
+        let socket = connect_socket(path, Instant::now() + GREETING_TIMEOUT).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => QmpError::Busy { path: path.to_owned() },
             _ => failed(error),
         })?;
@@ -215,14 +218,14 @@ impl Qmp {
             commands: 0,
             answers: 0,
             out_of_band: false,
-            process: peer.and_then(|peer| Process::with(peer.pid.as_raw_nonzero().get())),
+            process: peer.and_then(|peer| ProcessIdentity::with_pid(peer.pid.as_raw_nonzero().get())),
         };
         let greeting = match qmp.next_message("the greeting", Instant::now() + GREETING_TIMEOUT)? {
             Some(greeting) => greeting,
             None => return Err(QmpError::Busy { path: path.to_owned() }),
         };
         if !greeting["QMP"].is_object() {
-            return Err(qmp.no_qmp(greeting.to_string().as_bytes()));
+            return Err(qmp.not_qmp(greeting.to_string().as_bytes()));
         }
         let version = &greeting["QMP"]["version"]["qemu"];
         qmp.version = ["major", "minor", "micro"].map(|part| version[part].as_u64().unwrap_or(0));
@@ -241,7 +244,7 @@ impl Qmp {
 
     /// Returns the process that listens at the socket: QEMU, or the process that created the socket for it.
     #[must_use]
-    pub const fn process(&self) -> Option<Process> {
+    pub const fn process(&self) -> Option<ProcessIdentity> {
         self.process
     }
 
@@ -249,9 +252,9 @@ impl Qmp {
     /// socket.
     #[must_use]
     pub fn user(&self) -> u32 {
-        let runs_as = self.process.and_then(Process::user);
-        let made_by = || rustix::net::sockopt::socket_peercred(&self.socket).map(|peer| peer.uid.as_raw());
-        runs_as.unwrap_or_else(|| made_by().unwrap_or_else(|_| rustix::process::geteuid().as_raw()))
+        let runs_as = self.process.and_then(ProcessIdentity::user);
+        let creator = || rustix::net::sockopt::socket_peercred(&self.socket).map(|peer| peer.uid.as_raw());
+        runs_as.unwrap_or_else(|| creator().unwrap_or_else(|_| rustix::process::geteuid().as_raw()))
     }
 
     /// Returns QEMU's version: major, minor, micro.
@@ -273,19 +276,19 @@ impl Qmp {
     /// # Errors
     /// QEMU refuses, has exited, or does not answer within `limit`.
     pub fn execute_within(&mut self, command: &str, arguments: Value, limit: Duration) -> Result<Value, QmpError> {
-        self.say("execute", command, &arguments, limit)
+        self.send_command("execute", command, &arguments, limit)
     }
 
     /// Makes QEMU quit; returns true if it has exited within `limit`.
     pub fn quit(&mut self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         // QEMU closes the connection, sometimes before it has answered.
-        let mut heard = self.execute_within("quit", json!({}), limit).map(|_| ());
+        let mut result = self.execute_within("quit", json!({}), limit).map(|_| ());
         loop {
-            match heard {
-                Err(error) if error.is_gone() => return true,
+            match result {
+                Err(error) if error.is_disconnected() => return true,
                 _ if Instant::now() >= until => return false,
-                _ => heard = self.event(until.saturating_duration_since(Instant::now())).map(|_| ()),
+                _ => result = self.event(until.saturating_duration_since(Instant::now())).map(|_| ()),
             }
         }
     }
@@ -296,31 +299,37 @@ impl Qmp {
     /// # Errors
     /// Same as [`Self::execute`].
     pub fn execute_out_of_band(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        let how = if self.out_of_band { "exec-oob" } else { "execute" };
-        self.say(how, command, &arguments, ANSWER_TIMEOUT)
+        let verb = if self.out_of_band { "exec-oob" } else { "execute" };
+        self.send_command(verb, command, &arguments, ANSWER_TIMEOUT)
     }
 
-    fn say(&mut self, how: &str, command: &str, arguments: &Value, limit: Duration) -> Result<Value, QmpError> {
+    fn send_command(
+        &mut self,
+        verb: &str,
+        command: &str,
+        arguments: &Value,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
         let until = Instant::now() + limit;
         let mut number = None;
         loop {
-            if number.is_none() && self.commands - self.answers < LATE_MAX {
+            if number.is_none() && self.commands - self.answers < UNANSWERED_MAX {
                 self.commands += 1;
                 number = Some(self.commands);
-                let text = format!("{}\n", json!({how: command, "arguments": arguments, "id": number}));
+                let text = format!("{}\n", json!({verb: command, "arguments": arguments, "id": number}));
                 self.socket
                     .write_all(text.as_bytes())
-                    .map_err(|source| self.gone(command, source))?;
+                    .map_err(|source| self.disconnected(command, source))?;
             }
             let Some(mut message) = self.next_message(command, until)? else {
-                return Err(QmpError::Late {
+                return Err(QmpError::Timeout {
                     path: self.path.clone(),
                     command: command.to_owned(),
                     limit,
                 });
             };
             if message.get("event").is_some() {
-                self.keep_event(&message);
+                self.queue_event(&message);
                 continue;
             }
             self.answers = (self.answers + 1).min(self.commands);
@@ -344,18 +353,18 @@ impl Qmp {
     ///
     /// # Errors
     /// QEMU has exited.
-    pub fn event(&mut self, wait: Duration) -> Result<Option<Event>, QmpError> {
+    pub fn event(&mut self, wait: Duration) -> Result<Option<QmpEvent>, QmpError> {
         let until = Instant::now() + wait;
         while self.events.is_empty() {
             let Some(message) = self.next_message("waiting for events", until)? else {
                 return Ok(None);
             };
-            self.keep_event(&message);
+            self.queue_event(&message);
         }
         Ok(self.events.pop_front())
     }
 
-    fn keep_event(&mut self, message: &Value) {
+    fn queue_event(&mut self, message: &Value) {
         let Some(name) = message["event"].as_str() else { return };
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
@@ -365,7 +374,7 @@ impl Qmp {
                 .as_u64()
                 .and_then(|part| u32::try_from(part).ok())
         };
-        self.events.push_back(Event {
+        self.events.push_back(QmpEvent {
             name: name.to_owned(),
             data: message["data"].clone(),
             at: Duration::from_secs(part("seconds").unwrap_or(0).into())
@@ -378,10 +387,10 @@ impl Qmp {
         loop {
             if let Some(end) = self.received.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.received.drain(..=end).collect();
-                return serde_json::from_slice(&line).map(Some).map_err(|_| self.no_qmp(&line));
+                return serde_json::from_slice(&line).map(Some).map_err(|_| self.not_qmp(&line));
             }
             if self.received.len() > LINE_MAX {
-                return Err(self.no_qmp(&self.received));
+                return Err(self.not_qmp(&self.received));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -389,31 +398,31 @@ impl Qmp {
             }
             self.socket
                 .set_read_timeout(Some(left))
-                .map_err(|source| self.gone(command, source))?;
+                .map_err(|source| self.disconnected(command, source))?;
             let mut piece = [0; 64 << 10];
             match self.socket.read(&mut piece) {
-                Ok(0) => return Err(self.gone(command, io::ErrorKind::UnexpectedEof.into())),
+                Ok(0) => return Err(self.disconnected(command, io::ErrorKind::UnexpectedEof.into())),
                 Ok(len) => self.received.extend_from_slice(&piece[..len]),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => return Err(self.gone(command, source)),
+                Err(source) => return Err(self.disconnected(command, source)),
             }
         }
     }
 
-    fn gone(&self, command: &str, source: io::Error) -> QmpError {
-        QmpError::Gone {
+    fn disconnected(&self, command: &str, source: io::Error) -> QmpError {
+        QmpError::Disconnected {
             path: self.path.clone(),
             command: command.to_owned(),
             source,
         }
     }
 
-    fn no_qmp(&self, bytes: &[u8]) -> QmpError {
-        let begin = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]);
-        QmpError::NoQmp {
+    fn not_qmp(&self, bytes: &[u8]) -> QmpError {
+        let start = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]);
+        QmpError::NotQmp {
             path: self.path.clone(),
-            what: begin.trim_end().escape_debug().to_string(),
+            what: start.trim_end().escape_debug().to_string(),
         }
     }
 

@@ -19,13 +19,13 @@
 //!   ending.
 //! - Memory is bounded by the window times the channels, and the delta memory, whatever the peer sends.
 
+mod accept;
 mod claim;
 mod greetings;
 mod lane;
 mod qemu;
 mod queue;
 mod session;
-mod taking_in;
 
 use std::io;
 use std::net::IpAddr;
@@ -38,14 +38,14 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use self::session::Session;
-pub use self::taking_in::Port;
+pub use self::accept::Port;
+use self::session::ReceiveSession;
 use crate::control::ControlError;
 use crate::decode::DecodeError;
 use crate::link::LinkError;
 use crate::notes::Notes;
 use crate::progress::LinkState;
-use crate::session::{self as both, Side as _, Weight};
+use crate::session::{self as both, ErrorRank, SessionSide as _};
 use crate::tls::ReceiverTls;
 use crate::wire::{CHANNEL_FRAMES_MAX, WireError};
 
@@ -66,21 +66,21 @@ pub struct Options {
     /// Maximum lanes, 1 to 64.
     pub lanes: u16,
     /// Progress, for monitoring.
-    pub watched: Arc<Watched>,
+    pub progress: Arc<ReceiverProgress>,
 }
 
 /// Progress of a receiver, over all of its sessions.
 #[derive(Debug, Default)]
-pub struct Watched(Mutex<Seen>);
+pub struct ReceiverProgress(Mutex<ProgressState>);
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Seen {
+struct ProgressState {
     delivered: Delivered,
     peer: Option<IpAddr>,
     link: LinkState,
 }
 
-impl Watched {
+impl ReceiverProgress {
     /// Returns the sums of what was delivered.
     #[must_use]
     pub fn delivered(&self) -> Delivered {
@@ -117,16 +117,16 @@ pub enum ReceiveError {
     #[error("refused: {0}")]
     Refused(&'static str),
     #[error("the sender sent {0}, which violates the protocol")]
-    Message(String),
+    UnexpectedMessage(String),
     #[error("the sender sent bytes {begin} to {end} of channel {channel}, of which it may send up to {most} now")]
-    Window {
+    OutsideWindow {
         channel: u16,
         begin: u64,
         end: u64,
         most: u64,
     },
     #[error("the sender sent more than {CHANNEL_FRAMES_MAX} frames of channel {channel} before QEMU accepted any")]
-    Frames { channel: u16 },
+    TooManyFrames { channel: u16 },
     #[error("a thread panicked ({what}), which is a bug in Larder: please report it with the messages before this one")]
     Panicked { what: &'static str },
     #[error("{what}: {source}")]
@@ -134,23 +134,23 @@ pub enum ReceiveError {
     #[error(
         "the sender closed a connection in the middle of the session: its larder process ended, or something between the hosts cut the connection"
     )]
-    Lane,
+    LaneClosed,
     #[error("cannot connect to QEMU at {}: {source}; was it started with '-incoming unix:{}', and is it waiting?", path.display(), path.display())]
     Qemu { path: PathBuf, source: io::Error },
     #[error("the path of QEMU's socket, {}, is {} bytes long; the kernel takes at most 107: start QEMU with a shorter one, for example in /run", .0.display(), .0.as_os_str().len())]
-    Path(PathBuf),
+    PathTooLong(PathBuf),
     #[error(
         "the sender moves a complete virtual machine (larder migrate VM), and this receiver only carries a stream: \
          start it with --qmp instead of --connect"
     )]
-    Whole,
+    SenderIsMover,
     #[error(
         "the sender only carries a stream (larder migrate send), and this receiver also controls QEMU: \
          start it with --connect instead of --qmp, or send with larder migrate VM"
     )]
-    Stream,
+    SenderIsStream,
     #[error("the connection was lost ({lost}), and the sender did not reconnect within {} s", waited.as_secs())]
-    Away { lost: ControlError, waited: Duration },
+    ReconnectTimeout { lost: ControlError, waited: Duration },
     #[error("another sender connected after the previous one had lost its connection")]
     Replaced,
     #[error("stopped")]
@@ -163,13 +163,13 @@ impl ReceiveError {
     }
 }
 
-impl both::Failure for ReceiveError {
-    fn weight(&self) -> Weight {
+impl both::SessionFailure for ReceiveError {
+    fn rank(&self) -> ErrorRank {
         match self {
-            Self::Sender(_) => Weight::Told,
-            Self::Control(error) if error.is_symptom() => Weight::Symptom,
-            Self::Wire(WireError::Io { .. }) | Self::Lane => Weight::Symptom,
-            _ => Weight::Cause,
+            Self::Sender(_) => ErrorRank::Reported,
+            Self::Control(error) if error.is_symptom() => ErrorRank::Symptom,
+            Self::Wire(WireError::Io { .. }) | Self::LaneClosed => ErrorRank::Symptom,
+            _ => ErrorRank::Cause,
         }
     }
 
@@ -203,7 +203,7 @@ pub struct Delivered {
 
 /// Handler of a session's notes, called in a separate thread when the session begins. It returns once
 /// [`Notes::receive`] reports that the session is over.
-pub type Agent<'a> = dyn Fn(Notes) + Sync + 'a;
+pub type NotesHandler<'a> = dyn Fn(Notes) + Sync + 'a;
 
 /// Waits for a sender at `port` and delivers its channels until both QEMUs have closed all of them.
 ///
@@ -213,15 +213,17 @@ pub fn receive(
     port: &Port,
     options: &Options,
     stop: &AtomicBool,
-    agent: Option<&Agent<'_>>,
+    notes_handler: Option<&NotesHandler<'_>>,
 ) -> Result<Delivered, ReceiveError> {
     if SocketAddr::from_pathname(&options.connect).is_err() {
-        return Err(ReceiveError::Path(options.connect.clone()));
+        return Err(ReceiveError::PathTooLong(options.connect.clone()));
     }
-    let session = Session::new(options, agent)?;
+    let session = ReceiveSession::new(options, notes_handler)?;
     thread::scope(|scope| {
         let session = &session;
-        session.part("accepting connections", || session.take_in(scope, port, stop));
+        session.run_task("accepting connections", || {
+            session.accept_connections(scope, port, stop)
+        });
         session.shut_greetings();
     });
     let delivered = session.delivered();

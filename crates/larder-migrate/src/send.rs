@@ -23,13 +23,13 @@
 //! - A session fails too if QEMU's channels have ended in order but QEMU's migration has not.
 
 mod channel;
-mod dial;
-mod kept;
+mod connector;
 mod lane;
-mod out;
+mod lane_output;
 mod poller;
-mod returns;
+mod return_path;
 mod session;
+mod unconfirmed;
 
 use std::io;
 use std::os::unix::net::UnixListener;
@@ -40,16 +40,16 @@ use std::time::Duration;
 use larder_codec::accelerator::{self, Accelerator};
 use thiserror::Error;
 
-use self::dial::{Connected, Dial};
-use self::session::Session;
+use self::connector::{Connector, LinkConnections};
+use self::session::SendSession;
 use crate::control::{ControlError, Mailbox};
 use crate::encode;
 use crate::encode::Codecs;
-use crate::limits::InForce;
+use crate::limits::SharedLimits;
 use crate::link::LinkError;
 use crate::notes::Notes;
-use crate::progress::Progress;
-use crate::session::{Failure, Weight};
+use crate::progress::SenderProgress;
+use crate::session::{ErrorRank, SessionFailure};
 use crate::tls::SenderTls;
 use crate::wire::{Welcome, WireError};
 
@@ -66,7 +66,7 @@ pub struct Options {
     /// Time for which the sender tries to reconnect a lost link, up to an hour; at 0 the session fails at once.
     pub patience: Duration,
     /// Resource limits, which the holder of another reference may change during the session.
-    pub limits: Arc<InForce>,
+    pub limits: Arc<SharedLimits>,
     /// Devices that encode in addition to the lanes' threads.
     pub accelerators: Accelerators,
 }
@@ -84,17 +84,21 @@ pub enum Accelerators {
 }
 
 impl Accelerators {
-    fn find(self) -> Vec<Box<dyn Accelerator>> {
+    fn detect(self) -> Vec<Box<dyn Accelerator>> {
         let software = match self {
-            Self::Devices => accelerator::Software::No,
-            Self::Software => accelerator::Software::Yes,
+            Self::Devices => accelerator::SoftwarePath::Disabled,
+            Self::Software => accelerator::SoftwarePath::Enabled,
             Self::None => return Vec::new(),
         };
         let found = accelerator::find(software);
         for (name, why) in &found.missing {
             tracing::debug!("{name}: {why}");
         }
-        found.there.into_iter().filter(|one| one.is_device()).collect()
+        found
+            .available
+            .into_iter()
+            .filter(|accelerator| accelerator.is_device())
+            .collect()
     }
 }
 
@@ -111,46 +115,46 @@ pub enum SendError {
     #[error("the receiver: {0}")]
     Receiver(String),
     #[error("the receiver sent '{0}', which violates the protocol")]
-    Message(String),
+    UnexpectedMessage(String),
     #[error(
         "the receiver closed a connection in the middle of the session: its larder process ended, or something between the hosts cut the connection"
     )]
-    Lane,
+    LaneClosed,
     #[error("{what}: {source}")]
     Io { what: &'static str, source: io::Error },
     #[error(
         "the source's QEMU does not read the return path of channel {channel}: check whether it hangs or was \
         stopped"
     )]
-    Return { channel: u16 },
+    ReturnPathStalled { channel: u16 },
     #[error("a thread panicked ({what}), which is a bug in Larder: please report it with the messages before this one")]
     Panicked { what: &'static str },
     #[error("QEMU opened more than {most} channels: give the receiver a larger --channels")]
-    Channels { most: u16 },
+    TooManyChannels { most: u16 },
     #[error("{0}")]
-    Encode(#[from] encode::Failed),
+    Encode(#[from] encode::EncodeError),
     #[error(
         "the migration did not end properly: {0}, and nothing confirms that the destination has all of the guest; check both QEMUs \
         (info migrate)"
     )]
-    BrokenOff(&'static str),
+    MigrationAborted(&'static str),
     #[error("the connection was lost ({lost}), and could not be restored within {} s: {last}", waited.as_secs())]
-    Away {
+    ReconnectTimeout {
         lost: ControlError,
         waited: Duration,
         last: Box<SendError>,
     },
     #[error("the connection was lost ({lost}), and cannot be re-established: {error}")]
-    NotAgain { lost: ControlError, error: Box<SendError> },
+    ReconnectFailed { lost: ControlError, error: Box<SendError> },
     #[error(
         "the connections were lost more often than they can be re-established ({} times)",
         crate::wire::LINKS_MAX
     )]
-    TooOften,
+    TooManyLinks,
     #[error("the receiver continues with another session")]
     OtherSession,
     #[error("the receiver confirms {count} frames of lane {lane}; the valid range is {least} to {most}")]
-    Received {
+    InvalidCount {
         lane: u16,
         count: u64,
         least: u64,
@@ -161,7 +165,7 @@ pub enum SendError {
 }
 
 /// Subject of I/O errors on a lane's connection.
-const LANE: &str = "the connection to the receiver";
+const LANE_CONNECTION: &str = "the connection to the receiver";
 
 impl SendError {
     const fn io(what: &'static str) -> impl Fn(io::Error) -> Self {
@@ -169,14 +173,17 @@ impl SendError {
     }
 }
 
-impl Failure for SendError {
-    fn weight(&self) -> Weight {
+impl SessionFailure for SendError {
+    fn rank(&self) -> ErrorRank {
         match self {
-            Self::Receiver(_) => Weight::Told,
-            Self::Control(error) if error.is_symptom() => Weight::Symptom,
-            Self::Encode(encode::Failed::Stopped) => Weight::Symptom,
-            Self::Io { what: LANE, .. } | Self::Lane => Weight::Symptom,
-            _ => Weight::Cause,
+            Self::Receiver(_) => ErrorRank::Reported,
+            Self::Control(error) if error.is_symptom() => ErrorRank::Symptom,
+            Self::Encode(encode::EncodeError::Stopped) => ErrorRank::Symptom,
+            Self::Io {
+                what: LANE_CONNECTION, ..
+            }
+            | Self::LaneClosed => ErrorRank::Symptom,
+            _ => ErrorRank::Cause,
         }
     }
 
@@ -206,10 +213,10 @@ pub struct Steering {
 pub struct Sender {
     mailbox: Arc<Mailbox>,
     notes: Notes,
-    dial: Dial,
-    connected: Connected,
+    connector: Connector,
+    connected: LinkConnections,
     welcome: Welcome,
-    limits: Arc<InForce>,
+    limits: Arc<SharedLimits>,
     accelerators: Vec<Box<dyn Accelerator>>,
 }
 
@@ -219,14 +226,14 @@ impl Sender {
     /// # Errors
     /// The receiver is not reachable, is not a Larder, or refuses.
     pub fn connect(options: &Options) -> Result<Self, SendError> {
-        let accelerators = options.accelerators.find();
-        let (dial, connected, welcome) = Dial::open(options)?;
+        let accelerators = options.accelerators.detect();
+        let (connector, connected, welcome) = Connector::open(options)?;
         let mailbox = Mailbox::new().map_err(SendError::io("setting up the control connection"))?;
         let mailbox = Arc::new(mailbox);
         Ok(Self {
             notes: Notes::new(Arc::clone(&mailbox)),
             mailbox,
-            dial,
+            connector,
             connected,
             welcome,
             limits: Arc::clone(&options.limits),
@@ -262,7 +269,12 @@ impl Sender {
     /// # Errors
     /// The session failed, and QEMU's sockets were shut. Both QEMUs see an incomplete migration, except one that
     /// already has all that it waits for.
-    pub fn carry(self, listener: &UnixListener, progress: &Progress, steering: &Steering) -> Result<(), SendError> {
+    pub fn carry(
+        self,
+        listener: &UnixListener,
+        progress: &SenderProgress,
+        steering: &Steering,
+    ) -> Result<(), SendError> {
         let codecs: Vec<_> = self
             .connected
             .lanes
@@ -272,13 +284,13 @@ impl Sender {
         let Self {
             mailbox,
             notes,
-            dial,
+            connector: dial,
             connected,
             welcome,
             limits,
-            accelerators: _while_they_are_used,
+            accelerators: _accelerators,
         } = self;
-        let session = Session::new(mailbox, notes, welcome, &dial, limits, &codecs, (progress, steering))?;
+        let session = SendSession::new(mailbox, notes, welcome, &dial, limits, &codecs, (progress, steering))?;
         session.run(dial, connected, codecs, listener)
     }
 }

@@ -11,12 +11,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Scope};
 
 use crate::control::Mailbox;
-use crate::wire::{Kind, Message};
+use crate::wire::{Message, MessageKind};
 
 /// Reason for which a side of a session fails.
-pub(crate) trait Failure: Display + Sized {
+pub(crate) trait SessionFailure: Display + Sized {
     /// Returns how much the error explains the failure.
-    fn weight(&self) -> Weight;
+    fn rank(&self) -> ErrorRank;
 
     /// Creates the error for a panic in the thread whose task is `what`.
     fn panicked(what: &'static str) -> Self;
@@ -29,14 +29,14 @@ pub(crate) trait Failure: Display + Sized {
 }
 
 /// Side of a session, with the behaviour that is the same on both.
-pub(crate) trait Side: Sync {
+pub(crate) trait SessionSide: Sync {
     /// Error of the side.
-    type Error: Failure + Send;
+    type Error: SessionFailure + Send;
     /// Name of its threads.
     const THREAD: &'static str;
 
     /// Returns the record of the session's end.
-    fn ending(&self) -> &Ending<Self::Error>;
+    fn outcome(&self) -> &SessionOutcome<Self::Error>;
 
     /// Returns the messages to the other side.
     fn mailbox(&self) -> &Mailbox;
@@ -46,24 +46,24 @@ pub(crate) trait Side: Sync {
     fn ended(&self) -> &AtomicBool;
 
     /// Stops all threads, whatever the state of the other side.
-    fn go_home(&self);
+    fn shutdown(&self);
 
     /// Spawns a thread for one task; the session fails if the task fails.
     fn spawn<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         what: &'static str,
-        does: impl FnOnce() -> Result<(), Self::Error> + Send + 'scope,
+        task: impl FnOnce() -> Result<(), Self::Error> + Send + 'scope,
     ) {
         let thread = thread::Builder::new().name(Self::THREAD.to_owned());
-        if let Err(source) = thread.spawn_scoped(scope, move || self.part(what, does)) {
-            self.fail(Failure::system("starting a thread", source));
+        if let Err(source) = thread.spawn_scoped(scope, move || self.run_task(what, task)) {
+            self.fail(SessionFailure::system("starting a thread", source));
         }
     }
 
     /// Runs a task in this thread.
-    fn part(&self, what: &'static str, does: impl FnOnce() -> Result<(), Self::Error>) {
-        match part(does, || Failure::panicked(what)) {
+    fn run_task(&self, what: &'static str, task: impl FnOnce() -> Result<(), Self::Error>) {
+        match catch_panic(task, || SessionFailure::panicked(what)) {
             // After the end, leftover data that is no longer accepted may cause errors.
             Err(error) if self.ended().load(Ordering::Acquire) && !error.is_panic() => {}
             Err(error) => self.fail(error),
@@ -73,18 +73,18 @@ pub(crate) trait Side: Sync {
 
     /// Fails the session with this error.
     fn fail(&self, error: Self::Error) {
-        let weight = error.weight();
-        self.ending().fail(error, weight, |error| {
+        let rank = error.rank();
+        self.outcome().fail(error, rank, |error| {
             // The other side already knows an error that it reported itself.
-            if weight != Weight::Told {
-                let told = error.to_string();
+            if rank != ErrorRank::Reported {
+                let text = error.to_string();
                 self.mailbox()
-                    .send(&Message::with_body(Kind::Failed, 0, told.as_bytes()));
+                    .send(&Message::with_body(MessageKind::Failed, 0, text.as_bytes()));
             }
             self.mailbox().close();
         });
-        self.ending().shut();
-        self.go_home();
+        self.outcome().shut();
+        self.shutdown();
     }
 }
 
@@ -104,7 +104,7 @@ struct Sockets {
 
 impl LinkSockets {
     /// Switches to another link and shuts the sockets of the previous one.
-    pub(crate) fn turn(&self, link: u32) {
+    pub(crate) fn switch_link(&self, link: u32) {
         let mut sockets = lock(&self.0);
         sockets.shut();
         sockets.link = link;
@@ -123,7 +123,7 @@ impl LinkSockets {
     }
 
     /// Marks this link as lost: shuts its sockets, so that no thread waits on them.
-    pub(crate) fn cut(&self, link: u32) {
+    pub(crate) fn shut_link(&self, link: u32) {
         let mut sockets = lock(&self.0);
         if link == sockets.link {
             sockets.shut();
@@ -158,74 +158,74 @@ fn shut(socket: &TcpStream) {
 ///
 /// An error that is only a symptom, such as a connection closed by the other side, is replaced by the reason that the
 /// other side reports.
-pub(crate) struct Ending<E> {
-    error: Mutex<Option<Failed<E>>>,
-    to_shut: Mutex<ToShut>,
+pub(crate) struct SessionOutcome<E> {
+    error: Mutex<Option<RankedError<E>>>,
+    qemu_sockets: Mutex<QemuSockets>,
     /// Sockets between the hosts.
     pub(crate) sockets: LinkSockets,
 }
 
 #[derive(Default)]
-struct ToShut {
+struct QemuSockets {
     all: Vec<Arc<UnixStream>>,
     /// Set after the end: new connections are shut at once.
     is_over: bool,
 }
 
-struct Failed<E> {
+struct RankedError<E> {
     error: E,
-    weight: Weight,
+    rank: ErrorRank,
 }
 
 /// Weight of an error as an explanation of a session's failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Weight {
+pub(crate) enum ErrorRank {
     /// Consequence of an unknown cause, which the other side may know.
     Symptom,
     /// Cause, known to this side.
     Cause,
     /// Cause, reported by the other side.
-    Told,
+    Reported,
 }
 
-impl<E> Ending<E> {
+impl<E> SessionOutcome<E> {
     /// Creates the record of a session that has not failed.
     #[must_use]
     pub(crate) fn new() -> Self {
         Self {
             error: Mutex::new(None),
-            to_shut: Mutex::default(),
+            qemu_sockets: Mutex::default(),
             sockets: LinkSockets::default(),
         }
     }
 
     /// Registers a connection to QEMU for [`Self::shut`]; shuts it at once if that was called before.
-    pub(crate) fn shut_later(&self, qemu: Arc<UnixStream>) {
-        let mut to_shut = lock(&self.to_shut);
-        if to_shut.is_over {
+    pub(crate) fn add_qemu_socket(&self, qemu: Arc<UnixStream>) {
+        let mut qemu_sockets = lock(&self.qemu_sockets);
+        if qemu_sockets.is_over {
             let _ = qemu.shutdown(Shutdown::Both);
         } else {
-            to_shut.all.push(qemu);
+            qemu_sockets.all.push(qemu);
         }
     }
 
-    /// Fails the session, with this error unless it has a better one. `tell` then reports the first error to the
+    /// Fails the session, with this error unless it has a better one. `report` then reports the first error to the
     /// other side, before another thread can find that there is nothing to report.
-    pub(crate) fn fail(&self, error: E, weight: Weight, tell: impl FnOnce(&E)) {
+    pub(crate) fn fail(&self, error: E, rank: ErrorRank, report: impl FnOnce(&E)) {
         let mut failure = lock(&self.error);
         match &*failure {
-            None => tell(&error),
-            Some(before) if before.weight == Weight::Symptom && weight == Weight::Told => {}
+            None => report(&error),
+            Some(first) if first.rank == ErrorRank::Symptom && rank == ErrorRank::Reported => {}
             Some(_) => return,
         }
-        *failure = Some(Failed { error, weight });
+        *failure = Some(RankedError { error, rank });
     }
 
     /// Shuts all connections, so that no thread waits on one.
     pub(crate) fn shut(&self) {
-        let mut to_shut = lock(&self.to_shut);
-        to_shut.is_over = true;
-        for qemu in to_shut.all.drain(..) {
+        let mut qemu_sockets = lock(&self.qemu_sockets);
+        qemu_sockets.is_over = true;
+        for qemu in qemu_sockets.all.drain(..) {
             let _ = qemu.shutdown(Shutdown::Both);
         }
         self.sockets.shut_lanes();
@@ -245,7 +245,7 @@ impl<E> Ending<E> {
     }
 }
 
-impl<E> Default for Ending<E> {
+impl<E> Default for SessionOutcome<E> {
     fn default() -> Self {
         Self::new()
     }
@@ -255,9 +255,9 @@ impl<E> Default for Ending<E> {
 ///
 /// # Errors
 /// Errors of the task, or `panicked`.
-fn part<E>(does: impl FnOnce() -> Result<(), E>, panicked: impl FnOnce() -> E) -> Result<(), E> {
+fn catch_panic<E>(task: impl FnOnce() -> Result<(), E>, panicked: impl FnOnce() -> E) -> Result<(), E> {
     // Half-made changes are harmless: they belong to a session that ends.
-    catch_unwind(AssertUnwindSafe(does)).unwrap_or_else(|_| Err(panicked()))
+    catch_unwind(AssertUnwindSafe(task)).unwrap_or_else(|_| Err(panicked()))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -273,29 +273,31 @@ mod tests {
     #[test]
     /// A symptom is replaced by the cause that the other side reports; any other first error stays.
     fn reported_cause_replaces_symptom() {
-        let ending = Ending::new();
-        let mut told = Vec::new();
-        ending.fail("the lane broke", Weight::Symptom, |error| told.push(*error));
-        ending.fail("QEMU's socket was shut", Weight::Cause, |error| told.push(*error));
-        ending.fail("no QEMU waits", Weight::Told, |error| told.push(*error));
-        ending.fail("something else", Weight::Told, |error| told.push(*error));
-        assert_eq!(told, ["the lane broke"]);
-        assert_eq!(ending.into_error(), Some("no QEMU waits"));
-        let ending = Ending::new();
-        ending.fail("a wrong checksum", Weight::Cause, |_| {});
-        ending.fail("it closed the connection", Weight::Told, |_| {});
-        assert_eq!(ending.into_error(), Some("a wrong checksum"));
+        let outcome = SessionOutcome::new();
+        let mut reported = Vec::new();
+        outcome.fail("the lane broke", ErrorRank::Symptom, |error| reported.push(*error));
+        outcome.fail("QEMU's socket was shut", ErrorRank::Cause, |error| {
+            reported.push(*error)
+        });
+        outcome.fail("no QEMU waits", ErrorRank::Reported, |error| reported.push(*error));
+        outcome.fail("something else", ErrorRank::Reported, |error| reported.push(*error));
+        assert_eq!(reported, ["the lane broke"]);
+        assert_eq!(outcome.into_error(), Some("no QEMU waits"));
+        let outcome = SessionOutcome::new();
+        outcome.fail("a wrong checksum", ErrorRank::Cause, |_| {});
+        outcome.fail("it closed the connection", ErrorRank::Reported, |_| {});
+        assert_eq!(outcome.into_error(), Some("a wrong checksum"));
     }
 
     #[test]
     fn connection_added_after_end_is_shut() {
-        let ending = Ending::<()>::new();
+        let outcome = SessionOutcome::<()>::new();
         let pairs = [(), ()].map(|()| UnixStream::pair().expect("sockets"));
         let [(mut here, there), (mut late_here, late_there)] = pairs;
         let [there, late_there] = [there, late_there].map(Arc::new);
-        ending.shut_later(Arc::clone(&there));
-        ending.shut();
-        ending.shut_later(Arc::clone(&late_there));
+        outcome.add_qemu_socket(Arc::clone(&there));
+        outcome.shut();
+        outcome.add_qemu_socket(Arc::clone(&late_there));
         assert_eq!(here.read(&mut [0]).expect("reads"), 0);
         assert_eq!(late_here.read(&mut [0]).expect("reads"), 0);
     }
@@ -311,10 +313,10 @@ mod tests {
         let sockets = LinkSockets::default();
         let [(mut old, there), (mut late, late_there), (new, new_there)] = [pair(), pair(), pair()];
         sockets.add(0, there, true);
-        sockets.turn(2);
+        sockets.switch_link(2);
         sockets.add(1, late_there, false);
         sockets.add(2, new_there, false);
-        sockets.cut(1);
+        sockets.shut_link(1);
         assert_eq!(old.read(&mut [0]).expect("reads"), 0);
         assert_eq!(late.read(&mut [0]).expect("reads"), 0);
         new.set_nonblocking(true).expect("a socket");
@@ -323,8 +325,11 @@ mod tests {
 
     #[test]
     fn panicking_thread_becomes_error() {
-        assert_eq!(part(|| Err("it failed"), || "it panicked"), Err("it failed"));
-        assert_eq!(part(|| panic!("as a test"), || "it panicked"), Err("it panicked"));
-        assert_eq!(part(|| Ok(()), || "it panicked"), Ok(()));
+        assert_eq!(catch_panic(|| Err("it failed"), || "it panicked"), Err("it failed"));
+        assert_eq!(
+            catch_panic(|| panic!("as a test"), || "it panicked"),
+            Err("it panicked")
+        );
+        assert_eq!(catch_panic(|| Ok(()), || "it panicked"), Ok(()));
     }
 }

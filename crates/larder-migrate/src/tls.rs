@@ -17,7 +17,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, ServerConfig};
 
-pub use peers::{Fingerprint, NoPeer, Peer, PeerRecords, Peers, WrongPeer};
+pub use peers::{AllowedPeer, Fingerprint, InvalidPeer, PeerError, PeerRecords, Peers};
 
 /// TLS configuration of a sender.
 #[derive(Clone)]
@@ -29,19 +29,19 @@ pub struct SenderTls {
 }
 
 impl SenderTls {
-    /// Loads the files of `folder`, for a receiver named `host`. Any certificate that its authority has signed for
+    /// Loads the files of `directory`, for a receiver named `host`. Any certificate that its authority has signed for
     /// that name is accepted.
     ///
     /// # Errors
     /// A file is missing or damaged, or the name is invalid.
-    pub fn load(folder: &Path, host: &str) -> Result<Self, TlsError> {
+    pub fn load(directory: &Path, host: &str) -> Result<Self, TlsError> {
         let server = ServerName::try_from(host.to_owned()).map_err(|_| TlsError::Name { name: host.to_owned() })?;
-        let path = folder.join("client-cert.pem");
+        let path = directory.join("client-cert.pem");
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(TlsError::Setup)?
-            .with_root_certificates(authorities(&folder.join("ca-cert.pem"))?)
-            .with_client_auth_cert(certificates(&path)?, private_key(&folder.join("client-key.pem"))?)
+            .with_root_certificates(authorities(&directory.join("ca-cert.pem"))?)
+            .with_client_auth_cert(certificates(&path)?, private_key(&directory.join("client-key.pem"))?)
             .map_err(|source| TlsError::Certificate { path, source })?;
         // A lane only writes, so the session tickets that the receiver would send are never read.
         config.resumption = rustls::client::Resumption::disabled();
@@ -67,8 +67,8 @@ impl SenderTls {
         self.server.clone()
     }
 
-    pub(crate) fn check(&self, shown: Option<&[CertificateDer<'_>]>) -> Result<(), WrongPeer> {
-        self.peers.check(&self.host, shown)
+    pub(crate) fn check(&self, peer_certificates: Option<&[CertificateDer<'_>]>) -> Result<(), PeerError> {
+        self.peers.check(&self.host, peer_certificates)
     }
 }
 
@@ -80,21 +80,21 @@ pub struct ReceiverTls {
 }
 
 impl ReceiverTls {
-    /// Loads the files of `folder`. Any certificate that its authority has signed is accepted.
+    /// Loads the files of `directory`. Any certificate that its authority has signed is accepted.
     ///
     /// # Errors
     /// A file is missing or damaged.
-    pub fn load(folder: &Path) -> Result<Self, TlsError> {
-        let ca = folder.join("ca-cert.pem");
+    pub fn load(directory: &Path) -> Result<Self, TlsError> {
+        let ca = directory.join("ca-cert.pem");
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(authorities(&ca)?), provider())
             .build()
             .map_err(|source| TlsError::Authorities { path: ca, source })?;
-        let path = folder.join("server-cert.pem");
+        let path = directory.join("server-cert.pem");
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(TlsError::Setup)?
             .with_client_cert_verifier(verifier)
-            .with_single_cert(certificates(&path)?, private_key(&folder.join("server-key.pem"))?)
+            .with_single_cert(certificates(&path)?, private_key(&directory.join("server-key.pem"))?)
             .map_err(|source| TlsError::Certificate { path, source })?;
         config.send_tls13_tickets = 0;
         Ok(Self {
@@ -114,7 +114,11 @@ impl ReceiverTls {
     }
 
     /// Checks the certificate that a sender at the address `from` has shown.
-    pub(crate) fn check(&self, from: IpAddr, shown: Option<&[CertificateDer<'_>]>) -> Result<(), WrongPeer> {
-        self.peers.check(&from.to_canonical().to_string(), shown)
+    pub(crate) fn check(
+        &self,
+        from: IpAddr,
+        peer_certificates: Option<&[CertificateDer<'_>]>,
+    ) -> Result<(), PeerError> {
+        self.peers.check(&from.to_canonical().to_string(), peer_certificates)
     }
 }

@@ -19,10 +19,10 @@ use std::io;
 
 use thiserror::Error;
 
-pub use self::chain::{Chain, LINKS_MAX, Proof, continues};
+pub use self::chain::{LINKS_MAX, Proof, ProofChain, continues};
 pub use self::frame_header::FrameHeader;
-pub use self::greeting::{Hello, Role, Welcome};
-pub use self::message::{Kind, Message};
+pub use self::greeting::{ConnectionRole, Hello, Welcome};
+pub use self::message::{Message, MessageKind};
 
 /// Version of the wire format that this module describes. Both sides refuse any other version.
 pub const VERSION: u16 = 1;
@@ -69,7 +69,7 @@ pub enum WireError {
     },
     /// The peer expects TLS.
     #[error("{what}: the other side speaks TLS: use --tls here as well")]
-    Tls {
+    UnexpectedTls {
         /// Name of the item that was being read.
         what: &'static str,
     },
@@ -93,7 +93,7 @@ pub enum WireError {
     },
     /// A field has a value that no Larder writes.
     #[error("{what}: {field} is {value}, and may be {allowed}")]
-    Field {
+    InvalidField {
         /// Name of the item that was read.
         what: &'static str,
         /// Name of the field.
@@ -123,13 +123,13 @@ impl WireError {
 }
 
 /// Writes the CRC32C of all bytes but the last four into the last four.
-fn seal(bytes: &mut [u8]) {
+fn write_checksum(bytes: &mut [u8]) {
     let at = bytes.len() - 4;
     let crc = crc32c::crc32c(&bytes[..at]);
     put_u32(bytes, at, crc);
 }
 
-fn check_seal(bytes: &[u8], what: &'static str) -> Result<(), WireError> {
+fn verify_checksum(bytes: &[u8], what: &'static str) -> Result<(), WireError> {
     let at = bytes.len() - 4;
     let expected = crc32c::crc32c(&bytes[..at]);
     let found = get_u32(bytes, at);

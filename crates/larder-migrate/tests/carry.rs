@@ -135,7 +135,7 @@ fn main_channel_arrives_and_compresses() {
     for lanes in [1, 3] {
         let pair = Pair::new(lanes, 64 << 20);
         // Over a faster link than this, compression does not pay and is not used.
-        pair.limits.change(|limits| limits.bandwidth = Some(15 << 20));
+        pair.limits.update(|limits| limits.bandwidth = Some(15 << 20));
         let (_, received, totals) = pair.run(
             |path| {
                 let mut socket = UnixStream::connect(path).expect("connects");
@@ -172,7 +172,7 @@ fn incompressible_pages_are_sent_as_deltas() {
     }
     let stream = main_channel(&versions);
     let pair = Pair::new(1, 64 << 20);
-    pair.limits.change(|limits| limits.bandwidth = Some(30 << 20));
+    pair.limits.update(|limits| limits.bandwidth = Some(30 << 20));
     let (_, received, totals) = pair.run(
         |path| {
             let mut socket = UnixStream::connect(path).expect("connects");

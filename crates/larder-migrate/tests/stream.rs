@@ -8,7 +8,7 @@ mod script;
 #[path = "stream/writer.rs"]
 mod writer;
 
-use larder_migrate::stream::{Blocks, Channel as Kind, Phase};
+use larder_migrate::stream::{Blocks, ChannelKind as Kind, StreamPhase};
 use proptest::prelude::*;
 
 use reader::{Cuts, Whole, read};
@@ -17,13 +17,13 @@ use writer::{Channel, content};
 
 /// Cuts by a list of numbers, repeated.
 #[derive(Clone, Debug)]
-struct Listed {
+struct ObstacleList {
     arrive: Vec<u16>,
     flush: Vec<bool>,
     at: usize,
 }
 
-impl Cuts for Listed {
+impl Cuts for ObstacleList {
     fn arrive(&mut self) -> usize {
         self.at += 1;
         usize::from(self.arrive[self.at % self.arrive.len()]) + 1
@@ -36,14 +36,14 @@ impl Cuts for Listed {
 }
 
 /// Generates short and long pieces.
-fn cuts(flush: bool) -> impl Strategy<Value = Listed> {
+fn cuts(flush: bool) -> impl Strategy<Value = ObstacleList> {
     let arrive = prop_oneof![0u16..20, 0u16..5000, 0u16..60000];
     let flush = if flush {
         any::<bool>().boxed()
     } else {
         Just(false).boxed()
     };
-    (prop::collection::vec(arrive, 1..9), prop::collection::vec(flush, 1..9)).prop_map(|(arrive, flush)| Listed {
+    (prop::collection::vec(arrive, 1..9), prop::collection::vec(flush, 1..9)).prop_map(|(arrive, flush)| ObstacleList {
         arrive,
         flush,
         at: 0,
@@ -67,7 +67,7 @@ proptest! {
         prop_assert_eq!(whole.facts.channel, Kind::Main);
         prop_assert_eq!(whole.facts.ignore_shared, flavour >> 1 & 3 == 2);
         prop_assert_eq!(whole.facts.postcopy_run, postcopy.is_some() || acts.iter().any(|act| matches!(act, Act::Command(5, _))));
-        prop_assert_eq!(whole.facts.phase, if postcopy.is_some() { Phase::Ended } else { Phase::DeviceState });
+        prop_assert_eq!(whole.facts.phase, if postcopy.is_some() { StreamPhase::Ended } else { StreamPhase::DeviceState });
         let cut = read(&Blocks::new(), &channel.bytes, &mut cuts);
         check_all_told(&channel, &cut);
         prop_assert_eq!(cut.facts, whole.facts);

@@ -7,7 +7,7 @@ mod script;
 #[path = "stream/writer.rs"]
 mod writer;
 
-use larder_migrate::stream::{Blocks, Channel as Kind, Parser, Phase, Step};
+use larder_migrate::stream::{Blocks, ChannelKind as Kind, ParseStep, Parser, StreamPhase};
 
 use reader::{Cuts, Whole, read};
 use script::{Act, RAM, at, blocks, check_all_told, check_facts, main_channel, sections};
@@ -52,7 +52,7 @@ fn main_channel_start_yields_block_sizes() {
     let facts = reading.facts;
     assert_eq!(
         (facts.phase, facts.page_sizes, facts.postcopy_advised),
-        (Phase::Setup, 0x20_1000, true)
+        (StreamPhase::Setup, 0x20_1000, true)
     );
     assert_eq!(
         (facts.machine.name(), facts.qemu_at_least()),
@@ -82,7 +82,10 @@ fn passed_headers_count_as_parsed() {
     let channel = main_channel(4, &acts, None);
     let reading = read(&Blocks::new(), &channel.bytes, &mut EachByte);
     check_facts(&channel, &reading);
-    assert_eq!((reading.facts.pages_untold, reading.literal), (2, channel.bytes.len()));
+    assert_eq!(
+        (reading.facts.pages_unreported, reading.literal),
+        (2, channel.bytes.len())
+    );
 }
 
 /// A page whose header was passed is still reported.
@@ -160,7 +163,7 @@ fn page_outside_its_block_is_literal() {
     assert_eq!(outside, 1);
     let told: Vec<_> = reading.pages.iter().map(|page| page.page).collect();
     assert_eq!(
-        (told, reading.facts.pages_untold, reading.facts.losses),
+        (told, reading.facts.pages_unreported, reading.facts.losses),
         (vec![39, 63], 2, 0)
     );
 }
@@ -175,7 +178,7 @@ fn multifd_packet_outside_block_is_literal() {
     let reading = read(&blocks_of_main, &channel.bytes, &mut Whole);
     let told: Vec<_> = reading.pages.iter().map(|page| page.page).collect();
     assert_eq!(
-        (told, reading.facts.pages_untold, reading.facts.losses),
+        (told, reading.facts.pages_unreported, reading.facts.losses),
         (vec![3, 39], 2, 0)
     );
 }
@@ -192,12 +195,12 @@ fn multifd_channel_learns_block_size() {
     parser.pass(&channel.bytes[..cut - PAGE]);
     assert!(matches!(
         parser.next(&channel.bytes[cut - PAGE..cut]),
-        Step::Pages { .. }
+        ParseStep::Pages { .. }
     ));
     read(&blocks, &main_channel(0, &[], None).bytes, &mut Whole);
     assert_eq!(
         parser.next(&channel.bytes[cut..]),
-        Step::Literal {
+        ParseStep::Literal {
             len: channel.bytes.len() - cut
         }
     );
@@ -253,7 +256,7 @@ fn unknown_configuration_part_is_skipped() {
         .footer(RAM);
     let reading = read(&Blocks::new(), &channel.bytes, &mut Whole);
     assert_eq!(at(&reading.pages), at(&channel.pages));
-    assert_eq!((reading.facts.losses, reading.facts.phase), (1, Phase::Ram));
+    assert_eq!((reading.facts.losses, reading.facts.phase), (1, StreamPhase::Ram));
 }
 
 /// After an unknown record, pages are reported again from the next section on.
@@ -275,7 +278,7 @@ fn parser_resumes_after_unknown_record() {
         // The record that named the second page's block may be in the unknown bytes.
         let known = [channel.pages[0].clone(), channel.pages[2].clone()];
         assert_eq!(at(&reading.pages), at(&known));
-        assert_eq!((reading.facts.losses, reading.facts.pages_untold), (1, 1));
+        assert_eq!((reading.facts.losses, reading.facts.pages_unreported), (1, 1));
     }
 }
 
@@ -311,7 +314,10 @@ fn interrupted_postcopy_resumes_on_new_channel() {
     let cut = first.pages[1].at + 100;
     first.bytes.truncate(cut);
     let reading = read(&blocks, &first.bytes, &mut Whole);
-    assert_eq!((reading.facts.phase, reading.facts.pages_untold), (Phase::Postcopy, 1));
+    assert_eq!(
+        (reading.facts.phase, reading.facts.pages_unreported),
+        (StreamPhase::Postcopy, 1)
+    );
     let mut second = Channel::new();
     second.command(10, b"\x06pc.ram").command(9, &[]);
     second.next(2, 7).put(b"bitmap").footer(7);
@@ -326,7 +332,7 @@ fn interrupted_postcopy_resumes_on_new_channel() {
     let facts = &reading.facts;
     assert_eq!(
         (facts.channel, facts.phase, facts.postcopy_resumed),
-        (Kind::Resumed, Phase::Ended, true)
+        (Kind::Resumed, StreamPhase::Ended, true)
     );
 }
 

@@ -10,7 +10,7 @@ mod writer;
 use std::fs;
 use std::path::Path;
 
-use larder_migrate::stream::{Blocks, Channel, Facts, Phase};
+use larder_migrate::stream::{Blocks, ChannelKind, StreamFacts, StreamPhase};
 
 use reader::{Cuts, Reading, Whole, read};
 use writer::PAGE;
@@ -56,8 +56,8 @@ fn told(blocks: &Blocks, name: &str) -> Reading {
 
 /// Returns the sums of the pages sent, zero pages and encoded pages of several channels.
 fn counts<'a>(readings: impl IntoIterator<Item = &'a Reading>) -> [u64; 3] {
-    let of = |facts: &Facts| {
-        assert_eq!((facts.pages_untold, facts.losses), (0, 0), "{facts:?}");
+    let of = |facts: &StreamFacts| {
+        assert_eq!((facts.pages_unreported, facts.losses), (0, 0), "{facts:?}");
         [facts.pages, facts.zero_pages, facts.encoded_pages]
     };
     (readings.into_iter()).fold([0; 3], |sum, reading| {
@@ -78,7 +78,10 @@ fn recorded_main_channel_pages_are_reported() {
         let reading = told(&blocks, &format!("{version}-single"));
         assert_eq!(counts([&reading]), expected);
         let facts = &reading.facts;
-        assert_eq!((facts.channel, facts.phase), (Channel::Main, Phase::DeviceState));
+        assert_eq!(
+            (facts.channel, facts.phase),
+            (ChannelKind::Main, StreamPhase::DeviceState)
+        );
         assert_eq!(facts.machine.name(), format!("pc-q35-{version}"));
         assert_eq!(facts.qemu_at_least(), Some(of_release(version)));
         assert_eq!(facts.switchover_start, version == "10.0");
@@ -100,7 +103,7 @@ fn recorded_multifd_pages_are_reported() {
         assert_eq!(counts(&readings), expected);
         let mut ids = [1, 2].map(|index: usize| readings[index].facts.channel);
         ids.sort_by_key(|id| format!("{id:?}"));
-        assert_eq!(ids, [Channel::Multifd { id: 0 }, Channel::Multifd { id: 1 }]);
+        assert_eq!(ids, [ChannelKind::Multifd { id: 0 }, ChannelKind::Multifd { id: 1 }]);
         assert!(readings[1..].iter().all(|reading| reading.facts.multifd_syncs == 3));
         assert_eq!(readings[0].facts.multifd_flushes > 0, version == "10.0");
     }
@@ -112,13 +115,13 @@ fn recorded_postcopy_pages_are_reported() {
         let reading = told(&Blocks::new(), &format!("{version}-postcopy"));
         assert_eq!(counts([&reading]), expected);
         let facts = &reading.facts;
-        assert_eq!((facts.phase, facts.page_sizes), (Phase::Ended, 0x1000));
+        assert_eq!((facts.phase, facts.page_sizes), (StreamPhase::Ended, 0x1000));
         assert!(facts.return_path && facts.postcopy_advised && facts.postcopy_listen && facts.postcopy_run);
     }
     for (version, expected) in [("7.2", [5, 0, 0]), ("10.0", [2, 0, 0])] {
         let reading = told(&Blocks::new(), &format!("{version}-preempt"));
         assert_eq!(counts([&reading]), expected);
-        assert_eq!(reading.facts.channel, Channel::Preempt);
+        assert_eq!(reading.facts.channel, ChannelKind::Preempt);
     }
 }
 
@@ -127,5 +130,5 @@ fn recorded_compressed_pages_are_skipped() {
     let reading = told(&Blocks::new(), "7.2-compress");
     // QEMU counts 1095 zero pages; 1035 are in the stream.
     assert_eq!(counts([&reading]), [5, 1035, 118]);
-    assert_eq!(reading.facts.phase, Phase::DeviceState);
+    assert_eq!(reading.facts.phase, StreamPhase::DeviceState);
 }

@@ -83,7 +83,7 @@ const LEARN_USES_MIN: u64 = 4096;
 /// Tick of the first use, so that loaded lines can be older.
 const TICK_START: u32 = 256;
 
-/// Index of the learnt scores in the policy's `worths`.
+/// Index of the learnt scores in the policy's `score_tables`.
 const LEARNT_TABLE: usize = 0;
 
 /// Eviction and admission policy. See the [module](self).

@@ -115,7 +115,7 @@ impl ScoreTable {
         self.values[usize::from(class.number()) * AGES + age]
     }
 
-    /// Returns the probability that a line of `class`, just used, is used again before its score falls below `least`.
+    /// Returns the probability that a line of `class`, just used, is used again before its score falls below `lowest`.
     pub(crate) fn hit_probability(&self, class: Class, lowest: f32) -> f32 {
         let class = usize::from(class.number());
         let values = &self.values[class * AGES..][..AGES];

@@ -163,7 +163,7 @@ impl<'a> Set<'a> {
         self.lines() + spare_ways >= self.classes.len()
     }
 
-    /// Returns the way with the lowest score, if there is a line; `worths` has the scores by class and age.
+    /// Returns the way with the lowest score, if there is a line; `ranks` has the scores by class and age.
     pub(crate) fn lowest(&mut self, ranks: &[u32]) -> Option<u8> {
         if self.header[COUNT] == 0 || self.header[RANKED] != self.tick as u8 {
             self.rank(ranks);

@@ -108,7 +108,7 @@ impl State {
         }
     }
 
-    /// Returns an empty state that continues the counters of `before`, of which no fetch may be in flight.
+    /// Returns an empty state that continues the counters of `previous`, of which no fetch may be in flight.
     pub(crate) fn reset_from(previous: &mut Self, options: PrefetchOptions) -> Self {
         previous.invalidate_all();
         let mut state = Self::new(options);

@@ -24,24 +24,24 @@ use rustix::io::Errno;
 use smallvec::smallvec;
 
 use crate::device::{NewTable, Qcow2};
-use crate::entry::Entry;
-use crate::header::{self, HEADER_SECTOR, TableAt};
-use crate::journal::{Journal, Room};
+use crate::entry::L2Entry;
+use crate::header::{self, HEADER_SECTOR_BYTES, TableLocation};
+use crate::journal::{Journal, JournalReservation};
 use crate::map::LeafIndex;
 use crate::read::Ios;
 use crate::refcount::SliceIndex;
-use crate::space::Freed;
+use crate::space::FreedClusters;
 
 /// The maximum number of leaves that are copied at one moment and written between two barriers: 8 MiB, about 5 ms.
-const LEAVES_AT_ONCE: usize = 2048;
+const BATCH_LEAVES_MAX: usize = 2048;
 
 /// The maximum number of writes in flight at the same time.
-const WRITES_AT_ONCE: usize = 32;
+const WRITES_IN_FLIGHT_MAX: usize = 32;
 
 /// The maximum length in bytes to which adjacent pieces are merged into one write.
 const WRITE_BYTES_MAX: usize = 1 << 20;
 
-const ALONE: ByteRange = ByteRange::new(0, 1);
+const LOCK_RANGE: ByteRange = ByteRange::new(0, 1);
 
 /// The commits of an image so far.
 #[derive(Default)]
@@ -72,10 +72,10 @@ struct Batch {
 struct RefcountBatch {
     slices: Vec<SliceIndex>,
     blocks: BTreeSet<u64>,
-    moved: Option<TableAt>,
+    new_table_at: Option<TableLocation>,
     /// The writes of slices and of a moved table.
     writes: Vec<Write>,
-    table: Vec<Write>,
+    table_sectors: Vec<Write>,
 }
 
 impl Commits {
@@ -98,7 +98,7 @@ impl Qcow2 {
     pub(crate) async fn commit(&self) -> IoResult {
         let commits = &self.commits;
         let needed = commits.started.get() + 1;
-        let _alone = commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
+        let _lock = commits.lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
         if commits.succeeded.get() >= needed {
             return Ok(());
         }
@@ -114,7 +114,7 @@ impl Qcow2 {
         let is_due =
             || self.autoclear_pending.get().is_none() && self.journal.as_ref().is_some_and(Journal::is_half_full);
         while is_due() {
-            let _alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
+            let _lock = self.commits.lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
             if !is_due() || self.commit_locked().await.is_err() {
                 break;
             }
@@ -125,8 +125,8 @@ impl Qcow2 {
         let commits = &self.commits;
         let number = commits.started.get() + 1;
         commits.started.set(number);
-        let running = Running::begin(&commits.running);
-        let result = self.commit_alone().await;
+        let running = RunningGuard::begin(&commits.running);
+        let result = self.write_commit().await;
         drop(running);
         match result {
             Ok(()) => {
@@ -137,10 +137,10 @@ impl Qcow2 {
         }
     }
 
-    async fn commit_alone(&self) -> IoResult {
-        self.settle_header().await?;
+    async fn write_commit(&self) -> IoResult {
+        self.rewrite_uncertain_header().await?;
         let journal_end = self.journal.as_ref().map(Journal::end);
-        let freed = Taken {
+        let freed = FreedGuard {
             image: self,
             freed: std::mem::take(&mut *self.freed.borrow_mut()),
         };
@@ -150,16 +150,16 @@ impl Qcow2 {
         let mut number = journal.map(Journal::next_commit);
         let committed = number;
         let leaves: Vec<LeafIndex> = self.map.borrow().dirty().iter().copied().collect();
-        let mut chunks = leaves.chunks(LEAVES_AT_ONCE).peekable();
+        let mut chunks = leaves.chunks(BATCH_LEAVES_MAX).peekable();
         loop {
             let chunk = chunks.next().unwrap_or_default();
             let last = chunks.peek().is_none();
-            let batch = Taking {
+            let batch_write = BatchWrite {
                 image: self,
-                batch: self.take(chunk, last),
+                batch: self.collect_batch(chunk, last),
                 done: false,
             };
-            batch.write(number.take()).await?;
+            batch_write.write(number.take()).await?;
             if last {
                 break;
             }
@@ -167,7 +167,7 @@ impl Qcow2 {
         if let (Some(journal), Some(end), Some(number)) = (journal, journal_end, committed) {
             journal.committed(number, end);
         }
-        let freed = freed.keep();
+        let freed = freed.into_freed();
         if !freed.is_empty() {
             self.released
                 .borrow_mut()
@@ -179,7 +179,7 @@ impl Qcow2 {
 
     /// Copies the metadata to write, as it is now. The L1 entries of new tables belong to the `last` batch of a
     /// commit, when all that they refer to has been written.
-    fn take(&self, leaves: &[LeafIndex], last: bool) -> Batch {
+    fn collect_batch(&self, leaves: &[LeafIndex], last: bool) -> Batch {
         let shape = self.shape;
         let mut batch = Batch::default();
         let mut map = self.map.borrow_mut();
@@ -217,10 +217,10 @@ impl Qcow2 {
         for (out, entry) in bytes.chunks_exact_mut(8).zip(l1.iter().skip(first)) {
             out.copy_from_slice(&entry.to_be_bytes());
         }
-        (self.l1_at.get().offset + sector * 512, bytes)
+        (self.l1_location.get().offset + sector * 512, bytes)
     }
 
-    fn take_refcounts(&self) -> RefcountBatch {
+    fn collect_refcounts(&self) -> RefcountBatch {
         let mut batch = RefcountBatch::default();
         let mut refcounts = self.refcounts.borrow_mut();
         for (slice, offset, bytes) in refcounts.take_dirty() {
@@ -229,7 +229,7 @@ impl Qcow2 {
         }
         // New blocks stay listed as new until they are written.
         batch.blocks = refcounts.new_blocks.clone();
-        batch.moved = refcounts.moves_to;
+        batch.new_table_at = refcounts.next_table_location;
         let bytes_of = |entries: &[u64], len: usize| {
             let mut bytes = vec![0; len];
             for (out, entry) in bytes.chunks_exact_mut(8).zip(entries) {
@@ -237,7 +237,7 @@ impl Qcow2 {
             }
             bytes
         };
-        if let Some(at) = batch.moved {
+        if let Some(at) = batch.new_table_at {
             let bytes = bytes_of(refcounts.table(), at.entries as usize * 8);
             batch.writes.push((at.offset, bytes));
             return batch;
@@ -245,8 +245,8 @@ impl Qcow2 {
         let sectors: BTreeSet<u64> = batch.blocks.iter().map(|block| block / 64).collect();
         for sector in sectors {
             let entries = refcounts.table().get(sector as usize * 64..).unwrap_or_default();
-            let offset = refcounts.table_at.offset + sector * 512;
-            batch.table.push((offset, bytes_of(entries, 512)));
+            let offset = refcounts.table_location.offset + sector * 512;
+            batch.table_sectors.push((offset, bytes_of(entries, 512)));
         }
         batch
     }
@@ -262,13 +262,13 @@ impl Qcow2 {
 
     /// Makes the refcounts durable, and all earlier writes to the image.
     pub(crate) async fn write_refcounts(&self) -> IoResult {
-        let _alone = self.writing_refcounts.lock(ALONE, RangeLockMode::Exclusive).await;
-        let batch = TakingRefcounts {
+        let _lock = self.refcount_lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
+        let batch_write = RefcountBatchWrite {
             image: self,
-            batch: self.take_refcounts(),
+            batch: self.collect_refcounts(),
             done: false,
         };
-        batch.write().await
+        batch_write.write().await
     }
 
     async fn write_all(&self, writes: &[Write]) -> IoResult {
@@ -283,9 +283,9 @@ impl Qcow2 {
                 _ => merged.push((*offset, Cow::Borrowed(bytes))),
             }
         }
-        let mut slice = WorkSlice::new(WRITES_AT_ONCE as u64);
-        for some in merged.chunks(WRITES_AT_ONCE) {
-            let ios: Ios<'_> = some
+        let mut slice = WorkSlice::new(WRITES_IN_FLIGHT_MAX as u64);
+        for chunk in merged.chunks(WRITES_IN_FLIGHT_MAX) {
+            let ios: Ios<'_> = chunk
                 .iter()
                 .map(|(offset, bytes)| {
                     self.file
@@ -294,28 +294,28 @@ impl Qcow2 {
                 .collect();
             join(ios).await?;
             // A file in memory completes all of them synchronously.
-            slice.complete_steps(some.len() as u64).await;
+            slice.complete_steps(chunk.len() as u64).await;
         }
         Ok(())
     }
 
     /// Changes the header's first sector durably.
-    async fn change_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR])) -> IoResult {
+    async fn change_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR_BYTES])) -> IoResult {
         self.write_header(change, true).await
     }
 
     /// Writes the number of a commit to the header. It need not be durable, because its purpose ends with the host's
     /// memory.
-    async fn number_commit(&self, number: u64) -> IoResult {
-        let change = |sector: &mut [u8; HEADER_SECTOR]| {
-            let others = header::autoclear(&*sector) & !header::AUTOCLEAR_SESSION;
-            header::set_autoclear(sector, others | number);
+    async fn write_commit_number(&self, number: u64) -> IoResult {
+        let change = |sector: &mut [u8; HEADER_SECTOR_BYTES]| {
+            let other_bits = header::autoclear(&*sector) & !header::AUTOCLEAR_SESSION;
+            header::set_autoclear(sector, other_bits | number);
         };
         self.write_header(change, false).await
     }
 
-    async fn write_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR]), durably: bool) -> IoResult {
-        let _alone = self.writing_header.lock(ALONE, RangeLockMode::Exclusive).await;
+    async fn write_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR_BYTES]), durably: bool) -> IoResult {
+        let _lock = self.header_lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
         let mut sector = *self.header.borrow();
         change(&mut sector);
         // If the write fails, the image may have the old header or the new one.
@@ -332,7 +332,7 @@ impl Qcow2 {
     }
 
     /// Writes the valid header again if an earlier write of a header has failed.
-    async fn settle_header(&self) -> IoResult {
+    async fn rewrite_uncertain_header(&self) -> IoResult {
         match self.header_uncertain.get() {
             true => self.change_header(|_| {}).await,
             false => Ok(()),
@@ -349,13 +349,13 @@ impl Qcow2 {
     }
 
     /// Reserves space in the journal for `records` changes.
-    pub(crate) async fn journal_room(&self, records: u64) -> IoResult<Option<Room<'_>>> {
+    pub(crate) async fn reserve_journal(&self, records: u64) -> IoResult<Option<JournalReservation<'_>>> {
         let Some(journal) = &self.journal else {
             return Ok(None);
         };
         loop {
-            if let Some(room) = journal.room(records) {
-                return Ok(Some(room));
+            if let Some(reservation) = journal.reserve(records) {
+                return Ok(Some(reservation));
             }
             self.commit().await?;
         }
@@ -366,9 +366,9 @@ impl Qcow2 {
         if self.is_prepared() {
             return Ok(());
         }
-        let _alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
-        if self.ends_pending.replace(false) {
-            self.settle_ends().await;
+        let _lock = self.commits.lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
+        if self.file_ends_pending.replace(false) {
+            self.extend_files().await;
         }
         let Some(bits) = self.autoclear_pending.get() else {
             return Ok(());
@@ -376,7 +376,7 @@ impl Qcow2 {
         if let Some(journal) = &self.journal {
             // The journal's session is set just before the header's. A journal of a session that no image has belongs
             // to another state of the image.
-            journal.go_on(bits & header::AUTOCLEAR_SESSION);
+            journal.set_session(bits & header::AUTOCLEAR_SESSION);
         }
         self.change_header(|sector| header::set_autoclear(sector, bits)).await?;
         self.autoclear_pending.set(None);
@@ -385,12 +385,12 @@ impl Qcow2 {
 
     /// Returns true if no preparation is needed before a change.
     pub(crate) fn is_prepared(&self) -> bool {
-        self.autoclear_pending.get().is_none() && !self.ends_pending.get()
+        self.autoclear_pending.get().is_none() && !self.file_ends_pending.get()
     }
 
     /// Extends the files so that they end where they can grow concurrently with writes (see
     /// [`larder_block::backend::file`]). An error is ignored here: a request that needs a longer file gets its own.
-    async fn settle_ends(&self) {
+    async fn extend_files(&self) {
         let size = self.file.geometry().size;
         let _ = self.file.grow(size).await;
         if let Some(data_file) = &self.data_file {
@@ -401,7 +401,7 @@ impl Qcow2 {
     /// Makes everything durable and releases freed space.
     pub(crate) async fn close_steps(&self) -> IoResult {
         if !self.geometry.get().read_only {
-            self.tidy().await?;
+            self.finish_session().await?;
         }
         let others = [&self.data_file, &self.backing].into_iter().flatten();
         for file in [&self.file].into_iter().chain(others) {
@@ -411,9 +411,11 @@ impl Qcow2 {
     }
 
     /// Commits everything, so that the next server needs no journal.
-    async fn tidy(&self) -> IoResult {
+    async fn finish_session(&self) -> IoResult {
         loop {
-            self.commit().await.inspect_err(|error| self.tell_what_stays(error))?;
+            self.commit()
+                .await
+                .inspect_err(|error| self.log_uncommitted_changes(error))?;
             self.reclaim().await?;
             if !self.commits.has_work(self) && self.freed.borrow().is_empty() {
                 break;
@@ -421,8 +423,9 @@ impl Qcow2 {
         }
         let Some(journal) = &self.journal else { return Ok(()) };
         if self.autoclear_pending.get().is_none() {
-            let kept = header::autoclear(&*self.header.borrow()) & !header::AUTOCLEAR_SESSION;
-            self.change_header(|sector| header::set_autoclear(sector, kept)).await?;
+            let other_bits = header::autoclear(&*self.header.borrow()) & !header::AUTOCLEAR_SESSION;
+            self.change_header(|sector| header::set_autoclear(sector, other_bits))
+                .await?;
         }
         journal.remove();
         Ok(())
@@ -430,11 +433,11 @@ impl Qcow2 {
 
     /// Logs, after a failed commit that is the last one, where the missing changes are, and how to apply them to the
     /// image.
-    fn tell_what_stays(&self, error: &IoError) {
+    fn log_uncommitted_changes(&self, error: &IoError) {
         let Some(journal) = &self.journal else { return };
         tracing::error!(
             "{error}: the mapping of the last writes is only in the journal {} and is lost when the host reboots; fix the cause of the failure (on a full file system, free some space), then serve the image again as the same user, or run `larder disk check --repair`, which applies the journal to the image; do not move or copy the image before",
-            journal.place()
+            journal.path()
         );
     }
 
@@ -458,7 +461,7 @@ impl Qcow2 {
             return Err(operation(Failure::Os(Errno::FBIG.raw_os_error())));
         }
         self.before_change().await.map_err(failed)?;
-        let _only = self.growing.lock(ALONE, RangeLockMode::Exclusive).await;
+        let _grow_lock = self.grow_lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
         let old = self.geometry.get().size;
         if size <= old {
             return Ok(());
@@ -467,8 +470,8 @@ impl Qcow2 {
             // The data file may be used as the disk itself by other programs.
             data_file.grow(size).await.map_err(failed)?;
         }
-        let lengthen = async || self.lengthen_l1(entries).await;
-        self.with_room(lengthen).await.map_err(failed)?;
+        let grow_l1 = async || self.grow_l1_table(entries).await;
+        self.retry_on_no_space(grow_l1).await.map_err(failed)?;
         self.map
             .borrow_mut()
             .grow(size.get().div_ceil(self.shape.cluster_len()));
@@ -476,22 +479,22 @@ impl Qcow2 {
         if self.has_raw_data_file() {
             // The new tables may reuse the old L1 table's clusters.
             let map = async || self.map_data_file(added).await;
-            self.with_room(map).await.map_err(failed)?;
+            self.retry_on_no_space(map).await.map_err(failed)?;
         } else {
             self.clear_added(added).await.map_err(failed)?;
         }
-        let alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
+        let commit_lock = self.commits.lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
         let changed = self.change_header(|sector| header::set_size(sector, size.get()));
         changed.await.map_err(failed)?;
         let mut geometry = self.geometry.get();
         geometry.size = size;
         self.geometry.set(geometry);
         // The change is announced even if the caller drops the request now.
-        let _announced = Announced(&self.changes);
-        drop(alone);
+        let _announce_on_drop = AnnounceOnDrop(&self.size_changes);
+        drop(commit_lock);
         // No request writes past the old end yet. Requests in flight may have treated the cluster that the old end
         // cuts off as whole.
-        self.in_flight.drained().await;
+        self.in_flight.drain().await;
         Ok(())
     }
 
@@ -532,12 +535,12 @@ impl Qcow2 {
             let leaf_end = ByteOffset::new(rest.start.align_down(leaf_span).get() + leaf_span);
             let part = rest.intersection(ByteRange::between(rest.start, leaf_end));
             let count = part.len.get() / unit;
-            let _held = self.mapping.lock(part, RangeLockMode::Exclusive).await;
-            let _room = self.journal_room(count).await?;
-            self.own_table(part.start.get() / shape.table_span()).await?;
+            let _lock = self.mapping_locks.lock(part, RangeLockMode::Exclusive).await;
+            let _reservation = self.reserve_journal(count).await?;
+            self.make_table_writable(part.start.get() / shape.table_span()).await?;
             // There is no await from here on, so the leaf is not evicted.
             self.find(part).await?;
-            let data = Entry::data(shape, part.start.get());
+            let data = L2Entry::data(shape, part.start.get());
             self.set_entries(part.start.get() >> shape.cluster_bits, count, data);
             rest = ByteRange::between(part.end(), rest.end());
         }
@@ -545,22 +548,22 @@ impl Qcow2 {
     }
 
     /// Extends the L1 table to at least `entries` entries.
-    async fn lengthen_l1(&self, entries: u64) -> IoResult {
-        let _alone = self.commits.lock.lock(ALONE, RangeLockMode::Exclusive).await;
-        let old = self.l1_at.get();
+    async fn grow_l1_table(&self, entries: u64) -> IoResult {
+        let _lock = self.commits.lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
+        let old = self.l1_location.get();
         if entries <= old.entries {
             return Ok(());
         }
-        let (table, allocation) = self.lengthened_l1(entries).await?;
+        let (table, allocation) = self.write_grown_l1_table(entries).await?;
         // The table is kept even if the header cannot be written, because the header may refer to the table
         // nonetheless.
         allocation.keep();
         self.change_header(|sector| header::set_l1(sector, table)).await?;
-        self.l1_at.set(table);
+        self.l1_location.set(table);
         self.l1.borrow_mut().resize(entries as usize, 0);
-        self.tables_secured.borrow_mut().resize(entries as usize, false);
+        self.tables_writable.borrow_mut().resize(entries as usize, false);
         if old.entries > 0 {
-            self.freed.borrow_mut().push(Freed {
+            self.freed.borrow_mut().push(FreedClusters {
                 first: old.offset >> self.shape.cluster_bits,
                 count: (old.entries * 8).div_ceil(self.shape.cluster_len()),
             });
@@ -569,11 +572,11 @@ impl Qcow2 {
     }
 
     /// Writes the L1 table, as it is in the image, to a location with space for `entries`.
-    async fn lengthened_l1(&self, entries: u64) -> IoResult<(TableAt, crate::space::Allocation<'_>)> {
+    async fn write_grown_l1_table(&self, entries: u64) -> IoResult<(TableLocation, crate::space::Allocation<'_>)> {
         let cluster_len = self.shape.cluster_len();
         let clusters = (entries * 8).div_ceil(cluster_len);
         let allocation = self.allocate_run(clusters).await?;
-        let at = TableAt {
+        let at = TableLocation {
             offset: allocation.first << self.shape.cluster_bits,
             entries,
         };
@@ -582,7 +585,7 @@ impl Qcow2 {
             let l1 = self.l1.borrow();
             let new_tables = self.new_tables.borrow();
             for (index, (out, entry)) in bytes.chunks_exact_mut(8).zip(l1.iter()).enumerate() {
-                let durable = new_tables.get(&(index as u64)).map_or(*entry, |table| table.before);
+                let durable = new_tables.get(&(index as u64)).map_or(*entry, |table| table.old_entry);
                 out.copy_from_slice(&durable.to_be_bytes());
             }
         }
@@ -594,61 +597,61 @@ impl Qcow2 {
 }
 
 /// Announces a change of size when it is dropped.
-struct Announced<'a>(&'a SizeChanges);
+struct AnnounceOnDrop<'a>(&'a SizeChanges);
 
-impl Drop for Announced<'_> {
+impl Drop for AnnounceOnDrop<'_> {
     fn drop(&mut self) {
         self.0.announce();
     }
 }
 
 /// Marks a commit as running until it is dropped.
-struct Running<'a>(&'a Cell<bool>);
+struct RunningGuard<'a>(&'a Cell<bool>);
 
-impl<'a> Running<'a> {
+impl<'a> RunningGuard<'a> {
     fn begin(running: &'a Cell<bool>) -> Self {
         running.set(true);
         Self(running)
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for RunningGuard<'_> {
     fn drop(&mut self) {
         self.0.set(false);
     }
 }
 
 /// Freed clusters that a commit has taken. A commit that fails or is dropped puts them back.
-struct Taken<'a> {
+struct FreedGuard<'a> {
     image: &'a Qcow2,
-    freed: Vec<Freed>,
+    freed: Vec<FreedClusters>,
 }
 
-impl Taken<'_> {
-    fn keep(mut self) -> Vec<Freed> {
+impl FreedGuard<'_> {
+    fn into_freed(mut self) -> Vec<FreedClusters> {
         std::mem::take(&mut self.freed)
     }
 }
 
-impl Drop for Taken<'_> {
+impl Drop for FreedGuard<'_> {
     fn drop(&mut self) {
         self.image.freed.borrow_mut().append(&mut self.freed);
     }
 }
 
 /// A batch that is being written. If it fails or is dropped, its metadata is dirty again.
-struct Taking<'a> {
+struct BatchWrite<'a> {
     image: &'a Qcow2,
     batch: Batch,
     done: bool,
 }
 
-impl Taking<'_> {
+impl BatchWrite<'_> {
     /// Writes the batch, and before its references, the number of a commit that begins with it.
     async fn write(mut self, number: Option<u64>) -> IoResult {
         let (image, batch) = (self.image, &mut self.batch);
         let mut first: Ios<'_> = smallvec![Io::task(image.write_unreferenced(&batch.unreferenced))];
-        first.extend(number.map(|number| Io::task(image.number_commit(number))));
+        first.extend(number.map(|number| Io::task(image.write_commit_number(number))));
         join(first).await?;
         if !batch.referring.is_empty() {
             batch.tables.values_mut().for_each(|table| table.attempted = true);
@@ -660,11 +663,11 @@ impl Taking<'_> {
     }
 }
 
-impl Drop for Taking<'_> {
+impl Drop for BatchWrite<'_> {
     fn drop(&mut self) {
         let (image, batch) = (self.image, &mut self.batch);
         let mut map = image.map.borrow_mut();
-        batch.leaves.iter().for_each(|leaf| map.written(*leaf, self.done));
+        batch.leaves.iter().for_each(|leaf| map.finish_write(*leaf, self.done));
         if !self.done {
             image.new_tables.borrow_mut().append(&mut batch.tables);
         }
@@ -672,48 +675,50 @@ impl Drop for Taking<'_> {
 }
 
 /// Refcounts that are being written. If that fails or is dropped, they are dirty again.
-struct TakingRefcounts<'a> {
+struct RefcountBatchWrite<'a> {
     image: &'a Qcow2,
     batch: RefcountBatch,
     done: bool,
 }
 
-impl TakingRefcounts<'_> {
+impl RefcountBatchWrite<'_> {
     async fn write(mut self) -> IoResult {
         let (image, batch) = (self.image, &mut self.batch);
-        if batch.moved.is_some() {
+        if batch.new_table_at.is_some() {
             // If an earlier write of the header failed, the header may refer to the new table's location already.
-            image.settle_header().await?;
+            image.rewrite_uncertain_header().await?;
         }
         image.write_all(&batch.writes).await?;
         image.file.flush().await?;
-        if !batch.table.is_empty() {
-            image.write_all(&batch.table).await?;
+        if !batch.table_sectors.is_empty() {
+            image.write_all(&batch.table_sectors).await?;
             image.file.flush().await?;
         }
-        if let Some(at) = batch.moved {
+        if let Some(at) = batch.new_table_at {
             let clusters = at.entries * 8 / image.shape.cluster_len();
             image
                 .change_header(|sector| header::set_refcount_table(sector, at.offset, clusters as u32))
                 .await?;
-            image.refcounts.borrow_mut().table_at = at;
+            image.refcounts.borrow_mut().table_location = at;
         }
         self.done = true;
         Ok(())
     }
 }
 
-impl Drop for TakingRefcounts<'_> {
+impl Drop for RefcountBatchWrite<'_> {
     fn drop(&mut self) {
         let batch = &mut self.batch;
         let mut refcounts = self.image.refcounts.borrow_mut();
         for slice in &batch.slices {
-            refcounts.written(*slice, self.done);
+            refcounts.finish_write(*slice, self.done);
         }
         if self.done {
             refcounts.new_blocks.retain(|block| !batch.blocks.contains(block));
             // Another location may have been found meanwhile.
-            refcounts.moves_to.take_if(|at| Some(*at) == batch.moved);
+            refcounts
+                .next_table_location
+                .take_if(|at| Some(*at) == batch.new_table_at);
         }
     }
 }

@@ -20,7 +20,7 @@ pub const ALL_ZERO: u64 = ALL_ALLOCATED << 32;
 
 /// An L2 entry with the layout on disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Entry {
+pub struct L2Entry {
     /// The first 64 bits.
     pub word: u64,
     /// The second 64 bits of an extended entry: the low half marks the allocated subclusters, the high half the zero
@@ -30,7 +30,7 @@ pub struct Entry {
 
 /// The content of a cluster, or of a subcluster of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Content {
+pub enum ClusterContent {
     /// The content of the backing file, or zeros.
     Unallocated,
     /// Zeros.
@@ -45,14 +45,14 @@ pub enum Content {
 
 /// The location of a compressed cluster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct CompressedAt {
+pub struct CompressedLocation {
     /// The offset of the first byte, which may be unaligned.
     pub offset: u64,
     /// The maximum length in bytes.
     pub len: u64,
 }
 
-impl Entry {
+impl L2Entry {
     /// The entry of an unallocated cluster.
     pub const UNALLOCATED: Self = Self { word: 0, bitmap: 0 };
 
@@ -85,7 +85,7 @@ impl Entry {
     /// first cluster (an entry without a host cluster lacks [`COPIED`]); otherwise 0 means no host cluster.
     pub const fn host(self, shape: Shape) -> Option<u64> {
         let offset = self.word & OFFSET;
-        if self.is_compressed() || (offset == 0 && !self.is_at_zero(shape)) {
+        if self.is_compressed() || (offset == 0 && !self.has_host_at_zero(shape)) {
             None
         } else {
             Some(offset)
@@ -93,7 +93,7 @@ impl Entry {
     }
 
     /// Returns true if an offset of 0 is the offset of a host cluster.
-    const fn is_at_zero(self, shape: Shape) -> bool {
+    const fn has_host_at_zero(self, shape: Shape) -> bool {
         shape.data_file && self.is_copied() && (shape.extended || self.word & ZERO == 0)
     }
 
@@ -117,11 +117,11 @@ impl Entry {
     }
 
     /// Returns the location of the compressed data.
-    pub const fn compressed_at(self, shape: Shape) -> CompressedAt {
+    pub const fn compressed_location(self, shape: Shape) -> CompressedLocation {
         let bits = shape.compressed_offset_bits();
         let offset = self.word & ((1 << bits) - 1);
         let sectors = (self.word & !(COPIED | COMPRESSED)) >> bits;
-        CompressedAt {
+        CompressedLocation {
             offset,
             // The count is the number of sectors after the one with the first byte.
             len: (sectors + 1) * 512 - (offset & 511),
@@ -134,38 +134,38 @@ impl Entry {
         shape.version < 3 && !self.is_compressed() && self.word & ZERO != 0
     }
 
-    /// Returns the content of part `part` (of [`Shape::parts`]).
-    pub const fn content(self, shape: Shape, part: u32) -> Content {
+    /// Returns the content of subcluster `subcluster` (of [`Shape::subclusters_per_cluster`]).
+    pub const fn content(self, shape: Shape, subcluster: u32) -> ClusterContent {
         if self.is_compressed() {
             return if shape.data_file {
-                Content::Corrupt
+                ClusterContent::Corrupt
             } else {
-                Content::Compressed
+                ClusterContent::Compressed
             };
         }
         if self.word & (DAMAGED | OFFSET & (shape.cluster_len() - 1)) != 0 {
-            return Content::Corrupt;
+            return ClusterContent::Corrupt;
         }
         let has_host = self.host(shape).is_some();
         if shape.extended {
-            let allocated = self.bitmap >> part & 1 != 0;
-            let zero = self.bitmap >> (part + 32) & 1 != 0;
+            let allocated = self.bitmap >> subcluster & 1 != 0;
+            let zero = self.bitmap >> (subcluster + 32) & 1 != 0;
             return match (allocated, zero) {
-                (true, true) => Content::Corrupt,
-                (true, false) if has_host => Content::Data,
-                (true, false) => Content::Corrupt,
-                (false, true) => Content::Zero,
-                (false, false) => Content::Unallocated,
+                (true, true) => ClusterContent::Corrupt,
+                (true, false) if has_host => ClusterContent::Data,
+                (true, false) => ClusterContent::Corrupt,
+                (false, true) => ClusterContent::Zero,
+                (false, false) => ClusterContent::Unallocated,
             };
         }
         if self.has_unknown_zero_flag(shape) {
-            Content::Corrupt
+            ClusterContent::Corrupt
         } else if self.word & ZERO != 0 {
-            Content::Zero
+            ClusterContent::Zero
         } else if has_host {
-            Content::Data
+            ClusterContent::Data
         } else {
-            Content::Unallocated
+            ClusterContent::Unallocated
         }
     }
 

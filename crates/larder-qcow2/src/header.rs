@@ -9,16 +9,16 @@ use crate::shape::Shape;
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// The length in bytes of the header's first sector, which holds every field that changes.
-pub const HEADER_SECTOR: usize = 512;
+pub const HEADER_SECTOR_BYTES: usize = 512;
 
 /// The maximum lengths in bytes that QEMU accepts for the active L1 table, and for the refcount table.
 pub const L1_BYTES_MAX: u64 = 32 << 20;
 const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
 /// The maximum length in bytes of a backing file's name.
-const BACKING_NAME_MAX: u32 = 1023;
+const BACKING_NAME_BYTES_MAX: u32 = 1023;
 const SNAPSHOTS_MAX: u32 = 65536;
 /// The maximum length in bytes of the first cluster's part that is read for extensions.
-pub const HEADER_AREA_MAX: u64 = 2 << 20;
+pub const HEADER_AREA_BYTES_MAX: u64 = 2 << 20;
 
 const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
@@ -72,7 +72,7 @@ impl Compression {
 
 /// The location of a table in the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TableAt {
+pub struct TableLocation {
     /// The offset of the first byte.
     pub offset: u64,
     /// The number of entries, of 8 bytes each.
@@ -81,7 +81,7 @@ pub struct TableAt {
 
 /// The location of persistent bitmaps, from the header extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bitmaps {
+pub struct BitmapDirectory {
     /// The number of bitmaps.
     pub count: u32,
     /// The length in bytes of the bitmap directory.
@@ -98,9 +98,9 @@ pub struct Header {
     /// The size of the disk in bytes.
     pub size: u64,
     /// The active L1 table.
-    pub l1: TableAt,
+    pub l1: TableLocation,
     /// The refcount table.
-    pub refcount_table: TableAt,
+    pub refcount_table: TableLocation,
     /// The number of internal snapshots.
     pub snapshots: u32,
     /// The offset of the snapshot table; any value if there are no snapshots.
@@ -122,11 +122,11 @@ pub struct Header {
     /// The external data file's name as stored in the image.
     pub data_file: Option<String>,
     /// The location of persistent bitmaps.
-    pub bitmaps: Option<Bitmaps>,
+    pub bitmaps: Option<BitmapDirectory>,
 }
 
 /// Describes the first bytes of a file in words.
-fn beginning_text(bytes: [u8; 4]) -> String {
+fn describe_magic(bytes: [u8; 4]) -> String {
     match bytes {
         [0, 0, 0, 0] => "zeros".to_owned(),
         _ if bytes.iter().all(u8::is_ascii_graphic) => {
@@ -140,7 +140,7 @@ fn beginning_text(bytes: [u8; 4]) -> String {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum HeaderError {
-    #[error("it is not a qcow2 image (it begins with {})", beginning_text(*.0))]
+    #[error("it is not a qcow2 image (it begins with {})", describe_magic(*.0))]
     Magic([u8; 4]),
     #[error("it ends within the header ({0} bytes)")]
     Truncated(u64),
@@ -185,14 +185,14 @@ impl Header {
     ///
     /// # Errors
     /// The sector does not begin like an image.
-    pub fn area(sector: &[u8]) -> Result<u64, HeaderError> {
+    pub fn area_len(sector: &[u8]) -> Result<u64, HeaderError> {
         if sector.len() < 72 {
             return Err(HeaderError::Truncated(sector.len() as u64));
         }
         if sector[..4] != MAGIC {
             return Err(HeaderError::Magic([sector[0], sector[1], sector[2], sector[3]]));
         }
-        Ok(1 << cluster_bits(sector)?)
+        Ok(1 << parse_cluster_bits(sector)?)
     }
 
     /// Parses a header from the first cluster of an image (or the existing part of it).
@@ -200,17 +200,17 @@ impl Header {
     /// # Errors
     /// See [`HeaderError`].
     pub fn parse(area: &[u8]) -> Result<Self, HeaderError> {
-        Self::area(area)?;
-        let cluster_bits = cluster_bits(area)?;
+        Self::area_len(area)?;
+        let cluster_bits = parse_cluster_bits(area)?;
         let version = u32_at(area, 4);
         if !(2..=3).contains(&version) {
             return Err(HeaderError::Version(version));
         }
-        let long = version == 3;
-        if long && area.len() < 104 {
+        let is_version_3 = version == 3;
+        if is_version_3 && area.len() < 104 {
             return Err(HeaderError::Truncated(area.len() as u64));
         }
-        let (incompatible, compatible, autoclear) = match long {
+        let (incompatible, compatible, autoclear) = match is_version_3 {
             true => (
                 u64_at(area, OFFSET_INCOMPATIBLE),
                 u64_at(area, 80),
@@ -218,7 +218,7 @@ impl Header {
             ),
             false => (0, 0, 0),
         };
-        let (refcount_order, header_len) = match long {
+        let (refcount_order, header_len) = match is_version_3 {
             true => (u32_at(area, 96), u32_at(area, 100)),
             false => (4, 72),
         };
@@ -233,7 +233,7 @@ impl Header {
             })
         };
         let cluster_len = 1u64 << cluster_bits;
-        if long {
+        if is_version_3 {
             within(
                 "the header length",
                 header_len.into(),
@@ -241,7 +241,7 @@ impl Header {
                 cluster_len.min(area.len() as u64),
             )?;
         }
-        let extensions = Extensions::read(area, header_len as usize)?;
+        let extensions = Extensions::parse(area, header_len as usize)?;
         if incompatible & !INCOMPATIBLE_KNOWN != 0 {
             return Err(HeaderError::Incompatible(
                 extensions.feature_names(incompatible & !INCOMPATIBLE_KNOWN),
@@ -294,7 +294,7 @@ impl Header {
                 expected: format!("a multiple of the cluster size, {cluster_len}"),
             })
         };
-        let l1 = TableAt {
+        let l1 = TableLocation {
             offset: aligned("the L1 table's offset", u64_at(area, OFFSET_L1))?,
             entries: within(
                 "the number of L1 entries",
@@ -309,7 +309,7 @@ impl Header {
             1,
             (REFCOUNT_TABLE_BYTES_MAX >> cluster_bits).max(1),
         )?;
-        let refcount_table = TableAt {
+        let refcount_table = TableLocation {
             offset: aligned("the refcount table's offset", u64_at(area, OFFSET_REFCOUNT_TABLE))?,
             entries: refcount_clusters << (cluster_bits - 3),
         };
@@ -332,7 +332,7 @@ impl Header {
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             lazy_refcounts: compatible & COMPATIBLE_LAZY_REFCOUNTS != 0,
             autoclear,
-            backing_file: backing_file(area, cluster_len)?,
+            backing_file: parse_backing_file(area, cluster_len)?,
             backing_format: extensions.text(EXTENSION_BACKING_FORMAT, "backing file's format")?,
             data_file: extensions.text(EXTENSION_DATA_FILE, "data file's name")?,
             bitmaps: extensions.bitmaps(),
@@ -356,7 +356,7 @@ pub fn clear_snapshots_offset(sector: &mut [u8]) {
 }
 
 /// Sets the active L1 table's location in a header's first sector.
-pub fn set_l1(sector: &mut [u8], table: TableAt) {
+pub fn set_l1(sector: &mut [u8], table: TableLocation) {
     sector[OFFSET_L1_SIZE..OFFSET_L1_SIZE + 4].copy_from_slice(&(table.entries as u32).to_be_bytes());
     sector[OFFSET_L1..OFFSET_L1 + 8].copy_from_slice(&table.offset.to_be_bytes());
 }
@@ -392,7 +392,7 @@ pub fn set_state(sector: &mut [u8], dirty: bool, corrupt: bool) {
     sector[OFFSET_INCOMPATIBLE..OFFSET_INCOMPATIBLE + 8].copy_from_slice(&bits.to_be_bytes());
 }
 
-fn cluster_bits(sector: &[u8]) -> Result<u32, HeaderError> {
+fn parse_cluster_bits(sector: &[u8]) -> Result<u32, HeaderError> {
     let bits = u32_at(sector, 20);
     if (9..=21).contains(&bits) {
         return Ok(bits);
@@ -404,7 +404,7 @@ fn cluster_bits(sector: &[u8]) -> Result<u32, HeaderError> {
     })
 }
 
-fn backing_file(area: &[u8], cluster_len: u64) -> Result<Option<String>, HeaderError> {
+fn parse_backing_file(area: &[u8], cluster_len: u64) -> Result<Option<String>, HeaderError> {
     let (offset, len) = (u64_at(area, 8), u32_at(area, 16));
     // Checked without a name too, because the header extensions end at this offset.
     if offset > cluster_len {
@@ -418,18 +418,18 @@ fn backing_file(area: &[u8], cluster_len: u64) -> Result<Option<String>, HeaderE
         return Ok(None);
     }
     let end = offset.saturating_add(len.into());
-    if len > BACKING_NAME_MAX || end > cluster_len.min(area.len() as u64) {
+    if len > BACKING_NAME_BYTES_MAX || end > cluster_len.min(area.len() as u64) {
         return Err(HeaderError::Field {
             field: "the length of the backing file's name",
             value: len.into(),
-            expected: format!("at most {BACKING_NAME_MAX}, and the name must lie within the first cluster"),
+            expected: format!("at most {BACKING_NAME_BYTES_MAX}, and the name must lie within the first cluster"),
         });
     }
-    text(&area[offset as usize..end as usize], "backing file's name")
+    decode_text(&area[offset as usize..end as usize], "backing file's name")
 }
 
 /// Decodes a name in a header. A zero byte ends it, as in QEMU. An empty name counts as none.
-fn text(bytes: &[u8], what: &'static str) -> Result<Option<String>, HeaderError> {
+fn decode_text(bytes: &[u8], what: &'static str) -> Result<Option<String>, HeaderError> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     let text = std::str::from_utf8(&bytes[..end]).map_err(|_| HeaderError::Text(what))?;
     Ok((!text.is_empty()).then(|| text.to_owned()))
@@ -439,7 +439,7 @@ fn text(bytes: &[u8], what: &'static str) -> Result<Option<String>, HeaderError>
 struct Extensions<'a>(Vec<(u32, &'a [u8])>);
 
 impl<'a> Extensions<'a> {
-    fn read(area: &'a [u8], from: usize) -> Result<Self, HeaderError> {
+    fn parse(area: &'a [u8], from: usize) -> Result<Self, HeaderError> {
         let mut found = Vec::new();
         // The backing file's name begins at the end of the extensions.
         let name_at = u64_at(area, 8);
@@ -475,12 +475,12 @@ impl<'a> Extensions<'a> {
     }
 
     fn text(&self, kind: u32, what: &'static str) -> Result<Option<String>, HeaderError> {
-        text(self.find(kind).unwrap_or_default(), what)
+        decode_text(self.find(kind).unwrap_or_default(), what)
     }
 
-    fn bitmaps(&self) -> Option<Bitmaps> {
+    fn bitmaps(&self) -> Option<BitmapDirectory> {
         let body = self.find(EXTENSION_BITMAPS)?;
-        (body.len() >= 24).then(|| Bitmaps {
+        (body.len() >= 24).then(|| BitmapDirectory {
             count: u32_at(body, 0),
             directory_len: u64_at(body, 8),
             directory_offset: u64_at(body, 16),

@@ -23,9 +23,9 @@ pub(crate) struct InFlight {
 }
 
 /// A request that is counted until this value is dropped.
-pub(crate) struct Counted<'a>(&'a InFlight, u32);
+pub(crate) struct InFlightGuard<'a>(&'a InFlight, u32);
 
-impl Drop for Counted<'_> {
+impl Drop for InFlightGuard<'_> {
     fn drop(&mut self) {
         self.0.request_ended(self.1);
     }
@@ -56,14 +56,14 @@ impl InFlight {
     }
 
     /// Counts a request until the result is dropped.
-    pub(crate) fn counted(&self) -> Counted<'_> {
-        Counted(self, self.enter())
+    pub(crate) fn count_until_drop(&self) -> InFlightGuard<'_> {
+        InFlightGuard(self, self.enter())
     }
 
     /// Begins a new epoch if one is available. Returns the epoch that must end before clusters freed now can be
     /// reused.
     pub(crate) fn next_epoch(&self) -> u64 {
-        self.advance();
+        self.advance_oldest();
         let epoch = self.current.get();
         if epoch + 1 - self.oldest.get() < EPOCHS as u64 {
             self.current.set(epoch + 1);
@@ -73,12 +73,12 @@ impl InFlight {
 
     /// Returns true if all requests of `epoch` and of earlier ones have ended.
     pub(crate) fn has_ended(&self, epoch: u64) -> bool {
-        self.advance();
+        self.advance_oldest();
         epoch < self.oldest.get()
     }
 
     /// Waits until every request that is in flight now has ended.
-    pub(crate) async fn drained(&self) {
+    pub(crate) async fn drain(&self) {
         let epoch = self.next_epoch();
         loop {
             let generation = self.ended.generation();
@@ -93,7 +93,7 @@ impl InFlight {
         }
     }
 
-    fn advance(&self) {
+    fn advance_oldest(&self) {
         while self.oldest.get() < self.current.get()
             && self.counts[(self.oldest.get() % EPOCHS as u64) as usize].get() == 0
         {

@@ -44,7 +44,7 @@ use larder_block::boot::is_tmpfs;
 use larder_block::lock_wait::{LockKind, LockWait};
 use rustix::io::Errno;
 
-use crate::entry::Entry;
+use crate::entry::L2Entry;
 use crate::header::AUTOCLEAR_SESSION;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"LRDRJRNL");
@@ -52,21 +52,21 @@ const VERSION: u64 = 3;
 const RECORD_WORDS: u64 = 8;
 const HEADER_WORDS: u64 = 512;
 /// The maximum number of records (512 KiB); further changes wait for a commit.
-const RECORDS: u64 = 1 << 13;
+const RECORDS_MAX: u64 = 1 << 13;
 /// The length of a journal in bytes.
-pub const JOURNAL_BYTES: u64 = (HEADER_WORDS + RECORDS * RECORD_WORDS) * 8;
+pub const JOURNAL_BYTES: u64 = (HEADER_WORDS + RECORDS_MAX * RECORD_WORDS) * 8;
 
 /// The interval between two attempts to lock a journal.
-const LOCK_STEP: Duration = Duration::from_millis(5);
+const LOCK_RETRY_DELAY: Duration = Duration::from_millis(5);
 
-const AT_SESSION: u64 = 4;
-const AT_START: u64 = 6;
-const AT_END: u64 = 7;
-const AT_IDENTITY_LEN: u64 = 8;
-const AT_PLACE_LEN: u64 = 9;
-const AT_NAMES: u64 = 10;
+const WORD_SESSION: u64 = 4;
+const WORD_START: u64 = 6;
+const WORD_END: u64 = 7;
+const WORD_IDENTITY_LEN: u64 = 8;
+const WORD_PATH_LEN: u64 = 9;
+const WORD_NAMES: u64 = 10;
 /// The space for identity and path together, in bytes.
-const NAMES_BYTES: usize = ((HEADER_WORDS - AT_NAMES) * 8) as usize;
+const NAMES_BYTES_MAX: usize = ((HEADER_WORDS - WORD_NAMES) * 8) as usize;
 
 /// A change of the mapping: the `count` guest clusters from `cluster` on, a run that began with `old`, become a run
 /// that begins with `new`.
@@ -74,8 +74,8 @@ const NAMES_BYTES: usize = ((HEADER_WORDS - AT_NAMES) * 8) as usize;
 pub(crate) struct Record {
     pub(crate) cluster: u64,
     pub(crate) count: u64,
-    pub(crate) old: Entry,
-    pub(crate) new: Entry,
+    pub(crate) old: L2Entry,
+    pub(crate) new: L2Entry,
 }
 
 /// The identity of a journal's image.
@@ -84,12 +84,12 @@ pub struct ImageId {
     /// Bytes that no other image of the host has, not even a later one; empty if there are no such bytes.
     pub identity: Vec<u8>,
     /// The path of the image, for messages, and to check that the image still exists.
-    pub place: Vec<u8>,
+    pub path: Vec<u8>,
 }
 
 /// The content of a journal, read without changing it.
 #[derive(Clone, Debug)]
-pub struct Left {
+pub struct JournalContents {
     /// The session and commit that the changes follow; 0 if none.
     pub session: u64,
     /// The image of the changes.
@@ -100,10 +100,10 @@ pub struct Left {
     pub(crate) records: Vec<Record>,
 }
 
-impl Left {
+impl JournalContents {
     /// Returns true if the changes belong to the image whose header has `session`.
     pub fn fits(&self, session: u64) -> bool {
-        fits(self.session, session)
+        session_matches(self.session, session)
     }
 
     /// Reads the journal `file` without its changes. Returns `None` if it is no journal of this version, or not from
@@ -111,30 +111,32 @@ impl Left {
     ///
     /// # Errors
     /// The host's error.
-    pub fn head(file: &File) -> io::Result<Option<Self>> {
+    pub fn read_header(file: &File) -> io::Result<Option<Self>> {
         if file.metadata()?.len() != JOURNAL_BYTES {
             return Ok(None);
         }
         let mut bytes = vec![0; HEADER_WORDS as usize * 8];
         file.read_exact_at(&mut bytes, 0)?;
         let words = native_words(&bytes);
-        if !is_valid(is_of_this_start(file, [words[2], words[3]])?, |at| words[at as usize]) {
+        if !is_valid(was_written_since_boot(file, [words[2], words[3]])?, |at| {
+            words[at as usize]
+        }) {
             return Ok(None);
         }
-        let identity_len = usize::try_from(words[AT_IDENTITY_LEN as usize]).unwrap_or(usize::MAX);
-        let place_len = usize::try_from(words[AT_PLACE_LEN as usize]).unwrap_or(usize::MAX);
-        let names = &bytes[AT_NAMES as usize * 8..];
+        let identity_len = usize::try_from(words[WORD_IDENTITY_LEN as usize]).unwrap_or(usize::MAX);
+        let path_len = usize::try_from(words[WORD_PATH_LEN as usize]).unwrap_or(usize::MAX);
+        let names = &bytes[WORD_NAMES as usize * 8..];
         let Some((identity, rest)) = names.split_at_checked(identity_len) else {
             return Ok(None);
         };
-        let start = words[AT_START as usize];
+        let start = words[WORD_START as usize];
         Ok(Some(Self {
-            session: words[AT_SESSION as usize],
+            session: words[WORD_SESSION as usize],
             image: ImageId {
                 identity: identity.to_vec(),
-                place: rest.get(..place_len).unwrap_or_default().to_vec(),
+                path: rest.get(..path_len).unwrap_or_default().to_vec(),
             },
-            changes: words[AT_END as usize] - start,
+            changes: words[WORD_END as usize] - start,
             start,
             records: Vec::new(),
         }))
@@ -150,16 +152,16 @@ impl Left {
     /// # Errors
     /// The host's error.
     pub fn read(file: &File) -> io::Result<Option<Self>> {
-        let Some(mut left) = Self::head(file)? else {
+        let Some(mut contents) = Self::read_header(file)? else {
             return Ok(None);
         };
         let mut bytes = vec![0; (JOURNAL_BYTES - HEADER_WORDS * 8) as usize];
         file.read_exact_at(&mut bytes, HEADER_WORDS * 8)?;
         let words = native_words(&bytes);
-        left.records = (left.start..left.start + left.changes)
-            .map(|number| Record::of(|index| words[(number % RECORDS * RECORD_WORDS + index) as usize]))
+        contents.records = (contents.start..contents.start + contents.changes)
+            .map(|number| Record::of(|index| words[(number % RECORDS_MAX * RECORD_WORDS + index) as usize]))
             .collect();
-        Ok(Some(left))
+        Ok(Some(contents))
     }
 }
 
@@ -174,25 +176,25 @@ fn native_words(bytes: &[u8]) -> Vec<u64> {
 
 /// Returns true if a journal with the boot ID `boot` was written since the host was booted. One on tmpfs always was:
 /// containers have their own boot ID, which a service in them does not see if it has its own `/proc`.
-fn is_of_this_start(file: &File, boot: [u64; 2]) -> io::Result<bool> {
+fn was_written_since_boot(file: &File, boot: [u64; 2]) -> io::Result<bool> {
     Ok(is_tmpfs(&rustix::fs::fstatfs(file)?) || boot == boot_id()?)
 }
 
 /// Returns true if the words of a header are of this version, and valid.
-fn is_valid(is_of_this_start: bool, word: impl Fn(u64) -> u64) -> bool {
-    let (start, end) = (word(AT_START), word(AT_END));
-    is_of_this_start
-        && head([word(2), word(3)])
+fn is_valid(is_since_boot: bool, word: impl Fn(u64) -> u64) -> bool {
+    let (start, end) = (word(WORD_START), word(WORD_END));
+    is_since_boot
+        && header_words([word(2), word(3)])
             .into_iter()
             .zip(0..)
             .all(|(expected, at)| word(at) == expected)
-        && word(5) == RECORDS
+        && word(5) == RECORDS_MAX
         && start <= end
-        && end - start <= RECORDS
+        && end - start <= RECORDS_MAX
 }
 
 /// Returns the first words of a journal.
-fn head(boot: [u64; 2]) -> [u64; 4] {
+fn header_words(boot: [u64; 2]) -> [u64; 4] {
     [MAGIC, VERSION | (RECORD_WORDS * 8) << 32, boot[0], boot[1]]
 }
 
@@ -201,11 +203,11 @@ impl Record {
         Self {
             cluster: word(0),
             count: word(1),
-            old: Entry {
+            old: L2Entry {
                 word: word(2),
                 bitmap: word(3),
             },
-            new: Entry {
+            new: L2Entry {
                 word: word(4),
                 bitmap: word(5),
             },
@@ -216,14 +218,14 @@ impl Record {
 /// Locks a journal's file. Another process that checks whether the file can be removed holds the lock for a moment,
 /// and a killed server until the kernel has ended it.
 fn lock(file: &File) -> io::Result<()> {
-    const BUSY: &str = "a server of this image is running";
+    const BUSY_TEXT: &str = "a server of this image is running";
     let mut wait = LockWait::new(LockKind::Flock);
     loop {
         match rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) if wait.should_retry(file.as_fd(), &format_args!("journal: {BUSY}")) => {
-                std::thread::sleep(LOCK_STEP);
+            Err(Errno::WOULDBLOCK) if wait.should_retry(file.as_fd(), &format_args!("journal: {BUSY_TEXT}")) => {
+                std::thread::sleep(LOCK_RETRY_DELAY);
             }
-            Err(Errno::WOULDBLOCK) => return Err(io::Error::new(io::ErrorKind::ResourceBusy, BUSY)),
+            Err(Errno::WOULDBLOCK) => return Err(io::Error::new(io::ErrorKind::ResourceBusy, BUSY_TEXT)),
             result => return Ok(result?),
         }
     }
@@ -244,10 +246,10 @@ fn next_commit(session: u64) -> u64 {
     session & !COMMITS | session.wrapping_add(one) & COMMITS
 }
 
-/// Returns true if a journal with the session `noted` belongs to an image with the session `found`. The image may
+/// Returns true if a journal with the session `recorded` belongs to an image with the session `found`. The image may
 /// have the number of the commit that was in progress.
-fn fits(noted: u64, found: u64) -> bool {
-    found != 0 && noted != 0 && (found == noted || found == next_commit(noted))
+fn session_matches(recorded: u64, found: u64) -> bool {
+    found != 0 && recorded != 0 && (found == recorded || found == next_commit(recorded))
 }
 
 /// Returns true if a session was begun since the host was booted. A session of an earlier boot, or of another host,
@@ -262,7 +264,7 @@ pub struct Journal {
     start: Cell<u64>,
     end: Cell<u64>,
     /// The number of reserved records that are not appended yet.
-    promised: Cell<u64>,
+    reserved: Cell<u64>,
     /// The locked file, which is removed when the image is closed cleanly.
     file: Option<(PathBuf, File)>,
     /// Announces that the journal has become half full.
@@ -270,15 +272,15 @@ pub struct Journal {
 }
 
 /// Space for records; the reservation ends when this value is dropped.
-pub(crate) struct Room<'a> {
+pub(crate) struct JournalReservation<'a> {
     journal: &'a Journal,
     records: u64,
 }
 
-impl Drop for Room<'_> {
+impl Drop for JournalReservation<'_> {
     fn drop(&mut self) {
-        let promised = &self.journal.promised;
-        promised.set(promised.get() - self.records);
+        let reserved = &self.journal.reserved;
+        reserved.set(reserved.get() - self.records);
     }
 }
 
@@ -290,12 +292,12 @@ impl Journal {
     /// The host's error; `ResourceBusy` if another process uses the journal.
     pub fn open(path: &Path, image: &ImageId) -> io::Result<Self> {
         let file = Self::lock(path)?;
-        let left = Left::head(&file)?;
+        let contents = JournalContents::read_header(&file)?;
         let mut journal = Self::map(&file)?;
-        if left.is_none_or(|left| left.image.identity != image.identity) {
-            journal.begin(0);
+        if contents.is_none_or(|left| left.image.identity != image.identity) {
+            journal.begin_session(0);
         }
-        journal.name(image);
+        journal.set_image(image);
         journal.file = Some((path.to_owned(), file));
         Ok(journal)
     }
@@ -322,21 +324,21 @@ impl Journal {
     }
 
     /// Records the journal's image; a path that is too long is omitted.
-    fn name(&self, image: &ImageId) {
+    fn set_image(&self, image: &ImageId) {
         let mut bytes = image.identity.clone();
-        let fits = image.identity.len() + image.place.len() <= NAMES_BYTES;
-        let place: &[u8] = if fits { &image.place } else { &[] };
-        bytes.extend_from_slice(place);
+        let fits = image.identity.len() + image.path.len() <= NAMES_BYTES_MAX;
+        let path: &[u8] = if fits { &image.path } else { &[] };
+        bytes.extend_from_slice(path);
         bytes.resize(bytes.len().next_multiple_of(8), 0);
-        for (at, word) in (AT_NAMES..).zip(native_words(&bytes)) {
+        for (at, word) in (WORD_NAMES..).zip(native_words(&bytes)) {
             self.store(at, word);
         }
-        self.store(AT_IDENTITY_LEN, image.identity.len() as u64);
-        self.store(AT_PLACE_LEN, place.len() as u64);
+        self.store(WORD_IDENTITY_LEN, image.identity.len() as u64);
+        self.store(WORD_PATH_LEN, path.len() as u64);
     }
 
     /// Returns the path of the journal's file.
-    pub(crate) fn place(&self) -> String {
+    pub(crate) fn path(&self) -> String {
         self.file
             .as_ref()
             .map_or_else(String::new, |(path, _)| path.display().to_string())
@@ -344,7 +346,7 @@ impl Journal {
 
     /// Removes the journal's file: the image needs no journal any more.
     pub(crate) fn remove(&self) {
-        self.begin(0);
+        self.begin_session(0);
         if let Some((path, _)) = &self.file {
             // A file that cannot be removed is an invalid journal.
             let _ = std::fs::remove_file(path);
@@ -378,21 +380,21 @@ impl Journal {
             words,
             start: Cell::new(0),
             end: Cell::new(0),
-            promised: Cell::new(0),
+            reserved: Cell::new(0),
             file: None,
             half_full: Rc::default(),
         };
-        let is_of_this_start = is_of_this_start(file, [journal.load(2), journal.load(3)])?;
-        if is_valid(is_of_this_start, |at| journal.load(at)) {
-            journal.start.set(journal.load(AT_START));
-            journal.end.set(journal.load(AT_END));
+        let is_since_boot = was_written_since_boot(file, [journal.load(2), journal.load(3)])?;
+        if is_valid(is_since_boot, |at| journal.load(at)) {
+            journal.start.set(journal.load(WORD_START));
+            journal.end.set(journal.load(WORD_END));
         } else {
-            journal.store(AT_SESSION, 0);
-            journal.store(AT_START, 0);
-            journal.store(AT_END, 0);
-            journal.store(5, RECORDS);
+            journal.store(WORD_SESSION, 0);
+            journal.store(WORD_START, 0);
+            journal.store(WORD_END, 0);
+            journal.store(5, RECORDS_MAX);
             (0..)
-                .zip(head(boot_id()?))
+                .zip(header_words(boot_id()?))
                 .for_each(|(at, word)| journal.store(at, word));
         }
         Ok(journal)
@@ -415,49 +417,49 @@ impl Journal {
 
     /// Returns true if the records belong to the image whose header has `session`.
     pub(crate) fn fits(&self, session: u64) -> bool {
-        fits(self.load(AT_SESSION), session)
+        session_matches(self.load(WORD_SESSION), session)
     }
 
     /// Records the session and commit of the image, to which the journal belongs.
-    pub(crate) fn go_on(&self, session: u64) {
-        self.store(AT_SESSION, session);
+    pub(crate) fn set_session(&self, session: u64) {
+        self.store(WORD_SESSION, session);
     }
 
     /// Returns the session and commit that the image must get before the next commit changes its tables.
     pub(crate) fn next_commit(&self) -> u64 {
-        next_commit(self.load(AT_SESSION))
+        next_commit(self.load(WORD_SESSION))
     }
 
     /// Records a completed commit, whose number the image has, and discards the records before `end`.
     pub(crate) fn committed(&self, session: u64, end: u64) {
-        self.forget(end);
-        self.store(AT_SESSION, session);
+        self.discard_before(end);
+        self.store(WORD_SESSION, session);
     }
 
     /// Discards all records and begins a session.
-    pub(crate) fn begin(&self, session: u64) {
-        self.store(AT_SESSION, 0);
-        self.forget(self.end.get());
-        self.store(AT_SESSION, session);
+    pub(crate) fn begin_session(&self, session: u64) {
+        self.store(WORD_SESSION, 0);
+        self.discard_before(self.end.get());
+        self.store(WORD_SESSION, session);
     }
 
     /// Returns the number of records that still fit.
-    fn free(&self) -> u64 {
-        RECORDS - (self.end.get() - self.start.get())
+    fn free_records(&self) -> u64 {
+        RECORDS_MAX - (self.end.get() - self.start.get())
     }
 
     /// Reserves space for `records` records; `None` if a commit must free some first.
-    pub(crate) fn room(&self, records: u64) -> Option<Room<'_>> {
-        if self.free() < self.promised.get() + records {
+    pub(crate) fn reserve(&self, records: u64) -> Option<JournalReservation<'_>> {
+        if self.free_records() < self.reserved.get() + records {
             return None;
         }
-        self.promised.set(self.promised.get() + records);
-        Some(Room { journal: self, records })
+        self.reserved.set(self.reserved.get() + records);
+        Some(JournalReservation { journal: self, records })
     }
 
     /// Returns true if a commit is due, so that no request has to wait for space.
     pub(crate) fn is_half_full(&self) -> bool {
-        self.free() <= RECORDS / 2
+        self.free_records() <= RECORDS_MAX / 2
     }
 
     /// Returns the present end of the records.
@@ -466,9 +468,9 @@ impl Journal {
     }
 
     /// Discards the records before `end`.
-    fn forget(&self, end: u64) {
+    fn discard_before(&self, end: u64) {
         self.start.set(end.max(self.start.get()));
-        self.store(AT_START, self.start.get());
+        self.store(WORD_START, self.start.get());
     }
 
     /// Appends a change.
@@ -477,7 +479,7 @@ impl Journal {
     /// If there is no space.
     pub(crate) fn append(&self, record: Record) {
         assert!(
-            self.free() > 0,
+            self.free_records() > 0,
             "cannot record a change of the mapping: the journal is full"
         );
         let at = Self::slot(self.end.get());
@@ -495,8 +497,8 @@ impl Journal {
         }
         // After a kill before this store, the record does not exist, and its request has not completed.
         self.end.set(self.end.get() + 1);
-        self.store(AT_END, self.end.get());
-        if self.free() == RECORDS / 2 {
+        self.store(WORD_END, self.end.get());
+        if self.free_records() == RECORDS_MAX / 2 {
             self.half_full.announce();
         }
     }
@@ -510,7 +512,7 @@ impl Journal {
     }
 
     fn slot(number: u64) -> u64 {
-        HEADER_WORDS + number % RECORDS * RECORD_WORDS
+        HEADER_WORDS + number % RECORDS_MAX * RECORD_WORDS
     }
 }
 
@@ -535,11 +537,11 @@ mod tests {
         Record {
             cluster: number,
             count: 1 + number % 3,
-            old: Entry {
+            old: L2Entry {
                 word: number * 7,
                 bitmap: 0,
             },
-            new: Entry {
+            new: L2Entry {
                 word: number * 11,
                 bitmap: number,
             },
@@ -550,22 +552,27 @@ mod tests {
     fn journal_outlives_its_process() {
         let file = tempfile::tempfile().expect("a file");
         let journal = Journal::map(&file).expect("it can be mapped");
-        journal.begin(77);
-        (0..RECORDS).for_each(|number| journal.append(record(number)));
-        assert!(journal.room(1).is_none() && journal.is_half_full());
+        journal.begin_session(77);
+        (0..RECORDS_MAX).for_each(|number| journal.append(record(number)));
+        assert!(journal.reserve(1).is_none() && journal.is_half_full());
         assert_eq!(journal.half_full.generation(), 1);
-        journal.forget(RECORDS - 3);
+        journal.discard_before(RECORDS_MAX - 3);
         assert!(!journal.is_half_full());
-        (RECORDS..RECORDS + 5).for_each(|number| journal.append(record(number)));
+        (RECORDS_MAX..RECORDS_MAX + 5).for_each(|number| journal.append(record(number)));
         drop(journal);
         let journal = Journal::map(&file).expect("it can be mapped again");
         assert!(journal.fits(77));
-        let expected: Vec<Record> = (RECORDS - 3..RECORDS + 5).map(record).collect();
+        let expected: Vec<Record> = (RECORDS_MAX - 3..RECORDS_MAX + 5).map(record).collect();
         assert_eq!(journal.records(), expected);
-        let left = Left::read(&file).expect("it is read").expect("it is a journal");
-        assert_eq!((left.session, left.changes), (77, RECORDS - 3 + 5 - (RECORDS - 3) + 3));
-        assert_eq!(left.records, expected);
-        journal.begin(78);
+        let contents = JournalContents::read(&file)
+            .expect("it is read")
+            .expect("it is a journal");
+        assert_eq!(
+            (contents.session, contents.changes),
+            (77, RECORDS_MAX - 3 + 5 - (RECORDS_MAX - 3) + 3)
+        );
+        assert_eq!(contents.records, expected);
+        journal.begin_session(78);
         assert!(Journal::map(&file).expect("once more").records().is_empty());
     }
 }

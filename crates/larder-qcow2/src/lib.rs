@@ -32,4 +32,4 @@ mod zero;
 pub use create::create;
 pub use device::Qcow2;
 pub use metadata_memory::MetadataMemory;
-pub use open::{METADATA_MEMORY_DEFAULT, OpenError, OpenOptions, Others, read_header};
+pub use open::{METADATA_MEMORY_DEFAULT, OpenError, OpenOptions, RelatedFiles, read_header};

@@ -21,7 +21,7 @@ pub struct MetadataMemory {
 
 /// The top-level tables of another image do not fit into the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TooMuch {
+pub(crate) struct LimitExceeded {
     pub(crate) allowed: u64,
 }
 
@@ -44,16 +44,16 @@ impl MetadataMemory {
     ///
     /// # Errors
     /// The tables do not fit into the limit.
-    pub(crate) fn share(self: &Rc<Self>, tables: u64) -> Result<MetadataShare, TooMuch> {
+    pub(crate) fn share(self: &Rc<Self>, tables: u64) -> Result<MetadataShare, LimitExceeded> {
         let allowed = self.limit.max(TABLES_MIN);
-        let all = self.tables.get().saturating_add(tables);
-        if all > allowed {
-            return Err(TooMuch { allowed });
+        let total = self.tables.get().saturating_add(tables);
+        if total > allowed {
+            return Err(LimitExceeded { allowed });
         }
-        self.tables.set(all);
+        self.tables.set(total);
         self.images.set(self.images.get() + 1);
         Ok(MetadataShare {
-            of: Rc::clone(self),
+            pool: Rc::clone(self),
             tables,
         })
     }
@@ -62,22 +62,22 @@ impl MetadataMemory {
 /// The share of one image.
 #[derive(Debug)]
 pub(crate) struct MetadataShare {
-    of: Rc<MetadataMemory>,
+    pool: Rc<MetadataMemory>,
     tables: u64,
 }
 
 impl MetadataShare {
     /// Returns the memory limit of the image's map, in bytes.
     pub(crate) fn map_bytes(&self) -> usize {
-        let for_maps = self.of.limit.saturating_sub(self.of.tables.get());
-        usize::try_from(for_maps / self.of.images.get().max(1)).unwrap_or(usize::MAX)
+        let for_maps = self.pool.limit.saturating_sub(self.pool.tables.get());
+        usize::try_from(for_maps / self.pool.images.get().max(1)).unwrap_or(usize::MAX)
     }
 }
 
 impl Drop for MetadataShare {
     fn drop(&mut self) {
-        self.of.tables.set(self.of.tables.get() - self.tables);
-        self.of.images.set(self.of.images.get() - 1);
+        self.pool.tables.set(self.pool.tables.get() - self.tables);
+        self.pool.images.set(self.pool.images.get() - 1);
     }
 }
 

@@ -15,18 +15,18 @@ use crate::compressed::Decompressor;
 use crate::device::Qcow2;
 use crate::entry::OFFSET;
 use crate::header::{
-    AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError,
-    TableAt,
+    AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_AREA_BYTES_MAX, HEADER_SECTOR_BYTES, Header,
+    HeaderError, TableLocation,
 };
 use crate::in_flight::InFlight;
-use crate::journal::{Journal, Left, Record, new_session};
+use crate::journal::{Journal, JournalContents, Record, new_session};
 use crate::map::Map;
 use crate::map::MapLimit;
-use crate::metadata_memory::{MetadataMemory, TooMuch};
+use crate::metadata_memory::{LimitExceeded, MetadataMemory};
 use crate::read::load_map;
 use crate::refcount::{self, Refcounts};
 use crate::shape::Shape;
-use crate::space::{Space, search_ahead};
+use crate::space::{AllocatorState, search_ahead};
 
 /// Options for opening an image.
 pub struct OpenOptions {
@@ -40,7 +40,7 @@ pub struct OpenOptions {
     /// The changes in a killed process's journal that this process cannot use itself, because it belongs to another
     /// user. They are committed to the image when it is opened. A read-only image is not changed, and reads as if it
     /// had them.
-    pub left: Option<Left>,
+    pub orphaned_journal: Option<JournalContents>,
     /// Read all metadata in the background, within the memory limit; otherwise it is read when it is needed.
     pub load_ahead: bool,
 }
@@ -51,7 +51,7 @@ pub const METADATA_MEMORY_DEFAULT: ByteLen = ByteLen::mib(256);
 
 /// The maximum number of refcount blocks for clusters past the end of the file that are checked before the whole
 /// image is checked. A sound image has one or two.
-const BLOCKS_PAST_END_MAX: usize = 16;
+const REFCOUNT_BLOCKS_PAST_END_MAX: usize = 16;
 
 impl Default for OpenOptions {
     fn default() -> Self {
@@ -59,7 +59,7 @@ impl Default for OpenOptions {
             read_only: false,
             metadata_memory: MetadataMemory::new(METADATA_MEMORY_DEFAULT),
             journal: None,
-            left: None,
+            orphaned_journal: None,
             load_ahead: true,
         }
     }
@@ -67,7 +67,7 @@ impl Default for OpenOptions {
 
 /// The other open files that an image needs.
 #[derive(Default)]
-pub struct Others {
+pub struct RelatedFiles {
     /// The backing file, if the header has one.
     pub backing: Option<Rc<dyn BlockDevice>>,
     /// The external data file, if the header has one.
@@ -95,7 +95,7 @@ pub enum OpenError {
     #[error(
         "{name}: the file ends at {size:#x}, and {lost} entries of its tables point past its end: the image is truncated, and the data there is lost; get a complete copy of the image, read the remaining data with --read-only, or run `larder disk check --repair`, after which the lost data reads as zeros"
     )]
-    Lost { name: String, lost: u64, size: u64 },
+    PastEnd { name: String, lost: u64, size: u64 },
     #[error("{name}: {first} and {second} overlap: the image is corrupt")]
     Overlap {
         name: String,
@@ -117,7 +117,7 @@ pub enum OpenError {
     #[error(
         "{name}: no cluster is free for the uncommitted changes of a killed server, which are safe in its journal: provide space (a larger device, or free space in the file system), then open the image again"
     )]
-    Full { name: String },
+    NoSpace { name: String },
     #[error(
         "{name}: the previous server was killed, and its journal does not match the image, as if the image had been replaced by another one; the journal is {journal}; `larder disk check --discard-journal` discards it, and with it the writes that the guest had not flushed"
     )]
@@ -152,20 +152,20 @@ pub(crate) async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, 
         file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
         Ok::<_, IoError>(bytes)
     };
-    let sector = read(HEADER_SECTOR as u64).await?;
-    let area = Header::area(&sector).map_err(|source| OpenError::Header {
+    let sector = read(HEADER_SECTOR_BYTES as u64).await?;
+    let area = Header::area_len(&sector).map_err(|source| OpenError::Header {
         name: file.name().to_string(),
         source,
     })?;
-    Ok(read(area.min(HEADER_AREA_MAX)).await?)
+    Ok(read(area.min(HEADER_AREA_BYTES_MAX)).await?)
 }
 
 /// An image whose tables were read, and the changes that a killed server left for it.
-struct Opened {
+struct OpenedImage {
     image: Rc<Qcow2>,
-    left: Option<Left>,
+    orphaned_journal: Option<JournalContents>,
     /// Changes to replay, and the path of their journal.
-    changes: Option<(Vec<Record>, String)>,
+    replay_records: Option<(Vec<Record>, String)>,
 }
 
 impl Qcow2 {
@@ -177,21 +177,25 @@ impl Qcow2 {
     pub async fn open(
         on: &Loop,
         file: Rc<dyn BlockDevice>,
-        others: Others,
+        related: RelatedFiles,
         options: OpenOptions,
     ) -> Result<Rc<Self>, OpenError> {
         let (read_only, load_ahead) = (options.read_only, options.load_ahead);
         let metadata_memory = Rc::clone(&options.metadata_memory);
-        let mut opened = Self::read_tables(on, Rc::clone(&file), others, options).await?;
-        if let Replayed::NoRoom = opened.replay().await? {
+        let mut opened = Self::read_tables(on, Rc::clone(&file), related, options).await?;
+        if let ReplayResult::NoSpace = opened.replay().await? {
             free_leaks(&file, check_options(&file, metadata_memory.limit()).await).await?;
-            let Opened { image, left, .. } = opened;
+            let OpenedImage {
+                image,
+                orphaned_journal,
+                ..
+            } = opened;
             // No other owner has the image yet.
             let Some(image) = Rc::into_inner(image) else {
                 unreachable!("the image is in use before it is open");
             };
             drop(image.map);
-            let others = Others {
+            let related = RelatedFiles {
                 backing: image.backing,
                 data_file: image.data_file,
             };
@@ -199,19 +203,23 @@ impl Qcow2 {
                 read_only,
                 metadata_memory,
                 journal: image.journal,
-                left,
+                orphaned_journal,
                 load_ahead,
             };
-            opened = Self::read_tables(on, file, others, options).await?;
-            if let Replayed::NoRoom = opened.replay().await? {
-                return Err(OpenError::Full {
+            opened = Self::read_tables(on, file, related, options).await?;
+            if let ReplayResult::NoSpace = opened.replay().await? {
+                return Err(OpenError::NoSpace {
                     name: opened.image.name.to_string(),
                 });
             }
         }
-        let Opened { image, left, .. } = opened;
+        let OpenedImage {
+            image,
+            orphaned_journal,
+            ..
+        } = opened;
         let read_only = image.geometry.get().read_only;
-        if left.is_some() && !read_only {
+        if orphaned_journal.is_some() && !read_only {
             // The other journal is not continued, so all its changes must be committed.
             image.commit().await?;
             image.before_change().await?;
@@ -233,9 +241,9 @@ impl Qcow2 {
     async fn read_tables(
         on: &Loop,
         file: Rc<dyn BlockDevice>,
-        others: Others,
+        related: RelatedFiles,
         options: OpenOptions,
-    ) -> Result<Opened, OpenError> {
+    ) -> Result<OpenedImage, OpenError> {
         let name = Rc::clone(file.name());
         let parse = |area: &AlignedBuf| {
             Header::parse(area).map_err(|source| OpenError::Header {
@@ -257,15 +265,15 @@ impl Qcow2 {
             area = read_area(&file).await?;
             header = parse(&area)?;
         }
-        if header.shape.data_file && others.data_file.is_none() {
+        if header.shape.data_file && related.data_file.is_none() {
             return Err(OpenError::NoDataFile { name: name.to_string() });
         }
         let shape = header.shape;
-        let data_file = others.data_file.filter(|_| shape.data_file);
+        let data_file = related.data_file.filter(|_| shape.data_file);
         check_tables(&name, &header, file.geometry().size.get())?;
         let tables_bytes = [header.l1, header.refcount_table].map(|table| table.entries * 8);
         let share = options.metadata_memory.share(tables_bytes.iter().sum());
-        let share = share.map_err(|TooMuch { allowed }| OpenError::Metadata {
+        let share = share.map_err(|LimitExceeded { allowed }| OpenError::Metadata {
             name: name.to_string(),
             tables: tables_bytes.iter().sum(),
             allowed,
@@ -279,8 +287,8 @@ impl Qcow2 {
             true => Vec::new(),
             false => metadata_clusters(&name, &header, &l1, &refcount_table)?,
         };
-        if !read_only && has_use_past_end(&file, shape, &refcount_table).await? {
-            check_whole(&file, check_options(&file, options.metadata_memory.limit()).await).await?;
+        if !read_only && has_refcounts_past_end(&file, shape, &refcount_table).await? {
+            check_not_truncated(&file, check_options(&file, options.metadata_memory.limit()).await).await?;
         }
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
@@ -299,8 +307,8 @@ impl Qcow2 {
             read_only,
             fast_zeroes: shape.version >= 3,
         };
-        let keeps = if shape.data_file { AUTOCLEAR_RAW_DATA } else { 0 };
-        let kept = header.autoclear & keeps;
+        let preserved_mask = if shape.data_file { AUTOCLEAR_RAW_DATA } else { 0 };
+        let preserved = header.autoclear & preserved_mask;
         if !read_only && header.bitmaps.is_some() && header.autoclear & AUTOCLEAR_BITMAPS != 0 {
             tracing::warn!(
                 "{name}: it has persistent bitmaps, which Larder does not keep up to date: the first change makes them invalid, and an incremental backup that uses them must begin with a full one"
@@ -309,96 +317,102 @@ impl Qcow2 {
         // Version 2 has no autoclear bits for the session.
         let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
         let session = header.autoclear & AUTOCLEAR_SESSION;
-        let goes_on = journal.as_ref().is_some_and(|journal| journal.fits(session));
-        let left = options.left.filter(|left| !goes_on && left.fits(session));
-        let (records, place) = match (&journal, &left) {
+        let continues_session = journal.as_ref().is_some_and(|journal| journal.fits(session));
+        let orphaned_journal = options
+            .orphaned_journal
+            .filter(|left| !continues_session && left.fits(session));
+        let (records, journal_path) = match (&journal, &orphaned_journal) {
             (_, Some(left)) => (left.records.clone(), "the killed server's journal".to_owned()),
-            (Some(journal), None) if goes_on => (journal.records(), journal.place()),
+            (Some(journal), None) if continues_session => (journal.records(), journal.path()),
             _ => (Vec::new(), String::new()),
         };
-        if session != 0 && !goes_on && left.is_none() && !read_only {
+        if session != 0 && !continues_session && orphaned_journal.is_none() && !read_only {
             tracing::warn!(
                 "{name}: the previous server was killed, and its journal is missing: the writes that its guest had not flushed are lost, as after a reboot of the host"
             );
         }
-        let wanted = match (&journal, goes_on) {
-            (None, _) => kept,
+        let new_autoclear = match (&journal, continues_session) {
+            (None, _) => preserved,
             (Some(journal), true) => {
-                journal.go_on(session);
-                kept | session
+                journal.set_session(session);
+                preserved | session
             }
             (Some(journal), false) => {
-                journal.begin(0);
-                kept | new_session()
+                journal.begin_session(0);
+                preserved | new_session()
             }
         };
-        let mut sector = [0; HEADER_SECTOR];
-        sector.copy_from_slice(&area[..HEADER_SECTOR]);
+        let mut sector = [0; HEADER_SECTOR_BYTES];
+        sector.copy_from_slice(&area[..HEADER_SECTOR_BYTES]);
         let clusters = size.div_ceil(shape.cluster_len());
         let image = Rc::new(Self {
             name,
             on: on.downgrade(),
             file,
             data_file,
-            backing: others.backing,
+            backing: related.backing,
             shape,
             geometry: Cell::new(geometry),
             header: RefCell::new(sector),
             header_uncertain: Cell::new(false),
-            autoclear_pending: Cell::new((wanted != header.autoclear).then_some(wanted)),
-            ends_pending: Cell::new(!read_only),
-            tables_secured: RefCell::new(vec![false; l1.len()]),
-            l1_secured: Cell::new(false),
+            autoclear_pending: Cell::new((new_autoclear != header.autoclear).then_some(new_autoclear)),
+            file_ends_pending: Cell::new(!read_only),
+            tables_writable: RefCell::new(vec![false; l1.len()]),
+            l1_allocated: Cell::new(false),
             l1: RefCell::new(l1),
-            l1_at: Cell::new(header.l1),
+            l1_location: Cell::new(header.l1),
             new_tables: RefCell::new(BTreeMap::new()),
             map: RefCell::new(Map::new(shape, clusters, MapLimit::Share(share))),
             refcounts: RefCell::new(Refcounts::new(shape, header.refcount_table, refcount_table)),
-            space: RefCell::new(Space::new(file_size, file_clusters)),
+            space: RefCell::new(AllocatorState::new(file_size, file_clusters)),
             freed: RefCell::default(),
             released: RefCell::default(),
             metadata: RefCell::new(metadata),
-            mapping: RangeLocks::default(),
-            loading: RangeLocks::default(),
-            tables: RangeLocks::default(),
-            finding_space: RangeLocks::default(),
-            reclaiming: RangeLocks::default(),
+            mapping_locks: RangeLocks::default(),
+            leaf_locks: RangeLocks::default(),
+            table_locks: RangeLocks::default(),
+            allocation_lock: RangeLocks::default(),
+            reclaim_lock: RangeLocks::default(),
             commits: Commits::default(),
-            writing_refcounts: RangeLocks::default(),
-            writing_header: RangeLocks::default(),
-            growing: RangeLocks::default(),
+            refcount_lock: RangeLocks::default(),
+            header_lock: RangeLocks::default(),
+            grow_lock: RangeLocks::default(),
             journal,
             in_flight: InFlight::new(),
             decompressor: Decompressor::new(header.compression),
-            slices: crate::read::slice_buffers(),
-            copies: crate::write::copies(shape),
-            changes: SizeChanges::default(),
+            slice_buffers: crate::read::slice_buffers(),
+            copy_buffers: crate::write::copy_buffers(shape),
+            size_changes: SizeChanges::default(),
         });
-        let changes = (goes_on || left.is_some()).then_some((records, place));
-        Ok(Opened { image, left, changes })
+        let changes = (continues_session || orphaned_journal.is_some()).then_some((records, journal_path));
+        Ok(OpenedImage {
+            image,
+            orphaned_journal,
+            replay_records: changes,
+        })
     }
 }
 
 /// The result of a replay.
-enum Replayed {
+enum ReplayResult {
     /// The image has all changes, or there were none.
     Done,
     /// There is no free cluster for a table that the changes need.
-    NoRoom,
+    NoSpace,
 }
 
-impl Opened {
+impl OpenedImage {
     /// Replays the changes that a killed server had recorded.
-    async fn replay(&self) -> Result<Replayed, OpenError> {
+    async fn replay(&self) -> Result<ReplayResult, OpenError> {
         let image = &self.image;
-        let Some((records, journal)) = self.changes.as_ref().filter(|(records, _)| !records.is_empty()) else {
-            return Ok(Replayed::Done);
+        let Some((records, journal)) = self.replay_records.as_ref().filter(|(records, _)| !records.is_empty()) else {
+            return Ok(ReplayResult::Done);
         };
-        let fits = match image.replay(records).await {
-            Err(error) if error.failure() == Failure::NoSpace => return Ok(Replayed::NoRoom),
+        let is_consistent = match image.replay(records).await {
+            Err(error) if error.failure() == Failure::NoSpace => return Ok(ReplayResult::NoSpace),
             result => result?,
         };
-        if !fits {
+        if !is_consistent {
             return Err(OpenError::Journal {
                 name: image.name.to_string(),
                 journal: journal.clone(),
@@ -411,7 +425,7 @@ impl Opened {
                 records.len()
             );
         }
-        Ok(Replayed::Done)
+        Ok(ReplayResult::Done)
     }
 }
 
@@ -430,30 +444,30 @@ async fn free_leaks(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result
 }
 
 /// The minimum number of bytes of tables that a check may read before an image is used.
-const CHECK_WORK_MIN: u64 = 256 << 20;
+const CHECK_TABLE_BYTES_MIN: u64 = 256 << 20;
 
 /// The additional bytes of tables for each byte of data in the file. In a sound image each table has its own
 /// location, and is read twice, by the walk and for its flags. The tables of a crafted image may refer to the same
 /// table again and again.
-const CHECK_WORK_PER_BYTE: u64 = 4;
+const CHECK_TABLE_BYTES_PER_DATA_BYTE: u64 = 4;
 
 /// The maximum number of the file's extents that are summed up for that limit; later ones do not count.
-const EXTENTS_MAX: usize = 1 << 20;
-const EXTENTS_STEP: usize = 1024;
+const DATA_EXTENTS_MAX: usize = 1 << 20;
+const EXTENTS_PER_QUERY: usize = 1024;
 
 /// The minimum memory for a check before use, and the bytes of data for each byte of memory. A check may use the
 /// memory of the map, which is empty then, or as much as a sound image with as much data needs, even with the
 /// smallest clusters.
 const CHECK_MEMORY_MIN: u64 = 64 << 20;
-const CHECK_DATA_PER_MEMORY: u64 = 256;
+const CHECK_DATA_BYTES_PER_MEMORY_BYTE: u64 = 256;
 
 /// Returns the limits for a check before an image is used.
 async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> CheckOptions {
     let size = file.geometry().size;
     let (mut at, mut extents, mut data) = (0, 0, 0);
-    while at < size.get() && extents < EXTENTS_MAX {
+    while at < size.get() && extents < DATA_EXTENTS_MAX {
         let rest = ByteOffset::new(at).range(ByteLen::new(size.get() - at));
-        let Ok(found) = file.extents(rest, EXTENTS_STEP).await else {
+        let Ok(found) = file.extents(rest, EXTENTS_PER_QUERY).await else {
             // The extents are unknown.
             data += rest.len.get();
             break;
@@ -471,10 +485,13 @@ async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> 
             };
         }
     }
-    let memory = (data / CHECK_DATA_PER_MEMORY).min(check::CHECK_MEMORY_DEFAULT.get());
+    let memory = (data / CHECK_DATA_BYTES_PER_MEMORY_BYTE).min(check::CHECK_MEMORY_DEFAULT.get());
     CheckOptions {
         memory_max: metadata_memory.max(ByteLen::new(memory.max(CHECK_MEMORY_MIN))),
-        work_max: ByteLen::new(data.saturating_mul(CHECK_WORK_PER_BYTE).saturating_add(CHECK_WORK_MIN)),
+        table_bytes_max: ByteLen::new(
+            data.saturating_mul(CHECK_TABLE_BYTES_PER_DATA_BYTE)
+                .saturating_add(CHECK_TABLE_BYTES_MIN),
+        ),
         ..CheckOptions::default()
     }
 }
@@ -502,14 +519,18 @@ async fn repair_dirty(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Resu
 
 /// Returns true if a refcount marks a cluster past the end of the file as used, or cannot be read. That happens in a
 /// truncated image, and after a crash that left unused space allocated.
-async fn has_use_past_end(file: &Rc<dyn BlockDevice>, shape: Shape, refcount_table: &[u64]) -> Result<bool, IoError> {
+async fn has_refcounts_past_end(
+    file: &Rc<dyn BlockDevice>,
+    shape: Shape,
+    refcount_table: &[u64],
+) -> Result<bool, IoError> {
     let size = file.geometry().size.get();
     let end = size.div_ceil(shape.cluster_len());
     let first = end >> shape.refcount_block_bits();
     let blocks = (first..).zip(refcount_table.iter().skip(usize::try_from(first).unwrap_or(usize::MAX)));
     for (number, (block, offset)) in blocks.filter(|(_, offset)| **offset != 0).enumerate() {
         let in_file = offset & (shape.cluster_len() - 1) == 0 && *offset <= size.saturating_sub(shape.cluster_len());
-        if !in_file || number >= BLOCKS_PAST_END_MAX {
+        if !in_file || number >= REFCOUNT_BLOCKS_PAST_END_MAX {
             return Ok(true);
         }
         let mut bytes = AlignedBuf::zeroed(ByteLen::new(shape.cluster_len()).as_usize());
@@ -525,12 +546,12 @@ async fn has_use_past_end(file: &Rc<dyn BlockDevice>, shape: Shape, refcount_tab
 
 /// Refuses an image that is truncated: if it were changed, the file would grow over the lost part, which could then
 /// no longer be distinguished from zeros.
-async fn check_whole(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
-    let found = check::check(file, options).await;
-    let found = found.map_err(|error| OpenError::Io(error.to_string()))?;
+async fn check_not_truncated(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
+    let report = check::check(file, options).await;
+    let found = report.map_err(|error| OpenError::Io(error.to_string()))?;
     match found.past_end {
         0 => Ok(()),
-        lost => Err(OpenError::Lost {
+        lost => Err(OpenError::PastEnd {
             name: file.name().to_string(),
             lost,
             size: file.geometry().size.get(),
@@ -575,7 +596,7 @@ async fn load_metadata_ahead(image: Weak<Qcow2>) {
     }
 }
 
-async fn read_table(file: &Rc<dyn BlockDevice>, at: TableAt) -> Result<Vec<u64>, IoError> {
+async fn read_table(file: &Rc<dyn BlockDevice>, at: TableLocation) -> Result<Vec<u64>, IoError> {
     let mut bytes = AlignedBuf::zeroed((at.entries * 8).next_multiple_of(512) as usize);
     if at.entries > 0 {
         file.read(ByteOffset::new(at.offset), ReadBuf::new(&mut bytes)).await?;
@@ -633,23 +654,23 @@ fn metadata_clusters(
 ) -> Result<Vec<u64>, OpenError> {
     let bits = header.shape.cluster_bits;
     let mut found: Vec<(u64, &'static str)> = Vec::new();
-    let mut take = |what, offset: u64, len: u64| {
+    let mut add = |what, offset: u64, len: u64| {
         let clusters = (offset >> bits)..(offset + len).div_ceil(1 << bits);
         found.extend(clusters.map(|cluster| (cluster, what)));
     };
-    take("the header", 0, 1);
-    take("the L1 table", header.l1.offset, header.l1.entries * 8);
+    add("the header", 0, 1);
+    add("the L1 table", header.l1.offset, header.l1.entries * 8);
     let table = header.refcount_table;
-    take("the refcount table", table.offset, table.entries * 8);
+    add("the refcount table", table.offset, table.entries * 8);
     if header.snapshots > 0 {
-        take("the snapshot table", header.snapshots_offset, 1);
+        add("the snapshot table", header.snapshots_offset, 1);
     }
     let tables = l1.iter().map(|entry| (entry & OFFSET, "an L2 table"));
     let blocks = refcount_table.iter().map(|entry| (*entry, "a refcount block"));
     for (offset, what) in tables.chain(blocks) {
         // Tables at unaligned offsets are never used.
         if offset != 0 && offset & (header.shape.cluster_len() - 1) == 0 {
-            take(what, offset, 1);
+            add(what, offset, 1);
         }
     }
     found.sort_unstable();

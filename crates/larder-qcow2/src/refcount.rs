@@ -11,7 +11,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::header::TableAt;
+use crate::header::TableLocation;
 use crate::shape::Shape;
 use crate::slice_set::SliceSet;
 
@@ -25,9 +25,9 @@ pub(crate) struct Refcounts {
     /// then moved.
     table: Vec<u64>,
     /// The location of the table in the image.
-    pub(crate) table_at: TableAt,
+    pub(crate) table_location: TableLocation,
     /// The location to which the next commit moves the table.
-    pub(crate) moves_to: Option<TableAt>,
+    pub(crate) next_table_location: Option<TableLocation>,
     /// Entries of the table that the image does not have yet.
     pub(crate) new_blocks: BTreeSet<u64>,
     slices: HashMap<u64, Box<[u8]>>,
@@ -37,7 +37,7 @@ pub(crate) struct Refcounts {
     /// Slices in which no refcount is 0. A slice that is not in the set may have free clusters or none.
     full: SliceSet,
     /// The number of times that clean slices were dropped from memory.
-    drops: u64,
+    drop_count: u64,
 }
 
 /// A slice of a refcount block, by its index from the start of the image.
@@ -45,16 +45,16 @@ pub(crate) type SliceIndex = u64;
 
 /// The result of a query.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Known<T> {
+pub(crate) enum SliceLookup<T> {
     /// The value.
-    Is(T),
+    Value(T),
     /// The slice must be read first, from this offset.
-    Absent(SliceIndex, u64),
+    NotLoaded(SliceIndex, u64),
 }
 
 /// The space from a cluster on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Space {
+pub(crate) enum FreeSpace {
     /// A run of free clusters: the first, and the count.
     Free(u64, u64),
     /// No cluster before this one is free.
@@ -64,18 +64,18 @@ pub(crate) enum Space {
 }
 
 impl Refcounts {
-    pub(crate) fn new(shape: Shape, table_at: TableAt, table: Vec<u64>) -> Self {
+    pub(crate) fn new(shape: Shape, table_at: TableLocation, table: Vec<u64>) -> Self {
         Self {
             shape,
             table,
-            table_at,
-            moves_to: None,
+            table_location: table_at,
+            next_table_location: None,
             new_blocks: BTreeSet::new(),
             slices: HashMap::new(),
             dirty: BTreeSet::new(),
             writing: BTreeSet::new(),
             full: SliceSet::default(),
-            drops: 0,
+            drop_count: 0,
         }
     }
 
@@ -85,7 +85,7 @@ impl Refcounts {
 
     /// Returns true if there are changes that the image does not have.
     pub(crate) fn is_dirty(&self) -> bool {
-        !self.dirty.is_empty() || !self.new_blocks.is_empty() || self.moves_to.is_some()
+        !self.dirty.is_empty() || !self.new_blocks.is_empty() || self.next_table_location.is_some()
     }
 
     /// Returns the block of a cluster's refcount.
@@ -103,12 +103,12 @@ impl Refcounts {
     }
 
     /// Returns true if the image has the block of a cluster.
-    pub(crate) fn is_settled(&self, cluster: u64) -> bool {
-        self.moves_to.is_none() && !self.new_blocks.contains(&self.block_of(cluster))
+    pub(crate) fn has_durable_block(&self, cluster: u64) -> bool {
+        self.next_table_location.is_none() && !self.new_blocks.contains(&self.block_of(cluster))
     }
 
     /// Extends the table to `blocks` blocks. The caller must then move it.
-    pub(crate) fn lengthen(&mut self, blocks: u64) {
+    pub(crate) fn grow_table(&mut self, blocks: u64) {
         self.table.resize(blocks as usize, 0);
     }
 
@@ -136,22 +136,22 @@ impl Refcounts {
     }
 
     /// Returns a number that changes when slices are dropped from memory; see [`Refcounts::load`].
-    pub(crate) fn drops(&self) -> u64 {
-        self.drops
+    pub(crate) fn drop_count(&self) -> u64 {
+        self.drop_count
     }
 
-    /// Inserts a slice, unless it is present. `drops` is the value of [`Refcounts::drops`] when the slice was read.
-    /// If slices were dropped meanwhile, this one may have been loaded, changed, written and dropped since, and must
-    /// be read again.
+    /// Inserts a slice, unless it is present. `drops` is the value of [`Refcounts::drop_count`] when the slice was
+    /// read. If slices were dropped meanwhile, this one may have been loaded, changed, written and dropped since, and
+    /// must be read again.
     pub(crate) fn load(&mut self, slice: SliceIndex, bytes: &[u8], drops: u64) {
-        if drops != self.drops {
+        if drops != self.drop_count {
             return;
         }
         if self.slices.len() >= CLEAN_SLICES_MAX + self.dirty.len() + self.writing.len() {
             let (dirty, writing) = (&self.dirty, &self.writing);
             self.slices
                 .retain(|index, _| dirty.contains(index) || writing.contains(index));
-            self.drops += 1;
+            self.drop_count += 1;
         }
         self.slices.entry(slice).or_insert_with(|| bytes.into());
     }
@@ -159,18 +159,18 @@ impl Refcounts {
     /// Inserts a slice of a new block, unless it is present.
     pub(crate) fn load_zeros(&mut self, slice: SliceIndex) {
         let zeros = vec![0; self.shape.slice_len() as usize];
-        self.load(slice, &zeros, self.drops);
+        self.load(slice, &zeros, self.drop_count);
     }
 
     /// Returns the refcount of a cluster.
-    pub(crate) fn get(&self, cluster: u64) -> Known<u64> {
+    pub(crate) fn get(&self, cluster: u64) -> SliceLookup<u64> {
         let slice = self.slice_of(cluster);
         let Some(offset) = self.slice_offset(slice) else {
-            return Known::Is(0);
+            return SliceLookup::Value(0);
         };
         match self.slices.get(&slice) {
-            Some(bytes) => Known::Is(read(bytes, self.shape.refcount_order, self.index(cluster))),
-            None => Known::Absent(slice, offset),
+            Some(bytes) => SliceLookup::Value(read(bytes, self.shape.refcount_order, self.index(cluster))),
+            None => SliceLookup::NotLoaded(slice, offset),
         }
     }
 
@@ -194,17 +194,17 @@ impl Refcounts {
     }
 
     /// Searches for free clusters from `cluster` on, within one slice.
-    pub(crate) fn space(&mut self, cluster: u64) -> Known<Space> {
+    pub(crate) fn find_free(&mut self, cluster: u64) -> SliceLookup<FreeSpace> {
         let slice = self.slice_of(cluster);
         let bits = self.shape.refcount_slice_bits();
         if self.full.contains(slice) {
-            return Known::Is(Space::Full(self.full.next_absent(slice) << bits));
+            return SliceLookup::Value(FreeSpace::Full(self.full.next_absent(slice) << bits));
         }
         let Some(offset) = self.slice_offset(slice) else {
-            return Known::Is(Space::NoBlock);
+            return SliceLookup::Value(FreeSpace::NoBlock);
         };
         let Some(bytes) = self.slices.get(&slice) else {
-            return Known::Absent(slice, offset);
+            return SliceLookup::NotLoaded(slice, offset);
         };
         let order = self.shape.refcount_order;
         let base = slice << bits;
@@ -212,18 +212,18 @@ impl Refcounts {
             if find(bytes, order, 0, true).is_none() {
                 self.full.insert(slice);
             }
-            return Known::Is(Space::Full((slice + 1) << bits));
+            return SliceLookup::Value(FreeSpace::Full((slice + 1) << bits));
         };
         let end = find(bytes, order, first, false).unwrap_or(1 << bits);
-        Known::Is(Space::Free(base + first as u64, (end - first) as u64))
+        SliceLookup::Value(FreeSpace::Free(base + first as u64, (end - first) as u64))
     }
 
-    /// Returns the slices from `slice` on that [`Refcounts::space`] would need to be read next, up to `most`, before
-    /// `limit`, and with their offsets.
-    pub(crate) fn unread(&self, slice: SliceIndex, limit: SliceIndex, most: usize) -> Vec<(SliceIndex, u64)> {
+    /// Returns the slices from `slice` on that [`Refcounts::find_free`] would need to be read next, up to `slices_max`,
+    /// before `limit`, and with their offsets.
+    pub(crate) fn unread(&self, slice: SliceIndex, limit: SliceIndex, slices_max: usize) -> Vec<(SliceIndex, u64)> {
         let mut found = Vec::new();
         let mut next = self.full.next_absent(slice);
-        while found.len() < most && next < limit && !self.slices.contains_key(&next) {
+        while found.len() < slices_max && next < limit && !self.slices.contains_key(&next) {
             let Some(offset) = self.slice_offset(next) else { break };
             found.push((next, offset));
             next = self.full.next_absent(next + 1);
@@ -233,8 +233,8 @@ impl Refcounts {
 
     /// Records the result of reading a slice for a search: only that it is full, or else the whole slice. `drops` is
     /// as in [`Refcounts::load`].
-    pub(crate) fn note(&mut self, slice: SliceIndex, bytes: &[u8], drops: u64) {
-        let is_current = drops == self.drops && !self.slices.contains_key(&slice);
+    pub(crate) fn load_for_search(&mut self, slice: SliceIndex, bytes: &[u8], drops: u64) {
+        let is_current = drops == self.drop_count && !self.slices.contains_key(&slice);
         if is_current && find(bytes, self.shape.refcount_order, 0, true).is_none() {
             self.full.insert(slice);
         } else {
@@ -243,7 +243,7 @@ impl Refcounts {
     }
 
     /// Returns the dirty slices with their offsets. They are no longer dirty, but stay in memory until
-    /// [`Refcounts::written`].
+    /// [`Refcounts::finish_write`].
     pub(crate) fn take_dirty(&mut self) -> Vec<(SliceIndex, u64, Vec<u8>)> {
         let mut taken = Vec::new();
         for slice in std::mem::take(&mut self.dirty) {
@@ -256,7 +256,7 @@ impl Refcounts {
     }
 
     /// Ends the writing of a slice. After a failure the slice is dirty again.
-    pub(crate) fn written(&mut self, slice: SliceIndex, success: bool) {
+    pub(crate) fn finish_write(&mut self, slice: SliceIndex, success: bool) {
         self.writing.remove(&slice);
         if !success {
             self.dirty.insert(slice);
@@ -380,7 +380,7 @@ mod tests {
     };
 
     fn refcounts(blocks: u64) -> Refcounts {
-        let table_at = TableAt {
+        let table_at = TableLocation {
             offset: 512,
             entries: 64,
         };
@@ -395,31 +395,31 @@ mod tests {
         let full: Vec<u8> = [0, 1].repeat(256);
         let mut one_free = full.clone();
         write(&mut one_free, 4, 100, 0);
-        refcounts.note(0, &full, 0);
-        refcounts.note(1, &one_free, 0);
-        assert_eq!(refcounts.space(0), Known::Is(Space::Full(256)));
-        assert_eq!(refcounts.space(256), Known::Is(Space::Free(356, 1)));
+        refcounts.load_for_search(0, &full, 0);
+        refcounts.load_for_search(1, &one_free, 0);
+        assert_eq!(refcounts.find_free(0), SliceLookup::Value(FreeSpace::Full(256)));
+        assert_eq!(refcounts.find_free(256), SliceLookup::Value(FreeSpace::Free(356, 1)));
         refcounts.set(356, 1);
-        assert_eq!(refcounts.space(256), Known::Is(Space::Full(512)));
-        assert_eq!(refcounts.space(0), Known::Is(Space::Full(512)));
+        assert_eq!(refcounts.find_free(256), SliceLookup::Value(FreeSpace::Full(512)));
+        assert_eq!(refcounts.find_free(0), SliceLookup::Value(FreeSpace::Full(512)));
         assert_eq!(refcounts.unread(0, 64, 9), [(2, 1024 + 1024)]);
-        assert!(matches!(refcounts.space(512), Known::Absent(2, _)));
-        assert_eq!(refcounts.space(768), Known::Is(Space::NoBlock));
+        assert!(matches!(refcounts.find_free(512), SliceLookup::NotLoaded(2, _)));
+        assert_eq!(refcounts.find_free(768), SliceLookup::Value(FreeSpace::NoBlock));
         refcounts.set(300, 0);
-        assert_eq!(refcounts.space(0), Known::Is(Space::Full(256)));
-        assert_eq!(refcounts.space(256), Known::Is(Space::Free(300, 1)));
+        assert_eq!(refcounts.find_free(0), SliceLookup::Value(FreeSpace::Full(256)));
+        assert_eq!(refcounts.find_free(256), SliceLookup::Value(FreeSpace::Free(300, 1)));
     }
 
     #[test]
     fn slice_read_before_drops_is_ignored() {
         let mut refcounts = refcounts(64);
-        let before = refcounts.drops();
+        let drop_count = refcounts.drop_count();
         let empty = vec![0; 512];
-        (0..=CLEAN_SLICES_MAX as u64).for_each(|slice| refcounts.load(slice, &empty, before));
-        assert_ne!(refcounts.drops(), before);
-        refcounts.load(5, &empty, before);
-        refcounts.note(6, &[0, 1].repeat(256), before);
-        assert!(matches!(refcounts.get(5 * 256), Known::Absent(5, _)));
-        assert!(matches!(refcounts.space(6 * 256), Known::Absent(6, _)));
+        (0..=CLEAN_SLICES_MAX as u64).for_each(|slice| refcounts.load(slice, &empty, drop_count));
+        assert_ne!(refcounts.drop_count(), drop_count);
+        refcounts.load(5, &empty, drop_count);
+        refcounts.load_for_search(6, &[0, 1].repeat(256), drop_count);
+        assert!(matches!(refcounts.get(5 * 256), SliceLookup::NotLoaded(5, _)));
+        assert!(matches!(refcounts.find_free(6 * 256), SliceLookup::NotLoaded(6, _)));
     }
 }

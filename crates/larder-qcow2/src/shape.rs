@@ -72,13 +72,13 @@ impl Shape {
     }
 
     /// Returns the number of parts of a cluster that can be allocated or zero separately: its subclusters, or 1.
-    pub const fn parts(self) -> u32 {
+    pub const fn subclusters_per_cluster(self) -> u32 {
         if self.extended { SUBCLUSTERS } else { 1 }
     }
 
     /// Returns the length of a part in bytes.
-    pub const fn part_len(self) -> u64 {
-        self.cluster_len() / self.parts() as u64
+    pub const fn subcluster_len(self) -> u64 {
+        self.cluster_len() / self.subclusters_per_cluster() as u64
     }
 
     /// Returns the log2 of the number of refcounts of a slice of a refcount block.

@@ -9,13 +9,13 @@ pub(crate) struct SliceSet {
     words: Vec<u64>,
 }
 
-fn place(slice: SliceIndex) -> (usize, u64) {
+fn bit_position(slice: SliceIndex) -> (usize, u64) {
     ((slice / 64) as usize, 1 << (slice % 64))
 }
 
 impl SliceSet {
     pub(crate) fn insert(&mut self, slice: SliceIndex) {
-        let (word, bit) = place(slice);
+        let (word, bit) = bit_position(slice);
         if word >= self.words.len() {
             self.words.resize(word + 1, 0);
         }
@@ -23,20 +23,20 @@ impl SliceSet {
     }
 
     pub(crate) fn remove(&mut self, slice: SliceIndex) {
-        let (word, bit) = place(slice);
+        let (word, bit) = bit_position(slice);
         if let Some(word) = self.words.get_mut(word) {
             *word &= !bit;
         }
     }
 
     pub(crate) fn contains(&self, slice: SliceIndex) -> bool {
-        let (word, bit) = place(slice);
+        let (word, bit) = bit_position(slice);
         self.words.get(word).is_some_and(|word| word & bit != 0)
     }
 
     /// Returns the first slice from `from` on that is not in the set.
     pub(crate) fn next_absent(&self, from: SliceIndex) -> SliceIndex {
-        let (first, bit) = place(from);
+        let (first, bit) = bit_position(from);
         // Slices before `from` do not count.
         let mut before = bit - 1;
         for (index, word) in self.words.iter().enumerate().skip(first) {

@@ -6,22 +6,22 @@ use std::rc::Rc;
 
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ReadBuf};
 
-use crate::header::{Header, TableAt};
+use crate::header::{Header, TableLocation};
 use crate::open::OpenError;
 
 /// The length in bytes of an entry before its extra data.
-const FIXED_LEN: usize = 40;
+const ENTRY_FIXED_BYTES: usize = 40;
 /// The maximum lengths in bytes that QEMU accepts for extra data, and for the table.
-const EXTRA_MAX: usize = 1024;
-const TABLE_MAX: u64 = 64 << 20;
+const EXTRA_BYTES_MAX: usize = 1024;
+const TABLE_BYTES_MAX: u64 = 64 << 20;
 /// The length in bytes of the extra data that version 3 requires: the VM state's size in 64 bits and the disk's size.
-const EXTRA_REQUIRED: usize = 16;
+const EXTRA_BYTES_REQUIRED: usize = 16;
 
 /// An internal snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     /// The location of the L1 table.
-    pub l1: TableAt,
+    pub l1: TableLocation,
     /// The unique ID, usually a number.
     pub id: String,
     /// The name.
@@ -50,7 +50,7 @@ pub struct SnapshotTable {
     /// The reason why the table could not be read to its end.
     pub damage: Option<String>,
     /// The table is damaged because the file ends before.
-    pub is_cut: bool,
+    pub is_truncated: bool,
 }
 
 /// Reads the snapshot table of an image. Damage is described in [`SnapshotTable::damage`]; the snapshots before it
@@ -65,32 +65,32 @@ pub async fn read_snapshots(file: &Rc<dyn BlockDevice>, header: &Header) -> Resu
     let size = file.geometry().size.get();
     let mut parser = Parser::default();
     // An ever larger part of the table is read until it suffices, because each entry determines its own length.
-    let mut want = 64 << 10;
+    let mut wanted_len = 64 << 10;
     loop {
-        let there = size.saturating_sub(header.snapshots_offset).min(want);
-        let mut bytes = AlignedBuf::zeroed(ByteLen::new(there).as_usize());
-        if there > 0 {
+        let read_len = size.saturating_sub(header.snapshots_offset).min(wanted_len);
+        let mut bytes = AlignedBuf::zeroed(ByteLen::new(read_len).as_usize());
+        if read_len > 0 {
             file.read(ByteOffset::new(header.snapshots_offset), ReadBuf::new(&mut bytes))
                 .await?;
         }
         match parser.parse(header, &bytes) {
             Ok(table) => return Ok(table),
-            Err(Stop::Damage(damage)) => return Ok(parser.stopped(damage)),
-            Err(Stop::Short) if there < want || want >= TABLE_MAX => {
+            Err(ParseError::Damaged(damage)) => return Ok(parser.into_damaged(damage)),
+            Err(ParseError::Incomplete) if read_len < wanted_len || wanted_len >= TABLE_BYTES_MAX => {
                 let damage = format!("it ends within entry {}", parser.table.snapshots.len());
                 return Ok(SnapshotTable {
-                    is_cut: there < want,
-                    ..parser.stopped(damage)
+                    is_truncated: read_len < wanted_len,
+                    ..parser.into_damaged(damage)
                 });
             }
-            Err(Stop::Short) => want = (want * 4).min(TABLE_MAX),
+            Err(ParseError::Incomplete) => wanted_len = (wanted_len * 4).min(TABLE_BYTES_MAX),
         }
     }
 }
 
-enum Stop {
-    Short,
-    Damage(String),
+enum ParseError {
+    Incomplete,
+    Damaged(String),
 }
 
 #[derive(Default)]
@@ -100,7 +100,7 @@ struct Parser {
 }
 
 impl Parser {
-    fn stopped(self, damage: String) -> SnapshotTable {
+    fn into_damaged(self, damage: String) -> SnapshotTable {
         SnapshotTable {
             damage: Some(damage),
             ..self.table
@@ -108,33 +108,33 @@ impl Parser {
     }
 
     /// Continues with the unparsed part of `bytes`, which begin at the start of the table.
-    fn parse(&mut self, header: &Header, bytes: &[u8]) -> Result<SnapshotTable, Stop> {
+    fn parse(&mut self, header: &Header, bytes: &[u8]) -> Result<SnapshotTable, ParseError> {
         while self.table.snapshots.len() < header.snapshots as usize {
             let index = self.table.snapshots.len();
             let at = self.at.next_multiple_of(8);
-            let fixed = bytes.get(at..at + FIXED_LEN).ok_or(Stop::Short)?;
+            let fixed = bytes.get(at..at + ENTRY_FIXED_BYTES).ok_or(ParseError::Incomplete)?;
             let u16_at = |at: usize| u16::from_be_bytes([fixed[at], fixed[at + 1]]);
             let u32_at = |at: usize| u32::from(u16_at(at)) << 16 | u32::from(u16_at(at + 2));
             let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
             let (id_len, name_len) = (u16_at(12) as usize, u16_at(14) as usize);
             let extra_len = u32_at(36) as usize;
-            if extra_len > EXTRA_MAX {
-                return Err(Stop::Damage(format!(
+            if extra_len > EXTRA_BYTES_MAX {
+                return Err(ParseError::Damaged(format!(
                     "entry {index} has {extra_len} bytes of extra data"
                 )));
             }
-            let end = at + FIXED_LEN + extra_len + id_len + name_len;
-            let rest = bytes.get(at + FIXED_LEN..end).ok_or(Stop::Short)?;
+            let end = at + ENTRY_FIXED_BYTES + extra_len + id_len + name_len;
+            let rest = bytes.get(at + ENTRY_FIXED_BYTES..end).ok_or(ParseError::Incomplete)?;
             let (extra, names) = rest.split_at(extra_len);
             let extra_at = |at: usize| {
                 let word = extra.get(at..at + 8)?.try_into().ok()?;
                 Some(u64::from_be_bytes(word))
             };
-            if header.shape.version >= 3 && extra_len < EXTRA_REQUIRED {
+            if header.shape.version >= 3 && extra_len < EXTRA_BYTES_REQUIRED {
                 self.table.incomplete.push(index);
             }
             self.table.snapshots.push(Snapshot {
-                l1: TableAt {
+                l1: TableLocation {
                     offset: u64_at(0),
                     entries: u32_at(8).into(),
                 },

@@ -26,13 +26,13 @@ use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoResult, Operati
 
 use crate::device::{NewTable, Qcow2};
 use crate::entry::OFFSET;
-use crate::refcount::Known;
+use crate::refcount::SliceLookup;
 use crate::slice_set::SliceSet;
-use blocks::SECTOR;
+use blocks::SECTOR_BYTES;
 pub(crate) use search::search_ahead;
 
 /// The maximum number of attempts of a request that finds no space, while other requests free and take clusters.
-const TRIES_MAX: u32 = 64;
+const ATTEMPTS_MAX: u32 = 64;
 
 /// The number of clusters that are processed before other tasks run.
 pub(crate) const STEPS_PER_SLICE: u64 = 4096;
@@ -42,14 +42,14 @@ const RECLAIM_FAILURES_MAX: usize = 32;
 
 /// Clusters of which one use has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Freed {
+pub(crate) struct FreedClusters {
     pub(crate) first: u64,
     pub(crate) count: u64,
 }
 
-impl Freed {
+impl FreedClusters {
     /// Takes the clusters before `end`, which is after the first one.
-    fn take_before(&mut self, end: u64) -> Self {
+    fn split_before(&mut self, end: u64) -> Self {
         let taken = Self {
             first: self.first,
             count: self.count.min(end - self.first),
@@ -61,7 +61,7 @@ impl Freed {
 }
 
 /// Merges adjacent clusters into runs. A cluster that is freed twice stays listed twice.
-fn runs(mut freed: Vec<Freed>) -> Vec<Freed> {
+fn merge_runs(mut freed: Vec<FreedClusters>) -> Vec<FreedClusters> {
     freed.sort_unstable_by_key(|freed| freed.first);
     freed.dedup_by(|next, last| {
         let follows = last.first + last.count == next.first;
@@ -72,7 +72,7 @@ fn runs(mut freed: Vec<Freed>) -> Vec<Freed> {
 }
 
 /// The state of the search for free clusters.
-pub(crate) struct Space {
+pub(crate) struct AllocatorState {
     /// Free clusters, ready to be taken.
     window: Range<u64>,
     /// The start of the next search: as far as is known, no cluster before it is free, except those in the window.
@@ -80,41 +80,41 @@ pub(crate) struct Space {
     /// The last search has stopped at its limit of slices.
     is_unfinished: bool,
     /// The cluster from which on the file reads as zeros, because nothing was ever written there.
-    untouched: u64,
+    unwritten_from: u64,
     /// The cluster from which on none is taken, because an entry points there although the file had ended before it
     /// when the image was opened. So such an entry can still be recognised by its target.
-    lost_from: u64,
+    excluded_from: u64,
     /// Slices of refcounts whose space in the file is allocated.
-    secured: SliceSet,
+    allocated_slices: SliceSet,
     /// Slices of refcounts that a search could not read, and that were logged.
     unreadable: SliceSet,
     /// The length of the file in bytes when it was opened or has last grown for this image.
     known_size: u64,
     /// The number of clusters of the file when it was opened, or when another program has extended it: all clusters
     /// if it cannot grow.
-    given_clusters: u64,
-    /// The value of `given_clusters` when the refcount table could not be extended to it.
-    not_counted: u64,
+    initial_clusters: u64,
+    /// The value of `initial_clusters` when the refcount table could not be extended to it.
+    failed_growth_clusters: u64,
     /// The number of reclaimed clusters.
     reclaimed: u64,
     /// The number of searches that found no cluster.
     refusals: u64,
 }
 
-impl Space {
+impl AllocatorState {
     /// Creates the state for a file of `size` bytes, whose last cluster of `file_clusters` may be partial.
     pub(crate) fn new(size: u64, file_clusters: u64) -> Self {
         Self {
             window: 0..0,
             cursor: 0,
             is_unfinished: false,
-            untouched: file_clusters,
-            lost_from: u64::MAX,
-            secured: SliceSet::default(),
+            unwritten_from: file_clusters,
+            excluded_from: u64::MAX,
+            allocated_slices: SliceSet::default(),
             unreadable: SliceSet::default(),
             known_size: size,
-            given_clusters: file_clusters,
-            not_counted: 0,
+            initial_clusters: file_clusters,
+            failed_growth_clusters: 0,
             reclaimed: 0,
             refusals: 0,
         }
@@ -136,8 +136,8 @@ impl Space {
     }
 
     /// Records that an entry points to this cluster, which was not taken.
-    pub(crate) fn lose(&mut self, cluster: u64) {
-        self.lost_from = self.lost_from.min(cluster);
+    pub(crate) fn exclude_from(&mut self, cluster: u64) {
+        self.excluded_from = self.excluded_from.min(cluster);
         if self.window.end > cluster {
             self.window.end = cluster.max(self.window.start);
             self.cursor = self.cursor.min(cluster);
@@ -145,41 +145,41 @@ impl Space {
     }
 
     /// Returns true if entries that point to this cluster were found to point past the end.
-    pub(crate) fn is_lost(&self, cluster: u64) -> bool {
-        cluster >= self.lost_from
+    pub(crate) fn is_excluded(&self, cluster: u64) -> bool {
+        cluster >= self.excluded_from
     }
 
     /// Returns the cluster from which on none was taken.
-    pub(crate) fn untouched(&self) -> u64 {
-        self.untouched
+    pub(crate) fn unwritten_from(&self) -> u64 {
+        self.unwritten_from
     }
 
     /// Records that a cluster is in use and was written.
-    pub(crate) fn touch(&mut self, cluster: u64) {
-        self.touch_all_before(cluster + 1);
+    pub(crate) fn mark_written(&mut self, cluster: u64) {
+        self.mark_written_before(cluster + 1);
     }
 
     /// Records that clusters before this one may have any content.
-    fn touch_all_before(&mut self, end: u64) {
-        self.untouched = self.untouched.max(end);
+    fn mark_written_before(&mut self, end: u64) {
+        self.unwritten_from = self.unwritten_from.max(end);
     }
 
-    /// Takes up to `most` clusters from the window. Either all or none of them read as zeros.
-    fn take(&mut self, most: u64) -> Option<(Range<u64>, bool)> {
+    /// Takes up to `count_max` clusters from the window. Either all or none of them read as zeros.
+    fn take(&mut self, count_max: u64) -> Option<(Range<u64>, bool)> {
         let first = self.window.start;
-        let reads_zero = first >= self.untouched;
+        let reads_zero = first >= self.unwritten_from;
         let until = if reads_zero {
             self.window.end
         } else {
-            self.window.end.min(self.untouched)
+            self.window.end.min(self.unwritten_from)
         };
-        let count = most.min(until.saturating_sub(first));
+        let count = count_max.min(until.saturating_sub(first));
         if count == 0 {
             return None;
         }
         let taken = first..first + count;
         self.window.start = taken.end;
-        self.untouched = self.untouched.max(taken.end);
+        self.unwritten_from = self.unwritten_from.max(taken.end);
         Some((taken, reads_zero))
     }
 }
@@ -189,18 +189,21 @@ impl Space {
 struct Reclaiming<'a> {
     image: &'a Qcow2,
     /// The runs to reclaim, in reverse order.
-    runs: Vec<Freed>,
-    failed: Vec<Freed>,
+    runs: Vec<FreedClusters>,
+    failed: Vec<FreedClusters>,
 }
 
 impl Drop for Reclaiming<'_> {
     fn drop(&mut self) {
-        let left = self
+        let unreclaimed = self
             .runs
             .drain(..)
             .chain(self.failed.drain(..))
             .filter(|freed| freed.count > 0);
-        self.image.released.borrow_mut().extend(left.map(|freed| (0, freed)));
+        self.image
+            .released
+            .borrow_mut()
+            .extend(unreclaimed.map(|freed| (0, freed)));
     }
 }
 
@@ -211,7 +214,7 @@ pub(crate) struct Allocation<'a> {
     pub(crate) count: u64,
     /// The clusters read as zeros.
     pub(crate) reads_zero: bool,
-    kept: bool,
+    is_kept: bool,
 }
 
 impl<'a> Allocation<'a> {
@@ -221,20 +224,20 @@ impl<'a> Allocation<'a> {
             first,
             count,
             reads_zero,
-            kept: false,
+            is_kept: false,
         }
     }
 
     /// Keeps the clusters, because something refers to them now.
     pub(crate) fn keep(mut self) {
-        self.kept = true;
+        self.is_kept = true;
     }
 }
 
 impl Drop for Allocation<'_> {
     fn drop(&mut self) {
-        if !self.kept && self.count > 0 {
-            self.image.freed.borrow_mut().push(Freed {
+        if !self.is_kept && self.count > 0 {
+            self.image.freed.borrow_mut().push(FreedClusters {
                 first: self.first,
                 count: self.count,
             });
@@ -248,8 +251,8 @@ impl Qcow2 {
         self.error(Operation::Write, ByteRange::default(), Failure::NoSpace)
     }
 
-    /// Takes 1 to `most` contiguous clusters.
-    pub(crate) async fn allocate(&self, most: u64) -> IoResult<Allocation<'_>> {
+    /// Takes 1 to `count_max` contiguous clusters.
+    pub(crate) async fn allocate(&self, count_max: u64) -> IoResult<Allocation<'_>> {
         loop {
             let slice = match self.space.borrow().window.clone() {
                 window if window.is_empty() => None,
@@ -257,9 +260,9 @@ impl Qcow2 {
             };
             match slice {
                 // The window's slice was dropped from memory meanwhile.
-                Some(Known::Absent(slice, offset)) => self.load_refcounts(slice, offset).await?,
-                Some(Known::Is(0)) => {
-                    let taken = self.space.borrow_mut().take(most);
+                Some(SliceLookup::NotLoaded(slice, offset)) => self.load_refcounts(slice, offset).await?,
+                Some(SliceLookup::Value(0)) => {
+                    let taken = self.space.borrow_mut().take(count_max);
                     let Some((clusters, reads_zero)) = taken else {
                         continue;
                     };
@@ -268,10 +271,10 @@ impl Qcow2 {
                     let count = clusters.end - clusters.start;
                     return Ok(Allocation::new(self, clusters.start, count, reads_zero));
                 }
-                Some(Known::Is(_)) => self.space.borrow_mut().close_window(),
+                Some(SliceLookup::Value(_)) => self.space.borrow_mut().close_window(),
                 None => {
-                    let _alone = self
-                        .finding_space
+                    let _lock = self
+                        .allocation_lock
                         .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
                         .await;
                     if self.space.borrow().window.is_empty() {
@@ -292,13 +295,13 @@ impl Qcow2 {
                 );
                 Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))
             }
-            None => self.check_not_lost(clusters),
+            None => self.check_not_excluded(clusters),
         }
     }
 
     /// Refuses clusters to which entries point although the file had ended before them, and all later clusters.
-    fn check_not_lost(&self, clusters: Range<u64>) -> IoResult {
-        let cluster = self.space.borrow().lost_from;
+    fn check_not_excluded(&self, clusters: Range<u64>) -> IoResult {
+        let cluster = self.space.borrow().excluded_from;
         if clusters.end <= cluster {
             return Ok(());
         }
@@ -318,22 +321,22 @@ impl Qcow2 {
 
     /// Takes `count` contiguous clusters: after all others, or inside a file that cannot grow.
     pub(crate) async fn allocate_run(&self, count: u64) -> IoResult<Allocation<'_>> {
-        let _alone = self
-            .finding_space
+        let _lock = self
+            .allocation_lock
             .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
             .await;
         self.space.borrow_mut().close_window();
-        match self.allocate_run_behind(count).await {
-            Err(error) if error.failure() == Failure::NoSpace => self.take_run_inside(count).await,
+        match self.allocate_run_at_end(count).await {
+            Err(error) if error.failure() == Failure::NoSpace => self.allocate_run_inside(count).await,
             result => result,
         }
     }
 
-    async fn allocate_run_behind(&self, count: u64) -> IoResult<Allocation<'_>> {
+    async fn allocate_run_at_end(&self, count: u64) -> IoResult<Allocation<'_>> {
         loop {
-            let first = self.space.borrow().untouched;
+            let first = self.space.borrow().unwritten_from;
             // Checked before refcount blocks are created for space that the file cannot get.
-            self.cover(first, 1).await?;
+            self.extend_to_cover(first, 1).await?;
             let missing = {
                 let refcounts = self.refcounts.borrow();
                 let (from, to) = (refcounts.block_of(first), refcounts.block_of(first + count - 1));
@@ -346,24 +349,24 @@ impl Qcow2 {
                 continue;
             }
             self.check_free(first..first + count)?;
-            self.lengthen((first + count) << self.shape.cluster_bits).await?;
+            self.extend_file((first + count) << self.shape.cluster_bits).await?;
             // These clusters are past the former end of the file, so they are free.
-            return self.take_run(first, count, true).await;
+            return self.allocate_run_at(first, count, true).await;
         }
     }
 
     /// Ensures that the active L2 table `index` exists, belongs to the active L1 table alone, and has allocated
     /// space.
-    pub(crate) async fn own_table(&self, index: u64) -> IoResult {
-        let is_secured = |image: &Self| image.tables_secured.borrow()[index as usize];
-        if is_secured(self) {
+    pub(crate) async fn make_table_writable(&self, index: u64) -> IoResult {
+        let is_writable = |image: &Self| image.tables_writable.borrow()[index as usize];
+        if is_writable(self) {
             return Ok(());
         }
-        let _held = self
-            .tables
+        let _lock = self
+            .table_locks
             .lock(ByteRange::new(index, 1), RangeLockMode::Exclusive)
             .await;
-        if is_secured(self) {
+        if is_writable(self) {
             return Ok(());
         }
         let old = self.l1.borrow()[index as usize];
@@ -371,19 +374,19 @@ impl Qcow2 {
             let at = ByteRange::new(old & OFFSET, self.shape.cluster_len());
             self.file.allocate(at).await?;
         } else {
-            self.new_table(index, old).await?;
+            self.create_table(index, old).await?;
         }
-        self.tables_secured.borrow_mut()[index as usize] = true;
+        self.tables_writable.borrow_mut()[index as usize] = true;
         Ok(())
     }
 
     /// Creates an L2 table for L1 entry `index`, whose value is `old`.
-    async fn new_table(&self, index: u64, old: u64) -> IoResult {
-        if !self.l1_secured.get() {
-            let table = self.l1_at.get();
-            let at = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR);
+    async fn create_table(&self, index: u64, old: u64) -> IoResult {
+        if !self.l1_allocated.get() {
+            let table = self.l1_location.get();
+            let at = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR_BYTES);
             self.file.allocate(at).await?;
-            self.l1_secured.set(true);
+            self.l1_allocated.set(true);
         }
         let new = self.allocate(1).await?;
         let at = ByteOffset::new(new.first << self.shape.cluster_bits);
@@ -398,14 +401,14 @@ impl Qcow2 {
             self.file
                 .write(at, larder_block::WriteBuf::new(&bytes), larder_block::WriteFlags::NONE)
                 .await?;
-            self.freed.borrow_mut().push(Freed {
+            self.freed.borrow_mut().push(FreedClusters {
                 first: (old & OFFSET) >> self.shape.cluster_bits,
                 count: 1,
             });
         }
         self.l1.borrow_mut()[index as usize] = at.get() | crate::entry::COPIED;
         let new_table = NewTable {
-            before: old,
+            old_entry: old,
             attempted: false,
         };
         self.new_tables.borrow_mut().insert(index, new_table);
@@ -415,8 +418,8 @@ impl Qcow2 {
 
     /// Frees released clusters that no request can access any more.
     pub(crate) async fn reclaim(&self) -> IoResult {
-        let _alone = self
-            .reclaiming
+        let _lock = self
+            .reclaim_lock
             .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
             .await;
         let mut ready = Reclaiming {
@@ -425,7 +428,7 @@ impl Qcow2 {
                 let mut released = self.released.borrow_mut();
                 let in_flight = &self.in_flight;
                 let ended = released.extract_if(.., |(epoch, _)| in_flight.has_ended(*epoch));
-                runs(ended.map(|(_, freed)| freed).collect())
+                merge_runs(ended.map(|(_, freed)| freed).collect())
             },
             failed: Vec::new(),
         };
@@ -439,8 +442,8 @@ impl Qcow2 {
                 continue;
             };
             // Clusters with unreadable refcounts must not block the others.
-            let beyond = ((run.first >> self.shape.refcount_slice_bits()) + 1) << self.shape.refcount_slice_bits();
-            let failed = run.take_before(beyond);
+            let slice_end = ((run.first >> self.shape.refcount_slice_bits()) + 1) << self.shape.refcount_slice_bits();
+            let failed = run.split_before(slice_end);
             ready.failed.push(failed);
             result = Err(error);
             if ready.failed.len() >= RECLAIM_FAILURES_MAX {
@@ -452,7 +455,7 @@ impl Qcow2 {
 
     /// Frees a run of clusters; after a failure, `run` is the rest of it. Contiguous clusters without another use are
     /// punched out of the file together, because a file system frees whole blocks only, and one cluster may be less.
-    async fn reclaim_run(&self, run: &mut Freed, slice: &mut WorkSlice) -> IoResult {
+    async fn reclaim_run(&self, run: &mut FreedClusters, slice: &mut WorkSlice) -> IoResult {
         while run.count > 0 {
             let mut unshared = 0;
             while unshared < run.count {
@@ -484,8 +487,8 @@ impl Qcow2 {
 
     /// Makes an attempt, and repeats it while it finds no space and freed clusters could be reclaimed meanwhile.
     /// Requests in flight are waited for, so the caller must not be counted as one, nor hold a lock that one needs.
-    pub(crate) async fn with_room(&self, attempt: impl AsyncFn() -> IoResult) -> IoResult {
-        let mut tries = 0;
+    pub(crate) async fn retry_on_no_space(&self, attempt: impl AsyncFn() -> IoResult) -> IoResult {
+        let mut attempts = 0;
         loop {
             let (reclaimed, refusals) = {
                 let space = self.space.borrow();
@@ -496,15 +499,15 @@ impl Qcow2 {
                 result => return result,
             };
             // Reclaiming may fail for some clusters and succeed for others.
-            let _ = self.make_room(reclaimed).await;
+            let _ = self.reclaim_freed(reclaimed).await;
             if self.space.borrow().reclaimed == reclaimed {
                 return Err(error);
             }
             // Other requests may have taken the clusters first. If the file system is full, there is only one more
             // attempt.
-            tries += 1;
+            attempts += 1;
             let is_full = self.space.borrow().refusals == refusals;
-            if tries > TRIES_MAX || (is_full && tries > 1) {
+            if attempts > ATTEMPTS_MAX || (is_full && attempts > 1) {
                 return Err(error);
             }
         }
@@ -512,13 +515,13 @@ impl Qcow2 {
 
     /// Reclaims freed clusters, until more than `reclaimed` were reclaimed since the image was opened, or none is
     /// left.
-    async fn make_room(&self, reclaimed: u64) -> IoResult {
+    async fn reclaim_freed(&self, reclaimed: u64) -> IoResult {
         if !self.freed.borrow().is_empty() || self.commits.is_running() {
             self.commit().await?;
         }
         let result = self.reclaim().await;
         if self.space.borrow().reclaimed == reclaimed && !self.released.borrow().is_empty() {
-            self.in_flight.drained().await;
+            self.in_flight.drain().await;
             return self.reclaim().await;
         }
         result
@@ -529,8 +532,8 @@ impl Qcow2 {
         loop {
             let known = self.refcounts.borrow().get(cluster);
             match known {
-                Known::Is(count) => return Ok(count),
-                Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
+                SliceLookup::Value(count) => return Ok(count),
+                SliceLookup::NotLoaded(slice, offset) => self.load_refcounts(slice, offset).await?,
             }
         }
     }
@@ -567,14 +570,14 @@ mod tests {
 
     /// No cluster is taken from the first one on to which an entry points past the file's former end.
     #[test]
-    fn no_cluster_taken_after_lost_one() {
-        let mut space = Space::new(10 << 16, 10);
+    fn no_cluster_taken_after_excluded_one() {
+        let mut space = AllocatorState::new(10 << 16, 10);
         space.window = 10..20;
-        space.lose(15);
-        space.lose(13);
+        space.exclude_from(15);
+        space.exclude_from(13);
         assert_eq!(space.take(100), Some((10..13, true)));
         assert_eq!(space.take(1), None);
-        assert!(space.is_lost(13) && !space.is_lost(12));
+        assert!(space.is_excluded(13) && !space.is_excluded(12));
         // The next window is searched from the cursor.
         assert!(space.window.is_empty() && space.cursor <= 13);
     }

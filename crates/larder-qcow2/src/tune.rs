@@ -8,19 +8,19 @@
 use crate::shape::Shape;
 
 /// QEMU's default L2 cache before 3.1: 1 MiB, or 8 clusters if they are larger.
-const OLD_CACHE_MIN: u64 = 1 << 20;
+const OLD_CACHE_BYTES_MIN: u64 = 1 << 20;
 const OLD_CACHE_CLUSTERS: u64 = 8;
 /// QEMU's maximum default L2 cache since 3.1 (on Linux), in bytes.
-pub const CACHE_MAX: u64 = 32 << 20;
+pub const L2_CACHE_BYTES_MAX: u64 = 32 << 20;
 /// The minimum that QEMU reserves for refcounts if only the sum of both caches is given (`cache-size`), in clusters.
 const REFCOUNT_CACHE_CLUSTERS: u64 = 4;
 
 /// The cluster sizes to recommend: smaller ones save nothing, larger ones are not allowed.
-const CHOICE_BITS: std::ops::RangeInclusive<u32> = 16..=21;
+const CLUSTER_BITS_CHOICES: std::ops::RangeInclusive<u32> = 16..=21;
 
 /// An L2 cache, and its effect on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cache {
+pub struct L2CacheCoverage {
     /// The size of the cache in bytes.
     pub bytes: u64,
     /// The number of bytes of the disk that the cache covers.
@@ -31,7 +31,7 @@ pub struct Cache {
 
 /// The properties of an image's tables, and recommended sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Advice {
+pub struct CacheAdvice {
     /// The number of clusters of the disk.
     pub clusters: u64,
     /// The number of L2 tables of a fully allocated disk.
@@ -41,9 +41,9 @@ pub struct Advice {
     /// The length of all L2 tables of a fully allocated disk in bytes.
     pub l2_bytes: u64,
     /// QEMU's default cache before version 3.1.
-    pub old: Cache,
+    pub before_3_1: L2CacheCoverage,
     /// QEMU's default cache today.
-    pub today: Cache,
+    pub since_3_1: L2CacheCoverage,
     /// The size in bytes of the cache that covers the disk.
     pub needed_bytes: u64,
     /// The sum of both caches, as configured by libvirt, with which the L2 cache covers the disk.
@@ -53,7 +53,7 @@ pub struct Advice {
     pub cluster_len: Option<u64>,
     /// The cluster size in bytes of a new image of this size that the default before 3.1 would cover; `None` if there
     /// is none.
-    pub cluster_len_old: Option<u64>,
+    pub cluster_len_before_3_1: Option<u64>,
     /// The memory in bytes of Larder's map if the clusters are contiguous.
     pub larder_contiguous: u64,
     /// The memory in bytes of Larder's map in the worst case.
@@ -67,13 +67,13 @@ const GROUP_LEAVES: u64 = 8;
 const CLUSTER_BYTES_WORST: u64 = 5;
 const CLUSTER_BYTES_WORST_EXTENDED: u64 = 16;
 
-impl Advice {
+impl CacheAdvice {
     /// Returns the advice for an image of a disk of `size` bytes.
     pub fn of(shape: Shape, size: u64) -> Self {
         let cluster_len = shape.cluster_len();
         let clusters = size.div_ceil(cluster_len);
         let tables = shape.l1_entries(size);
-        let needed_bytes = needed(shape, size);
+        let needed_bytes = covering_cache_bytes(shape, size);
         let groups = clusters.div_ceil(GROUP_LEAVES << shape.leaf_bits());
         let cluster_bytes_worst = match shape.extended {
             true => CLUSTER_BYTES_WORST_EXTENDED,
@@ -84,12 +84,12 @@ impl Advice {
             tables,
             l1_bytes: tables * 8,
             l2_bytes: tables * cluster_len,
-            old: cache(shape, size, old_cache(shape)),
-            today: cache(shape, size, CACHE_MAX.min(needed_bytes)),
+            before_3_1: coverage(shape, size, old_cache(shape)),
+            since_3_1: coverage(shape, size, L2_CACHE_BYTES_MAX.min(needed_bytes)),
             needed_bytes,
             needed_sum_bytes: needed_bytes + REFCOUNT_CACHE_CLUSTERS * cluster_len,
-            cluster_len: choose(shape, size, |_| CACHE_MAX),
-            cluster_len_old: choose(shape, size, old_cache),
+            cluster_len: smallest_covering_cluster_len(shape, size, |_| L2_CACHE_BYTES_MAX),
+            cluster_len_before_3_1: smallest_covering_cluster_len(shape, size, old_cache),
             larder_contiguous: groups * GROUP_BYTES,
             larder_worst: groups * GROUP_BYTES + clusters * cluster_bytes_worst,
         }
@@ -97,17 +97,17 @@ impl Advice {
 }
 
 fn old_cache(shape: Shape) -> u64 {
-    OLD_CACHE_MIN.max(OLD_CACHE_CLUSTERS * shape.cluster_len())
+    OLD_CACHE_BYTES_MIN.max(OLD_CACHE_CLUSTERS * shape.cluster_len())
 }
 
 /// Returns the smallest cache that covers the disk, in whole clusters as in QEMU.
-fn needed(shape: Shape, size: u64) -> u64 {
+fn covering_cache_bytes(shape: Shape, size: u64) -> u64 {
     (size.div_ceil(shape.cluster_len()) * shape.entry_len()).next_multiple_of(shape.cluster_len())
 }
 
-fn cache(shape: Shape, size: u64, bytes: u64) -> Cache {
+fn coverage(shape: Shape, size: u64, bytes: u64) -> L2CacheCoverage {
     let covers = bytes / shape.entry_len() * shape.cluster_len();
-    Cache {
+    L2CacheCoverage {
         bytes,
         covers,
         thrashes: covers < size,
@@ -115,9 +115,9 @@ fn cache(shape: Shape, size: u64, bytes: u64) -> Cache {
 }
 
 /// Returns the smallest cluster size with which the cache covers the disk.
-fn choose(shape: Shape, size: u64, bytes: impl Fn(Shape) -> u64) -> Option<u64> {
-    let shapes = CHOICE_BITS.map(|cluster_bits| Shape { cluster_bits, ..shape });
-    let mut fitting = shapes.filter(|shape| !cache(*shape, size, bytes(*shape)).thrashes);
+fn smallest_covering_cluster_len(shape: Shape, size: u64, bytes: impl Fn(Shape) -> u64) -> Option<u64> {
+    let shapes = CLUSTER_BITS_CHOICES.map(|cluster_bits| Shape { cluster_bits, ..shape });
+    let mut fitting = shapes.filter(|shape| !coverage(*shape, size, bytes(*shape)).thrashes);
     fitting.next().map(Shape::cluster_len)
 }
 
@@ -128,7 +128,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
     const TIB: u64 = 1 << 40;
 
-    fn advice(size: u64, cluster_kib: u64) -> Advice {
+    fn advice(size: u64, cluster_kib: u64) -> CacheAdvice {
         let shape = Shape {
             cluster_bits: (cluster_kib << 10).trailing_zeros(),
             extended: false,
@@ -136,44 +136,44 @@ mod tests {
             version: 3,
             data_file: false,
         };
-        Advice::of(shape, size)
+        CacheAdvice::of(shape, size)
     }
 
     #[test]
     fn old_default_covers_published_sizes() {
-        let covered = [64, 256, 512, 1024, 2048].map(|cluster_kib| advice(TIB, cluster_kib).old.covers);
+        let covered = [64, 256, 512, 1024, 2048].map(|cluster_kib| advice(TIB, cluster_kib).before_3_1.covers);
         assert_eq!(covered, [8 * GIB, 64 * GIB, 256 * GIB, TIB, 4 * TIB]);
     }
 
     /// The default cache before 3.1 does not cover a disk of 100 GiB with clusters of 256 KiB; today's does.
     #[test]
     fn old_default_thrashes_100g_256k() {
-        assert!(advice(100 * GIB, 256).old.thrashes);
-        assert!(!advice(100 * GIB, 256).today.thrashes);
+        assert!(advice(100 * GIB, 256).before_3_1.thrashes);
+        assert!(!advice(100 * GIB, 256).since_3_1.thrashes);
     }
 
     /// The default cache before 3.1 covers a disk of 100 GiB with clusters of 512 KiB.
     #[test]
     fn old_default_covers_100g_512k() {
-        assert!(!advice(100 * GIB, 512).old.thrashes);
+        assert!(!advice(100 * GIB, 512).before_3_1.thrashes);
     }
 
     /// The default cache before 3.1 does not cover a disk of 1 TiB with clusters of 512 KiB.
     #[test]
     fn old_default_thrashes_1t_512k() {
-        assert!(advice(TIB, 512).old.thrashes);
+        assert!(advice(TIB, 512).before_3_1.thrashes);
     }
 
     /// The default cache before 3.1 covers a disk of 1 TiB with clusters of 1 MiB.
     #[test]
     fn old_default_covers_1t_1m() {
-        assert!(!advice(TIB, 1024).old.thrashes);
+        assert!(!advice(TIB, 1024).before_3_1.thrashes);
     }
 
     /// The default cache before 3.1 covers a disk of 1 TiB with clusters of 2 MiB.
     #[test]
     fn old_default_covers_1t_2m() {
-        assert!(!advice(TIB, 2048).old.thrashes);
+        assert!(!advice(TIB, 2048).before_3_1.thrashes);
     }
 
     /// A disk of 1 TiB with clusters of 64 KiB needs a cache of 128 MiB, which today's default is below.
@@ -182,11 +182,11 @@ mod tests {
         let advice = advice(TIB, 64);
         assert_eq!(advice.needed_bytes, 128 << 20);
         assert_eq!(advice.needed_sum_bytes, (128 << 20) + (256 << 10));
-        assert!(advice.today.thrashes);
-        assert_eq!(advice.today.covers, 256 * GIB);
+        assert!(advice.since_3_1.thrashes);
+        assert_eq!(advice.since_3_1.covers, 256 * GIB);
         assert_eq!((advice.clusters, advice.tables), (1 << 24, 2048));
         assert_eq!(advice.cluster_len, Some(256 << 10));
-        assert_eq!(advice.cluster_len_old, Some(1 << 20));
+        assert_eq!(advice.cluster_len_before_3_1, Some(1 << 20));
         assert!(advice.larder_contiguous < 1 << 20);
     }
 

@@ -10,10 +10,10 @@ use larder_block::{ByteOffset, ByteRange, IoError, IoResult, IoVec, Operation, R
 use smallvec::SmallVec;
 
 use crate::device::{Piece, Qcow2};
-use crate::entry::{Content, Entry};
+use crate::entry::{ClusterContent, L2Entry};
 use crate::journal::Record;
 use crate::shape::Shape;
-use crate::space::{Allocation, Freed};
+use crate::space::{Allocation, FreedClusters};
 
 /// The treatment of a cluster that cannot be written in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,22 +26,22 @@ enum Treatment {
 
 /// The layout of a buffer of two clusters for the data around a write: each byte is at its offset in the cluster, the
 /// first cluster's data first, so that direct I/O finds it aligned.
-struct Surroundings {
+struct CopyLayout {
     shape: Shape,
-    whole: ByteRange,
+    padded_range: ByteRange,
 }
 
-/// The number of clusters of a buffer for [`Surroundings`].
-const CLUSTERS_SURROUNDING: u64 = 2;
-/// The memory for the buffers of [`Surroundings`], in bytes; at least [`COPIES_MIN`] buffers are permitted.
-const COPIES_BYTES: u64 = 2 << 20;
-const COPIES_MIN: u64 = 2;
+/// The number of clusters of a buffer for [`CopyLayout`].
+const COPY_BUFFER_CLUSTERS: u64 = 2;
+/// The memory for the buffers of [`CopyLayout`], in bytes; at least [`COPY_BUFFERS_MIN`] buffers are permitted.
+const COPY_BUFFERS_BYTES: u64 = 2 << 20;
+const COPY_BUFFERS_MIN: u64 = 2;
 /// The number of bytes up to which reading a gap costs less than another request.
-const GAP_READ: u64 = 64 << 10;
+const GAP_BYTES_MAX: u64 = 64 << 10;
 
-impl Surroundings {
-    fn new(shape: Shape, whole: ByteRange) -> Self {
-        Self { shape, whole }
+impl CopyLayout {
+    fn new(shape: Shape, padded_range: ByteRange) -> Self {
+        Self { shape, padded_range }
     }
 
     fn cluster(&self, at: ByteOffset) -> u64 {
@@ -49,8 +49,8 @@ impl Surroundings {
     }
 
     /// Returns the location in the buffer of a range of one cluster, the first or the last.
-    fn of(&self, range: ByteRange) -> std::ops::Range<usize> {
-        let first = self.cluster(range.start) == self.cluster(self.whole.start);
+    fn position(&self, range: ByteRange) -> std::ops::Range<usize> {
+        let first = self.cluster(range.start) == self.cluster(self.padded_range.start);
         let cluster_len = self.shape.cluster_len();
         let within = range.start.get() % cluster_len;
         let at = if first { within } else { cluster_len + within } as usize;
@@ -59,14 +59,14 @@ impl Surroundings {
 
     /// Returns true if both sides should be read together.
     fn are_near(&self, head: ByteRange, tail: ByteRange) -> bool {
-        self.cluster(head.start) == self.cluster(tail.start) && (tail.start - head.end()).get() <= GAP_READ
+        self.cluster(head.start) == self.cluster(tail.start) && (tail.start - head.end()).get() <= GAP_BYTES_MAX
     }
 }
 
 /// Returns the buffers for the surroundings of writes.
-pub(crate) fn copies(shape: Shape) -> BufferPool {
-    let len = CLUSTERS_SURROUNDING * shape.cluster_len();
-    BufferPool::new((COPIES_BYTES / len).max(COPIES_MIN) as usize, len as usize)
+pub(crate) fn copy_buffers(shape: Shape) -> BufferPool {
+    let len = COPY_BUFFER_CLUSTERS * shape.cluster_len();
+    BufferPool::new((COPY_BUFFERS_BYTES / len).max(COPY_BUFFERS_MIN) as usize, len as usize)
 }
 
 impl Qcow2 {
@@ -74,10 +74,10 @@ impl Qcow2 {
         let failed = |error: IoError| self.error(Operation::Write, range, error.failure());
         self.before_change().await.map_err(failed)?;
         let write = async || {
-            let _counted = self.in_flight.counted();
+            let _in_flight = self.in_flight.count_until_drop();
             self.write_pieces(range, buffer).await
         };
-        self.with_room(write).await.map_err(failed)?;
+        self.retry_on_no_space(write).await.map_err(failed)?;
         self.after_change(flags.fua).await.map_err(failed)
     }
 
@@ -86,7 +86,7 @@ impl Qcow2 {
         let mut rest = range;
         while !rest.is_empty() {
             let part = buffer.skip((rest.start - range.start).as_usize());
-            let done = self.write_some(rest, part).await?;
+            let done = self.write_part(rest, part).await?;
             rest = ByteRange::between(rest.start + done.len, range.end());
         }
         Ok(())
@@ -94,13 +94,13 @@ impl Qcow2 {
 
     /// Writes the beginning of `range`. Returns the written part, which may be empty if another request has mapped it
     /// meanwhile.
-    async fn write_some(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult<ByteRange> {
+    async fn write_part(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult<ByteRange> {
         let piece = self.find(range).await?;
-        if piece.content == Content::Data && piece.copied {
+        if piece.content == ClusterContent::Data && piece.copied {
             let written = ByteRange::new(range.start.get(), piece.len);
             self.check_inside(piece, written)?;
             if self.data_file.is_some() {
-                self.cover_data_file(piece.host + piece.len).await?;
+                self.extend_data_file(piece.host + piece.len).await?;
             }
             let part = buffer.slice(0, piece.len as usize);
             self.data()
@@ -113,8 +113,8 @@ impl Qcow2 {
         let leaf_span = shape.cluster_len() << shape.leaf_bits();
         let leaf_end = ByteOffset::new(range.start.align_down(leaf_span).get() + leaf_span);
         let part = range.intersection(ByteRange::between(range.start, leaf_end));
-        let _held = self
-            .mapping
+        let _lock = self
+            .mapping_locks
             .lock(part.widened(shape.cluster_len()), RangeLockMode::Exclusive)
             .await;
         self.write_new(part, buffer).await
@@ -130,43 +130,43 @@ impl Qcow2 {
     }
 
     /// Returns the treatment of a cluster; `None` if it can be written in place, or its entry is invalid.
-    fn treatment(&self, entry: Entry) -> Option<Treatment> {
+    fn treatment(&self, entry: L2Entry) -> Option<Treatment> {
         let shape = self.shape;
-        let contents = || (0..shape.parts()).map(|part| entry.content(shape, part));
-        if contents().any(|content| content == Content::Corrupt) {
+        let contents = || (0..shape.subclusters_per_cluster()).map(|part| entry.content(shape, part));
+        if contents().any(|content| content == ClusterContent::Corrupt) {
             return None;
         }
         if let Some(host) = entry.host(shape).filter(|_| entry.is_copied()) {
             return contents()
-                .any(|content| content != Content::Data)
+                .any(|content| content != ClusterContent::Data)
                 .then_some(Treatment::Fill { host });
         }
         Some(Treatment::Move {
-            copies: contents().any(|content| matches!(content, Content::Data | Content::Compressed)),
+            copies: contents().any(|content| matches!(content, ClusterContent::Data | ClusterContent::Compressed)),
         })
     }
 
     /// Writes the beginning of `range`, whose mapping is locked, to new or unused space.
     async fn write_new(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult<ByteRange> {
         let shape = self.shape;
-        let nothing = ByteRange::new(range.start.get(), 0);
+        let empty = ByteRange::new(range.start.get(), 0);
         let piece = self.find(range).await?;
-        if piece.content == Content::Data && piece.copied {
-            return Ok(nothing);
+        if piece.content == ClusterContent::Data && piece.copied {
+            return Ok(empty);
         }
         let first = range.start.get() >> shape.cluster_bits;
         let clusters = ((range.end().get() - 1) >> shape.cluster_bits) + 1 - first;
         let Some(treatment) = self.treatment(piece.entry) else {
             return Err(self.corrupt_entry(Operation::Write, range, piece.entry));
         };
-        let alike = match treatment {
+        let count_max = match treatment {
             Treatment::Fill { .. } => 1,
-            Treatment::Move { .. } => self.count_alike(first, clusters, treatment),
+            Treatment::Move { .. } => self.count_same_treatment(first, clusters, treatment),
         };
-        let _room = self.journal_room(alike).await?;
-        self.own_table(first >> shape.table_bits()).await?;
-        let (target, allocation) = self.target(first, alike, treatment).await?;
-        let count = allocation.as_ref().map_or(alike, |allocation| allocation.count);
+        let _reservation = self.reserve_journal(count_max).await?;
+        self.make_table_writable(first >> shape.table_bits()).await?;
+        let (target, allocation) = self.choose_target(first, count_max, treatment).await?;
+        let count = allocation.as_ref().map_or(count_max, |allocation| allocation.count);
         let reads_zero = allocation.as_ref().is_some_and(|allocation| allocation.reads_zero);
 
         let span = ByteRange::new(first << shape.cluster_bits, count << shape.cluster_bits);
@@ -179,21 +179,21 @@ impl Qcow2 {
         // Copying takes whole clusters; otherwise only partially written parts are completed.
         let unit = match treatment {
             Treatment::Move { copies: true } => shape.cluster_len(),
-            _ => shape.part_len(),
+            _ => shape.subcluster_len(),
         };
-        let whole = part.widened(unit);
-        self.write_whole(
-            whole,
+        let padded_range = part.widened(unit);
+        self.write_padded(
+            padded_range,
             part,
             buffer,
-            target + (whole.start - span.start).get(),
+            target + (padded_range.start - span.start).get(),
             reads_zero,
         )
         .await?;
 
         // Only this request changes these entries, but their leaf may have been evicted.
         self.find(ByteRange::new(range.start.get(), 1)).await?;
-        self.map_clusters(first, count, target, whole, treatment);
+        self.map_clusters(first, count, target, padded_range, treatment);
         if let Some(allocation) = allocation {
             allocation.keep();
         }
@@ -201,20 +201,25 @@ impl Qcow2 {
     }
 
     /// Returns how many of `count` clusters from `first` on (in one loaded leaf) have the same treatment.
-    fn count_alike(&self, first: u64, count: u64, treatment: Treatment) -> u64 {
-        let mut alike = 0;
-        while alike < count {
-            let found = self.map.borrow_mut().run_at(first + alike, (count - alike) as usize);
+    fn count_same_treatment(&self, first: u64, count: u64, treatment: Treatment) -> u64 {
+        let mut same = 0;
+        while same < count {
+            let found = self.map.borrow_mut().run_at(first + same, (count - same) as usize);
             match found {
-                Some((entry, run)) if self.treatment(entry) == Some(treatment) => alike += run as u64,
+                Some((entry, run)) if self.treatment(entry) == Some(treatment) => same += run as u64,
                 _ => break,
             }
         }
-        alike.max(1)
+        same.max(1)
     }
 
     /// Returns the host offset for clusters from `first` on, and the allocation for it.
-    async fn target(&self, first: u64, most: u64, treatment: Treatment) -> IoResult<(u64, Option<Allocation<'_>>)> {
+    async fn choose_target(
+        &self,
+        first: u64,
+        count_max: u64,
+        treatment: Treatment,
+    ) -> IoResult<(u64, Option<Allocation<'_>>)> {
         if let Treatment::Fill { host } = treatment {
             return Ok((host, None));
         }
@@ -223,60 +228,62 @@ impl Qcow2 {
             let target = first << self.shape.cluster_bits;
             return Ok((target, None));
         }
-        let allocation = self.allocate(most).await?;
+        let allocation = self.allocate(count_max).await?;
         Ok((allocation.first << self.shape.cluster_bits, Some(allocation)))
     }
 
-    /// Writes `part` from `buffer` to `target`, together with the guest's present data around it, up to `whole`.
-    async fn write_whole(
+    /// Writes `part` from `buffer` to `target`, together with the guest's present data around it, up to `padded_range`.
+    async fn write_padded(
         &self,
-        whole: ByteRange,
+        padded_range: ByteRange,
         part: ByteRange,
         buffer: WriteBuf<'_>,
         target: u64,
         reads_zero: bool,
     ) -> IoResult {
-        let head = ByteRange::between(whole.start, part.start);
-        let tail = ByteRange::between(part.end(), whole.end());
-        let head = self.copied(head, reads_zero).await?;
-        let tail = self.copied(tail, reads_zero).await?;
+        let head = ByteRange::between(padded_range.start, part.start);
+        let tail = ByteRange::between(part.end(), padded_range.end());
+        let head = self.range_to_copy(head, reads_zero).await?;
+        let tail = self.range_to_copy(tail, reads_zero).await?;
         let middle = buffer.slice(0, part.len.as_usize());
         if head.is_empty() && tail.is_empty() {
-            return self.write_data(target + (part.start - whole.start).get(), middle).await;
+            return self
+                .write_data(target + (part.start - padded_range.start).get(), middle)
+                .await;
         }
-        let mut bytes = self.copies.acquire().await;
-        let places = Surroundings::new(self.shape, whole);
-        if !head.is_empty() && !tail.is_empty() && places.are_near(head, tail) {
+        let mut bytes = self.copy_buffers.acquire().await;
+        let layout = CopyLayout::new(self.shape, padded_range);
+        if !head.is_empty() && !tail.is_empty() && layout.are_near(head, tail) {
             let all = ByteRange::between(head.start, tail.end());
-            self.read_copied(all, &mut bytes[places.of(all)]).await?;
+            self.read_for_copy(all, &mut bytes[layout.position(all)]).await?;
         } else {
             for side in [head, tail] {
-                self.read_copied(side, &mut bytes[places.of(side)]).await?;
+                self.read_for_copy(side, &mut bytes[layout.position(side)]).await?;
             }
         }
         let mut pieces = SmallVec::<[IoVec; 8]>::new();
         let piece_of = |bytes: &[u8]| IoVec::new(bytes.as_ptr().cast_mut(), bytes.len());
-        pieces.push(piece_of(&bytes[places.of(head)]));
+        pieces.push(piece_of(&bytes[layout.position(head)]));
         pieces.extend(middle.pieces());
-        pieces.push(piece_of(&bytes[places.of(tail)]));
+        pieces.push(piece_of(&bytes[layout.position(tail)]));
         pieces.retain(|piece| !piece.is_empty());
         // SAFETY: `bytes` lives until the write has ended and nothing writes to it; the middle is valid as long as
         // `buffer` is, which outlives this call.
         let all = unsafe { WriteBuf::from_pieces(&pieces) };
         let start = if head.is_empty() { part.start } else { head.start };
-        self.write_data(target + (start - whole.start).get(), all).await
+        self.write_data(target + (start - padded_range.start).get(), all).await
     }
 
     async fn write_data(&self, at: u64, bytes: WriteBuf<'_>) -> IoResult {
         if self.data_file.is_some() {
-            self.cover_data_file(at + bytes.len() as u64).await?;
+            self.extend_data_file(at + bytes.len() as u64).await?;
         }
         self.data().write(ByteOffset::new(at), bytes, WriteFlags::NONE).await
     }
 
     /// Returns the part of `range` that must be copied. `range` may exceed the disk's end. The part is all of it, or
     /// nothing if it has only zeros and the target reads as zeros already.
-    async fn copied(&self, range: ByteRange, target_reads_zero: bool) -> IoResult<ByteRange> {
+    async fn range_to_copy(&self, range: ByteRange, target_reads_zero: bool) -> IoResult<ByteRange> {
         let on_disk = range.intersection(ByteOffset::ZERO.range(self.geometry.get().size));
         if target_reads_zero && self.reads_as_zeros(on_disk).await? {
             return Ok(ByteRange::new(range.start.get(), 0));
@@ -285,11 +292,11 @@ impl Qcow2 {
     }
 
     /// Reads the guest's data in `range`, with zeros beyond the disk's end.
-    async fn read_copied(&self, range: ByteRange, bytes: &mut [u8]) -> IoResult {
+    async fn read_for_copy(&self, range: ByteRange, bytes: &mut [u8]) -> IoResult {
         let on_disk = range.intersection(ByteOffset::ZERO.range(self.geometry.get().size));
-        let (there, beyond) = bytes.split_at_mut(on_disk.len.as_usize());
+        let (present, beyond) = bytes.split_at_mut(on_disk.len.as_usize());
         beyond.fill(0);
-        self.read_steps(on_disk, ReadBuf::new(there)).await
+        self.read_steps(on_disk, ReadBuf::new(present)).await
     }
 
     /// Returns true if `range` reads as zeros according to the map.
@@ -299,8 +306,8 @@ impl Qcow2 {
             let piece = self.find(rest).await?;
             let at = ByteRange::new(rest.start.get(), piece.len);
             let zeros = match piece.content {
-                Content::Zero => true,
-                Content::Unallocated => self.backed(at).is_empty(),
+                ClusterContent::Zero => true,
+                ClusterContent::Unallocated => self.backed_part(at).is_empty(),
                 _ => false,
             };
             if !zeros {
@@ -312,15 +319,15 @@ impl Qcow2 {
     }
 
     /// Extends the data file to `end`, because it may be shorter than the disk.
-    async fn cover_data_file(&self, end: u64) -> IoResult {
+    async fn extend_data_file(&self, end: u64) -> IoResult {
         if end <= self.data().geometry().size.get() {
             return Ok(());
         }
         self.data().grow(larder_block::ByteLen::new(end)).await
     }
 
-    /// Changes the mapping: the clusters are at `target` now, and have data in `whole`.
-    fn map_clusters(&self, first: u64, count: u64, target: u64, whole: ByteRange, treatment: Treatment) {
+    /// Changes the mapping: the clusters are at `target` now, and have data in `padded_range`.
+    fn map_clusters(&self, first: u64, count: u64, target: u64, padded_range: ByteRange, treatment: Treatment) {
         let shape = self.shape;
         let copies = treatment == Treatment::Move { copies: true };
         let mut step = 0;
@@ -336,26 +343,26 @@ impl Qcow2 {
             if shape.extended && !copies {
                 for cluster in cluster..cluster + run as u64 {
                     let host = target + ((cluster - first) << shape.cluster_bits);
-                    let entry = self.with_parts(old, cluster, host, whole);
+                    let entry = self.with_subclusters(old, cluster, host, padded_range);
                     self.set_entries(cluster, 1, entry);
                 }
             }
             step += run as u64;
         }
         if !shape.extended || copies {
-            self.set_entries(first, count, Entry::data(shape, target));
+            self.set_entries(first, count, L2Entry::data(shape, target));
         }
     }
 
-    /// Returns the extended entry of a cluster whose parts in `whole` are data now.
-    fn with_parts(&self, old: Entry, cluster: u64, host: u64, whole: ByteRange) -> Entry {
+    /// Returns the extended entry of a cluster whose parts in `padded_range` are data now.
+    fn with_subclusters(&self, old: L2Entry, cluster: u64, host: u64, padded_range: ByteRange) -> L2Entry {
         let shape = self.shape;
         let span = ByteRange::new(cluster << shape.cluster_bits, shape.cluster_len());
-        let inside = whole.intersection(span);
-        let first = (inside.start - span.start).get() / shape.part_len();
-        let parts = inside.len.get() / shape.part_len();
-        let mask = ((1u64 << parts) - 1) << first;
-        Entry {
+        let inside = padded_range.intersection(span);
+        let first = (inside.start - span.start).get() / shape.subcluster_len();
+        let subclusters = inside.len.get() / shape.subcluster_len();
+        let mask = ((1u64 << subclusters) - 1) << first;
+        L2Entry {
             word: host | crate::entry::COPIED,
             bitmap: old.bitmap & !(mask << 32) | mask,
         }
@@ -363,7 +370,7 @@ impl Qcow2 {
 
     /// Changes entries of one loaded leaf in memory, and records the change in the journal, in which space is
     /// reserved.
-    pub(crate) fn set_entries(&self, first: u64, count: u64, entry: Entry) {
+    pub(crate) fn set_entries(&self, first: u64, count: u64, entry: L2Entry) {
         let mut map = self.map.borrow_mut();
         let mut step = 0;
         while let (Some(journal), true) = (&self.journal, step < count) {
@@ -383,18 +390,18 @@ impl Qcow2 {
     }
 
     /// Frees the host clusters of a run, which does not use them any more.
-    pub(crate) fn free_host(&self, first: Entry, run: u64) {
+    pub(crate) fn free_host(&self, first: L2Entry, run: u64) {
         let bits = self.shape.cluster_bits;
         let freed = if first.is_compressed() {
-            let at = first.compressed_at(self.shape);
+            let at = first.compressed_location(self.shape);
             let last = (at.offset + at.len - 1) >> bits;
-            Freed {
+            FreedClusters {
                 first: at.offset >> bits,
                 count: last + 1 - (at.offset >> bits),
             }
         } else {
             match first.host(self.shape) {
-                Some(host) if self.data_file.is_none() => Freed {
+                Some(host) if self.data_file.is_none() => FreedClusters {
                     first: host >> bits,
                     count: run,
                 },

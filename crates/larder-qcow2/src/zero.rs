@@ -9,28 +9,28 @@ use larder_block::range_lock::RangeLockMode;
 use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, WriteBuf, ZeroFlags};
 
 use crate::device::{Piece, Qcow2};
-use crate::entry::{ALL_ALLOCATED, Content, Entry};
+use crate::entry::{ALL_ALLOCATED, ClusterContent, L2Entry};
 
 /// The maximum number of leaves of the map that are processed before other tasks run.
 const LEAVES_PER_SLICE: u64 = 8;
 
 /// The number of empty L1 entries or single clusters that cost as much as a leaf.
-const SHORT_STEPS_PER_LEAF: u64 = 128;
+const STEPS_PER_LEAF: u64 = 128;
 
 /// Divides the work on a long range into slices: a step is a cluster or an L1 entry, and a leaf is
-/// [`SHORT_STEPS_PER_LEAF`].
+/// [`STEPS_PER_LEAF`].
 fn work_slice() -> WorkSlice {
-    WorkSlice::new(LEAVES_PER_SLICE * SHORT_STEPS_PER_LEAF)
+    WorkSlice::new(LEAVES_PER_SLICE * STEPS_PER_LEAF)
 }
 
 /// The requested change of a range of whole clusters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Want {
+enum ZeroMode {
     Discard,
     /// Zeros; the space may be deallocated.
     Unmap,
     /// Zeros; allocated space stays allocated.
-    Keep,
+    KeepAllocated,
 }
 
 impl Qcow2 {
@@ -53,16 +53,16 @@ impl Qcow2 {
         }
         self.before_change().await.map_err(failed)?;
         if self.data_file.is_some() {
-            let _counted = self.in_flight.counted();
+            let _in_flight = self.in_flight.count_until_drop();
             return self.discard_data(range).await.map_err(failed);
         }
         // A discard may need a new L2 table.
         let discard = async || {
-            let _counted = self.in_flight.counted();
+            let _in_flight = self.in_flight.count_until_drop();
             let whole = self.whole_clusters(range);
-            self.unmap(whole, Want::Discard).await.map(drop)
+            self.unmap(whole, ZeroMode::Discard).await.map(drop)
         };
-        self.with_room(discard).await.map_err(failed)?;
+        self.retry_on_no_space(discard).await.map_err(failed)?;
         self.after_change(false).await.map_err(failed)
     }
 
@@ -75,7 +75,7 @@ impl Qcow2 {
             let piece = self.find(rest).await?;
             let size = self.data().geometry().size.get();
             let len = piece.len.min(size.saturating_sub(piece.host));
-            if piece.content == Content::Data && len > 0 {
+            if piece.content == ClusterContent::Data && len > 0 {
                 self.data().discard(ByteRange::new(piece.host, len)).await?;
             }
             rest = ByteRange::between(rest.start + larder_block::ByteLen::new(piece.len), rest.end());
@@ -90,11 +90,15 @@ impl Qcow2 {
         }
         self.before_change().await.map_err(failed)?;
         let zero = async || {
-            let _counted = self.in_flight.counted();
+            let _in_flight = self.in_flight.count_until_drop();
             // The disk does not grow over these clusters while this request is counted.
             let whole = self.whole_clusters(range);
-            let want = if flags.unmap { Want::Unmap } else { Want::Keep };
-            let left = self.unmap(whole, want).await?;
+            let mode = if flags.unmap {
+                ZeroMode::Unmap
+            } else {
+                ZeroMode::KeepAllocated
+            };
+            let to_write = self.unmap(whole, mode).await?;
             let (head, tail) = match whole.is_empty() {
                 true => (range, ByteRange::default()),
                 false => (
@@ -102,12 +106,12 @@ impl Qcow2 {
                     ByteRange::between(whole.end(), range.end()),
                 ),
             };
-            for edge in [head, tail].into_iter().chain(left) {
+            for edge in [head, tail].into_iter().chain(to_write) {
                 self.write_zero_data(edge).await?;
             }
             Ok(())
         };
-        self.with_room(zero).await.map_err(failed)?;
+        self.retry_on_no_space(zero).await.map_err(failed)?;
         self.after_change(flags.fua).await.map_err(failed)
     }
 
@@ -133,78 +137,81 @@ impl Qcow2 {
 
     /// Unmaps whole clusters, or marks them as zeros. Returns the parts that must be written, because the mapping
     /// cannot express them.
-    async fn unmap(&self, range: ByteRange, want: Want) -> IoResult<Vec<ByteRange>> {
+    async fn unmap(&self, range: ByteRange, mode: ZeroMode) -> IoResult<Vec<ByteRange>> {
         let shape = self.shape;
-        let mut left = Vec::new();
+        let mut to_write = Vec::new();
         let mut slice = work_slice();
         let mut rest = range;
         while !rest.is_empty() {
-            if let Some(unmapped) = self.without_table(rest).filter(|part| self.backed(*part).is_empty()) {
+            if let Some(unmapped) = self
+                .range_without_table(rest)
+                .filter(|part| self.backed_part(*part).is_empty())
+            {
                 rest = ByteRange::between(unmapped.end(), rest.end());
                 slice.complete_steps(1).await;
                 continue;
             }
-            slice.complete_steps(SHORT_STEPS_PER_LEAF).await;
+            slice.complete_steps(STEPS_PER_LEAF).await;
             let leaf_span = shape.cluster_len() << shape.leaf_bits();
             let leaf_end = ByteOffset::new(rest.start.align_down(leaf_span).get() + leaf_span);
             let part = rest.intersection(ByteRange::between(rest.start, leaf_end));
-            let held = part.widened(shape.cluster_len());
-            let _held = self.mapping.lock(held, RangeLockMode::Exclusive).await;
-            self.unmap_in_leaf(part, want, &mut left).await?;
+            let locked_range = part.widened(shape.cluster_len());
+            let _lock = self.mapping_locks.lock(locked_range, RangeLockMode::Exclusive).await;
+            self.unmap_in_leaf(part, mode, &mut to_write).await?;
             rest = ByteRange::between(part.end(), rest.end());
         }
-        Ok(left)
+        Ok(to_write)
     }
 
-    async fn unmap_in_leaf(&self, range: ByteRange, want: Want, left: &mut Vec<ByteRange>) -> IoResult {
+    async fn unmap_in_leaf(&self, range: ByteRange, mode: ZeroMode, to_write: &mut Vec<ByteRange>) -> IoResult {
         let shape = self.shape;
-        if !self.changes_anything(range, want).await? {
+        if !self.needs_change(range, mode).await? {
             return Ok(());
         }
-        let _room = self.journal_room(clusters_of(shape, range)).await?;
-        self.own_table(range.start.get() / shape.table_span()).await?;
+        let _reservation = self.reserve_journal(clusters_of(shape, range)).await?;
+        self.make_table_writable(range.start.get() / shape.table_span()).await?;
         let mut in_place = Vec::new();
         let mut rest = range;
         // There is no await from here on, so the leaf is not evicted.
         self.find(rest).await?;
         while !rest.is_empty() {
-            let (piece, at) = self.run(rest);
-            match self.unmapped(piece, at, want) {
-                Change::Nothing => {}
-                Change::To(entry) => {
+            let (piece, at) = self.first_run(rest);
+            match self.change_for(piece, at, mode) {
+                RunChange::Nothing => {}
+                RunChange::To(entry) => {
                     let (first, count) = (at.start.get() >> shape.cluster_bits, clusters_of(shape, at));
                     if entry.host(shape).is_none() {
                         self.free_host(piece.entry, count);
                     }
                     self.set_entries(first, count, entry);
                 }
-                Change::InPlace => in_place.push(ByteRange::new(piece.host, at.len.get())),
-                Change::Write => left.push(at),
+                RunChange::InPlace => in_place.push(ByteRange::new(piece.host, at.len.get())),
+                RunChange::Write => to_write.push(at),
             }
             rest = ByteRange::between(at.end(), rest.end());
         }
         for host in in_place {
-            self.zero_in_place(host, want).await?;
+            self.zero_in_place(host, mode).await?;
         }
         Ok(())
     }
 
-    async fn zero_in_place(&self, host: ByteRange, want: Want) -> IoResult {
+    async fn zero_in_place(&self, host: ByteRange, mode: ZeroMode) -> IoResult {
         let data = self.data();
-        let there = host.intersection(ByteOffset::ZERO.range(data.geometry().size));
+        let in_file = host.intersection(ByteOffset::ZERO.range(data.geometry().size));
         let flags = ZeroFlags {
-            unmap: want == Want::Unmap,
+            unmap: mode == ZeroMode::Unmap,
             ..ZeroFlags::default()
         };
-        data.write_zeroes(there, flags).await
+        data.write_zeroes(in_file, flags).await
     }
 
-    async fn changes_anything(&self, range: ByteRange, want: Want) -> IoResult<bool> {
+    async fn needs_change(&self, range: ByteRange, mode: ZeroMode) -> IoResult<bool> {
         self.find(range).await?;
         let mut rest = range;
         while !rest.is_empty() {
-            let (piece, at) = self.run(rest);
-            if self.unmapped(piece, at, want) != Change::Nothing {
+            let (piece, at) = self.first_run(rest);
+            if self.change_for(piece, at, mode) != RunChange::Nothing {
                 return Ok(true);
             }
             rest = ByteRange::between(at.end(), rest.end());
@@ -213,7 +220,7 @@ impl Qcow2 {
     }
 
     /// Returns the run of clusters at the beginning of `range`, which begins at a cluster, in a loaded leaf.
-    fn run(&self, range: ByteRange) -> (Piece, ByteRange) {
+    fn first_run(&self, range: ByteRange) -> (Piece, ByteRange) {
         let shape = self.shape;
         let cluster = range.start.get() >> shape.cluster_bits;
         let found = self
@@ -235,17 +242,18 @@ impl Qcow2 {
     }
 
     /// Returns the change of a run of clusters.
-    fn unmapped(&self, piece: Piece, at: ByteRange, want: Want) -> Change {
+    fn change_for(&self, piece: Piece, at: ByteRange, mode: ZeroMode) -> RunChange {
         let (shape, entry) = (self.shape, piece.entry);
-        let corrupt = (0..shape.parts()).any(|part| entry.content(shape, part) == Content::Corrupt);
+        let corrupt =
+            (0..shape.subclusters_per_cluster()).any(|part| entry.content(shape, part) == ClusterContent::Corrupt);
         if corrupt {
             // A corrupt entry is kept, and reported when it is read.
-            return match want {
-                Want::Discard => Change::Nothing,
-                Want::Unmap | Want::Keep => Change::Write,
+            return match mode {
+                ZeroMode::Discard => RunChange::Nothing,
+                ZeroMode::Unmap | ZeroMode::KeepAllocated => RunChange::Write,
             };
         }
-        let backed = !self.backed(at).is_empty();
+        let backed = !self.backed_part(at).is_empty();
         let has_host = entry.host(shape).is_some();
         let all_zero = match shape.extended && !entry.is_compressed() {
             true => {
@@ -253,27 +261,27 @@ impl Qcow2 {
                 let allocated = (entry.bitmap & ALL_ALLOCATED) as u32;
                 allocated == 0 && (zero == u32::MAX || !backed)
             }
-            false => piece.content == Content::Zero || (piece.content == Content::Unallocated && !backed),
+            false => piece.content == ClusterContent::Zero || (piece.content == ClusterContent::Unallocated && !backed),
         };
         // After zeroing in place, an unallocated subcluster would still read from the backing file.
-        let zeroed = match piece.content == Content::Data && (!shape.extended || entry.bitmap == ALL_ALLOCATED) {
-            true => Change::InPlace,
-            false => Change::Write,
+        let zeroed = match piece.content == ClusterContent::Data && (!shape.extended || entry.bitmap == ALL_ALLOCATED) {
+            true => RunChange::InPlace,
+            false => RunChange::Write,
         };
         if shape.data_file {
-            return if all_zero { Change::Nothing } else { zeroed };
+            return if all_zero { RunChange::Nothing } else { zeroed };
         }
-        if all_zero && (!has_host || want == Want::Keep) {
-            return Change::Nothing;
+        if all_zero && (!has_host || mode == ZeroMode::KeepAllocated) {
+            return RunChange::Nothing;
         }
-        let gone = match (backed, shape.version) {
-            (false, _) => Entry::UNALLOCATED,
-            (true, 3..) => Entry::zero(shape),
-            (true, _) if want == Want::Discard => return Change::Nothing,
-            (true, _) => return Change::Write,
+        let unmapped_entry = match (backed, shape.version) {
+            (false, _) => L2Entry::UNALLOCATED,
+            (true, 3..) => L2Entry::zero(shape),
+            (true, _) if mode == ZeroMode::Discard => return RunChange::Nothing,
+            (true, _) => return RunChange::Write,
         };
-        if want != Want::Keep || !has_host || !piece.copied {
-            return Change::To(gone);
+        if mode != ZeroMode::KeepAllocated || !has_host || !piece.copied {
+            return RunChange::To(unmapped_entry);
         }
         // A zero flag on a host cluster would hide in-flight writes to it, until the next write removes the flag.
         zeroed
@@ -282,10 +290,10 @@ impl Qcow2 {
 
 /// The change of a run of clusters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Change {
+enum RunChange {
     Nothing,
     /// The entries become a run that begins with this one.
-    To(Entry),
+    To(L2Entry),
     /// The host clusters are zeroed.
     InPlace,
     /// Zeros are written.

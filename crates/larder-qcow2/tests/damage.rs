@@ -5,7 +5,7 @@ use std::rc::Rc;
 use larder_block::backend::simulated::{LatencyDistribution, SimulatedDevice, SimulatedMedium, SimulatedOptions};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, Failure, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags};
 use larder_qcow2::shape::Shape;
-use larder_qcow2::{OpenError, OpenOptions, Others, Qcow2};
+use larder_qcow2::{OpenError, OpenOptions, Qcow2, RelatedFiles};
 
 const COPIED: u64 = 1 << 63;
 
@@ -40,7 +40,7 @@ impl Kit {
         let opening = Qcow2::open(
             &self.on,
             Rc::clone(&self.file),
-            Others::default(),
+            RelatedFiles::default(),
             OpenOptions::default(),
         );
         self.on.block_on(opening)

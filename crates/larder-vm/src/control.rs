@@ -2,34 +2,35 @@
 //! `docs/control.md` documents it for users.
 //!
 //! [`ControlServer`] answers on a thread of its own, which sleeps between requests. It has no state of its own: it
-//! asks each disk's thread, which answers between two requests of its guest ([`crate::disk::DiskInquiry`]). So the
+//! asks each disk's thread, which answers between two requests of its guest ([`crate::disk::DiskHandle`]). So the
 //! data path shares no state with it, and takes no locks. A client can use only one of a few connections, for a
 //! bounded time. [`writers`] decides which clients may change something; all others may only read.
 //!
 //! [`fetch_disks`], [`change_disk`] and [`reload`] are the client side. Both sides share the types of answers, in
-//! [`state`], and of requests, in [`wishes`]; [`openapi`] describes them in machine-readable form.
+//! [`state`], and of requests, in [`requests`]; [`openapi`] describes them in machine-readable form.
 
-mod answers;
 mod client;
 pub mod events;
+mod handlers;
+pub mod http_response;
 pub mod memory;
 pub mod memory_rates;
 pub mod migration;
 mod openapi;
 pub mod rates;
-pub mod response;
+pub mod requests;
 mod server;
 pub mod state;
 mod subject;
-pub mod wishes;
 mod writers;
 
 pub use client::{
-    Change, FetchError, cancel_detach, cancel_migration, change_disk, detach_memory, fetch_disks, fetch_hot,
-    fetch_memory, fetch_migration, fetch_server, is_hung_up, limit_memory, limit_migration, move_vm, reload, warm_disk,
+    ControlClientError, DiskChangeRequest, cancel_detach, cancel_migration, change_disk, closed_by_peer, detach_memory,
+    fetch_disks, fetch_hot_ranges, fetch_memory, fetch_migration, fetch_server, limit_memory, limit_migration, reload,
+    request_move_step, warm_disk,
 };
 pub use server::{ControlError, ControlServer, ControlSocket};
-pub use subject::{MoveOn, MoveReply, Reload, ReloadReply, Subject};
+pub use subject::{MoveCallback, MoveReply, ReloadCallback, ReloadReply, Subject};
 
 /// Path of the process's own state; all other paths are below it.
 const SERVER_PATH: &str = "/v1";
@@ -62,7 +63,7 @@ const CANCEL_DETACH_PATH: &str = "/v1/memory/detach/cancel";
 const MIGRATION_PATH: &str = "/v1/migration";
 
 /// Path that cancels a migration.
-const CANCEL_PATH: &str = "/v1/migration/cancel";
+const CANCEL_MIGRATION_PATH: &str = "/v1/migration/cancel";
 
 /// Returns the path of the state and the settings of a disk, which is given by name, or by number counted from 0.
 fn disk_path(disk: &str) -> String {
@@ -70,16 +71,16 @@ fn disk_path(disk: &str) -> String {
 }
 
 /// Returns the path that flushes a disk's cache.
-fn flush_path(disk: &str) -> String {
+fn flush_cache_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/flush")
 }
 
 /// Returns the path that replaces a disk's cache.
-fn replace_path(disk: &str) -> String {
+fn replace_cache_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/replace")
 }
 
 /// Returns the path of a disk's hot ranges, to read them or to warm the cache with those of another host.
-fn hot_path(disk: &str) -> String {
+fn hot_ranges_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/hot")
 }

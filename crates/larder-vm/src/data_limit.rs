@@ -7,7 +7,7 @@
 //! they have been touched or not.
 //!
 //! Invariants:
-//! - Each layer whose memory depends on a size that is not known before confinement takes a [`Share`] before it
+//! - Each layer whose memory depends on a size that is not known before confinement takes a [`MemoryShare`] before it
 //!   allocates, which raises the limit. All other memory is in the sum with which the limit is set ([`enforce`]).
 //! - The limit never falls: memory that a layer has freed may still be in the heap.
 //! - Only the soft limit is set, so that a later share can raise it. It is never raised past the soft limit that the
@@ -33,9 +33,9 @@ struct Limit {
     /// Allowed bytes in addition to shares.
     base: u64,
     /// Value to which the limit was last raised, if the process was not started with a lower one.
-    wanted: u64,
+    raised_to: u64,
     /// The limits that the process was started with.
-    before: Rlimit,
+    initial: Rlimit,
 }
 
 static STATE: Mutex<State> = Mutex::new(State { shared: 0, limit: None });
@@ -46,9 +46,9 @@ fn state() -> MutexGuard<'static, State> {
 
 /// Bytes of private memory that a layer may use as long as this exists.
 #[derive(Debug)]
-pub(crate) struct Share(u64);
+pub(crate) struct MemoryShare(u64);
 
-impl Share {
+impl MemoryShare {
     /// Raises the limit by `bytes`.
     pub(crate) fn new(bytes: u64) -> Self {
         let mut state = state();
@@ -60,7 +60,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for MemoryShare {
     fn drop(&mut self) {
         let mut state = state();
         state.shared = state.shared.saturating_sub(self.0);
@@ -71,18 +71,18 @@ impl State {
     /// Raises the limit to the present sum of the shares.
     fn raise(&mut self) -> io::Result<()> {
         let Some(limit) = &mut self.limit else { return Ok(()) };
-        let wanted = limit.base.saturating_add(self.shared);
-        if wanted <= limit.wanted {
+        let requested = limit.base.saturating_add(self.shared);
+        if requested <= limit.raised_to {
             return Ok(());
         }
-        limit.set(wanted)
+        limit.set(requested)
     }
 }
 
 impl Limit {
-    fn set(&mut self, wanted: u64) -> io::Result<()> {
-        let soft = self.before.current.map_or(wanted, |before| before.min(wanted));
-        let maximum = self.before.maximum;
+    fn set(&mut self, requested: u64) -> io::Result<()> {
+        let soft = self.initial.current.map_or(requested, |before| before.min(requested));
+        let maximum = self.initial.maximum;
         setrlimit(
             Resource::Data,
             Rlimit {
@@ -90,7 +90,7 @@ impl Limit {
                 maximum,
             },
         )?;
-        self.wanted = wanted;
+        self.raised_to = requested;
         tracing::debug!("this server's private memory is limited to {} MiB", soft >> 20);
         Ok(())
     }
@@ -104,8 +104,8 @@ pub(crate) fn enforce(base: u64) -> io::Result<()> {
     let mut state = state();
     let mut limit = Limit {
         base,
-        wanted: 0,
-        before: getrlimit(Resource::Data),
+        raised_to: 0,
+        initial: getrlimit(Resource::Data),
     };
     limit.set(base.saturating_add(state.shared))?;
     state.limit = Some(limit);

@@ -1,9 +1,9 @@
 //! A disk in service: a thread of its own, with its event loop, its stack of layers and its exports.
 
-mod berth;
-mod hot;
-mod inquiry;
+mod handle;
 mod moving;
+mod slot;
+mod warming;
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -15,19 +15,19 @@ use larder_block::signal::first_of;
 use larder_block::{Geometry, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
-use larder_export::vhost_user::Stop;
+use larder_export::vhost_user::StopMode;
 
-use berth::Berth;
-pub use hot::{HOT_RANGES_MAX, ranges_of, text_of};
-pub use inquiry::{CacheWork, DiskChange, DiskChangeError, DiskInquiry, DiskSettings};
-use inquiry::{Inquiries, Served};
-pub use moving::DiskMove;
-use moving::Moving;
+pub use handle::{CacheOperation, DiskChange, DiskChangeError, DiskHandle, DiskSettings};
+use handle::{ControlRequests, RunningDisk};
+pub use moving::DiskAction;
+use moving::DiskMoveState;
+use slot::DiskSlot;
+pub use warming::{HOT_RANGES_MAX, format_hot_ranges, parse_hot_ranges};
 
-use crate::exports::{ExportError, Exports, ExportsConfig, Places, Sockets};
+use crate::exports::{ExportAddresses, ExportError, ExportSockets, Exports, ExportsConfig};
 use crate::image::{self, ChainPart, ImageAddress, ImageError, ImageOptions, OpenImage};
 use crate::latch::Latch;
-use crate::outcome::Outcome;
+use crate::thread_result::ThreadResult;
 
 /// Longest spin that a user may configure, in microseconds. A disk with a higher latency gains nothing from spinning.
 pub const POLL_US_MAX: u64 = 10_000;
@@ -41,7 +41,7 @@ const STACK_BYTES: usize = 32 << 20;
 
 /// Longest wait of a stop for storage that does not answer: the device of a cache that is known to hang, or a file
 /// that is being opened.
-const STOP_PATIENCE: Duration = Duration::from_secs(5);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Interval between checks whether a disk that is being opened has been cancelled.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -58,7 +58,7 @@ pub struct DiskConfig {
     /// Exports of the disk.
     pub exports: ExportsConfig,
     /// Mobility of the disk between hosts, with its VM.
-    pub moves: Moves,
+    pub mobility: Mobility,
     /// Longest time for which the thread spins for new work before it sleeps.
     pub poll_max: Duration,
     /// Set to cancel the start while the image is being opened; later it has no effect.
@@ -68,11 +68,11 @@ pub struct DiskConfig {
 }
 
 /// Callback that inspects the files of a disk. An error is the reason why the disk must not be served.
-type LookAtParts = dyn Fn(&[ChainPart]) -> Result<(), String> + Send + Sync;
+type InspectParts = dyn Fn(&[ChainPart]) -> Result<(), String> + Send + Sync;
 
 /// Callback for the files of a disk, called before the disk is served.
 #[derive(Clone)]
-pub struct OnOpen(pub Arc<LookAtParts>);
+pub struct OnOpen(pub Arc<InspectParts>);
 
 impl Default for OnOpen {
     fn default() -> Self {
@@ -88,14 +88,14 @@ impl std::fmt::Debug for OnOpen {
 
 /// Mobility of a disk between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Moves {
+pub enum Mobility {
     /// The disk never moves.
     #[default]
-    Never,
+    Fixed,
     /// The disk is on this host, and may move away.
-    Here,
+    Local,
     /// The disk is on another host, and may move here: its image is not open.
-    Away,
+    Remote,
 }
 
 impl DiskConfig {
@@ -106,7 +106,7 @@ impl DiskConfig {
             image,
             options: ImageOptions::default(),
             exports: ExportsConfig::default(),
-            moves: Moves::Never,
+            mobility: Mobility::Fixed,
             poll_max: POLL_MAX_DEFAULT,
             cancel: Latch::default(),
             on_open: OnOpen::default(),
@@ -127,7 +127,7 @@ pub enum DiskError {
     #[error("stopped while the image was being opened")]
     Cancelled,
     #[error("{0}")]
-    NotToBeServed(String),
+    Refused(String),
     #[error("the last writes may not be on the disk: {0}")]
     Flush(String),
     #[error(
@@ -142,31 +142,31 @@ pub enum DiskError {
     #[error("cannot start the disk's thread: {0}")]
     Thread(std::io::Error),
     #[error("the disk's thread panicked; see the preceding messages")]
-    Died,
+    ThreadDied,
 }
 
 /// A disk that is being served.
 pub struct Disk {
     thread: DiskThread,
-    stop: Latch<Stop>,
-    inquiry: DiskInquiry,
-    opened: Opened,
+    stop: Latch<StopMode>,
+    handle: DiskHandle,
+    opened: DiskProperties,
 }
 
 /// Properties of a disk, known once it is open.
-struct Opened {
+struct DiskProperties {
     geometry: Geometry,
-    places: Places,
+    addresses: ExportAddresses,
 }
 
 /// A disk that listens on its sockets, and has acquired everything that needs privileges; its image has not been read
 /// yet.
 pub struct PreparedDisk {
     thread: DiskThread,
-    stop: Latch<Stop>,
-    inquiry: DiskInquiry,
-    begin: mpsc::Sender<()>,
-    ready: mpsc::Receiver<Opened>,
+    stop: Latch<StopMode>,
+    handle: DiskHandle,
+    start: mpsc::Sender<()>,
+    opened_receiver: mpsc::Receiver<DiskProperties>,
     cancel: Latch<()>,
 }
 
@@ -176,9 +176,9 @@ impl PreparedDisk {
     /// # Errors
     /// See [`Disk::start`].
     pub fn open(self) -> Result<Disk, DiskError> {
-        // If the thread has ended, `when_ready` returns the reason.
-        let _ = self.begin.send(());
-        Disk::when_ready(self.thread, self.stop, self.inquiry, &self.ready, &self.cancel)
+        // If the thread has ended, `wait_until_open` returns the reason.
+        let _ = self.start.send(());
+        Disk::wait_until_open(self.thread, self.stop, self.handle, &self.opened_receiver, &self.cancel)
     }
 }
 
@@ -189,15 +189,15 @@ impl Disk {
     /// The disk cannot be opened or exported, or [`DiskConfig::cancel`] is set; nothing is left behind then.
     pub fn start(config: DiskConfig) -> Result<Self, DiskError> {
         let stop = Latch::default();
-        let theirs = stop.clone();
-        let (inquiry, inquiries) = inquiry::channel(config.name.as_deref());
-        let (report, ready) = mpsc::channel();
+        let thread_stop = stop.clone();
+        let (handle, requests) = handle::channel(config.name.as_deref());
+        let (opened_sender, opened_receiver) = mpsc::channel();
         let cancel = config.cancel.clone();
         let thread = DiskThread::start(move || {
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
-            serve(&on, config, None, &theirs, inquiries, &report)
+            serve(&on, config, None, &thread_stop, requests, &opened_sender)
         })?;
-        Self::when_ready(thread, stop, inquiry, &ready, &cancel)
+        Self::wait_until_open(thread, stop, handle, &opened_receiver, &cancel)
     }
 
     /// Creates the disk's thread and its ring, and listens, so that the process can be confined before the image is
@@ -207,20 +207,20 @@ impl Disk {
     /// The disk cannot be exported; nothing is left behind then.
     pub fn prepare(config: DiskConfig) -> Result<PreparedDisk, DiskError> {
         let stop = Latch::default();
-        let theirs = stop.clone();
-        let (inquiry, inquiries) = inquiry::channel(config.name.as_deref());
-        let (report, ready) = mpsc::channel();
+        let thread_stop = stop.clone();
+        let (handle, requests) = handle::channel(config.name.as_deref());
+        let (opened_sender, opened_receiver) = mpsc::channel();
         let (prepared, is_prepared) = mpsc::channel();
-        let (begin, begun) = mpsc::channel();
+        let (start, started) = mpsc::channel();
         let cancel = config.cancel.clone();
         let thread = DiskThread::start(move || {
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
-            let sockets = Sockets::bind(&config.exports)?;
-            // The receiver may have given up; then it does not send `begin` either.
+            let sockets = ExportSockets::bind(&config.exports)?;
+            // The receiver may have given up; then it does not send `start` either.
             let _ = prepared.send(());
             drop(prepared);
-            match begun.recv() {
-                Ok(()) => serve(&on, config, Some(sockets), &theirs, inquiries, &report),
+            match started.recv() {
+                Ok(()) => serve(&on, config, Some(sockets), &thread_stop, requests, &opened_sender),
                 Err(mpsc::RecvError) => Ok(()),
             }
         })?;
@@ -228,30 +228,30 @@ impl Disk {
             Ok(()) => Ok(PreparedDisk {
                 thread,
                 stop,
-                inquiry,
-                begin,
-                ready,
+                handle,
+                start,
+                opened_receiver,
                 cancel,
             }),
             Err(mpsc::RecvError) => Err(thread.failure()),
         }
     }
 
-    fn when_ready(
+    fn wait_until_open(
         thread: DiskThread,
-        stop: Latch<Stop>,
-        inquiry: DiskInquiry,
-        ready: &mpsc::Receiver<Opened>,
+        stop: Latch<StopMode>,
+        handle: DiskHandle,
+        opened_receiver: &mpsc::Receiver<DiskProperties>,
         cancel: &Latch<()>,
     ) -> Result<Self, DiskError> {
         let mut cancelled: Option<Instant> = None;
         loop {
-            match ready.recv_timeout(CANCEL_POLL_INTERVAL) {
+            match opened_receiver.recv_timeout(CANCEL_POLL_INTERVAL) {
                 Ok(opened) => {
                     return Ok(Self {
                         thread,
                         stop,
-                        inquiry,
+                        handle,
                         opened,
                     });
                 }
@@ -261,8 +261,8 @@ impl Disk {
             match cancelled {
                 None => cancelled = cancel.get().map(|()| Instant::now()),
                 // A file server does not answer the thread, which ends by itself once it does.
-                Some(since) if since.elapsed() >= STOP_PATIENCE => {
-                    stop.set(Stop::Leave);
+                Some(since) if since.elapsed() >= STOP_TIMEOUT => {
+                    stop.set(StopMode::HandOver);
                     return Err(DiskError::Cancelled);
                 }
                 Some(_) => {}
@@ -276,18 +276,18 @@ impl Disk {
     }
 
     /// Returns the addresses at which the disk is served.
-    pub fn places(&self) -> &Places {
-        &self.opened.places
+    pub fn addresses(&self) -> &ExportAddresses {
+        &self.opened.addresses
     }
 
     /// Returns the latch that stops the disk. Its value decides what happens to a front-end's connection.
-    pub fn stop_signal(&self) -> Latch<Stop> {
+    pub fn stop_signal(&self) -> Latch<StopMode> {
         self.stop.clone()
     }
 
     /// Returns a handle for requests to the disk's thread, usable from any thread.
-    pub fn inquiry(&self) -> DiskInquiry {
-        self.inquiry.clone()
+    pub fn handle(&self) -> DiskHandle {
+        self.handle.clone()
     }
 
     /// Completes requests in flight, flushes, and closes everything.
@@ -295,7 +295,7 @@ impl Disk {
     /// # Errors
     /// The export failed, or the thread died.
     pub fn stop(self) -> Result<(), DiskError> {
-        self.stop.set(Stop::Leave);
+        self.stop.set(StopMode::HandOver);
         self.wait()
     }
 
@@ -309,23 +309,23 @@ impl Disk {
 }
 
 /// The thread of a disk, which has its own stack size and returns a result.
-struct DiskThread(Outcome<Result<(), DiskError>>);
+struct DiskThread(ThreadResult<Result<(), DiskError>>);
 
 impl DiskThread {
     fn start(work: impl FnOnce() -> Result<(), DiskError> + Send + 'static) -> Result<Self, DiskError> {
         let thread = std::thread::Builder::new()
             .name("larder-disk".to_owned())
             .stack_size(STACK_BYTES);
-        Outcome::of(thread, work).map(Self).map_err(DiskError::Thread)
+        ThreadResult::spawn(thread, work).map(Self).map_err(DiskError::Thread)
     }
 
     fn result(self) -> Result<(), DiskError> {
-        self.0.wait().unwrap_or(Err(DiskError::Died))
+        self.0.wait().unwrap_or(Err(DiskError::ThreadDied))
     }
 
     /// Returns why the thread ended before it was ready.
     fn failure(self) -> DiskError {
-        self.result().err().unwrap_or(DiskError::Died)
+        self.result().err().unwrap_or(DiskError::ThreadDied)
     }
 }
 
@@ -333,47 +333,47 @@ impl DiskThread {
 fn serve(
     on: &Loop,
     mut config: DiskConfig,
-    sockets: Option<Sockets>,
-    stop: &Latch<Stop>,
-    inquiries: Inquiries,
-    report: &mpsc::Sender<Opened>,
+    sockets: Option<ExportSockets>,
+    stop: &Latch<StopMode>,
+    requests: ControlRequests,
+    opened_sender: &mpsc::Sender<DiskProperties>,
 ) -> Result<(), DiskError> {
     // NBD clients may access any bytes. Guests' requests pass through the same layer, which serialises overlapping
     // writes of both.
     config.options.single_bytes = config.exports.nbd.is_some();
     on.block_on(async {
-        let image = match config.moves {
-            Moves::Away => None,
+        let image = match config.mobility {
+            Mobility::Remote => None,
             _ => {
                 let opening = image::open(on, &config.image, &config.options);
                 // The tables of a crafted image can take long to check, and a file server may answer slowly.
-                let opened = select(config.cancel.is_set(), opening).await;
+                let opened = select(config.cancel.wait_until_set(), opening).await;
                 let image = opened.ok_or(DiskError::Cancelled)??;
-                config.on_open.0(&image.parts).map_err(DiskError::NotToBeServed)?;
+                config.on_open.0(&image.parts).map_err(DiskError::Refused)?;
                 Some(Rc::new(image))
             }
         };
         let (geometry, format) = match &image {
             Some(image) => (image.device.geometry(), image.format),
-            None => image::look(on, &config.image, &config.options).await?,
+            None => image::read_geometry(on, &config.image, &config.options).await?,
         };
-        let berth =
-            (config.moves != Moves::Never).then(|| Berth::empty(on, &Rc::from(config.image.to_string()), geometry));
-        let device = match (&berth, &image) {
-            (Some(berth), image) => {
+        let slot = (config.mobility != Mobility::Fixed)
+            .then(|| DiskSlot::empty(on, &Rc::from(config.image.to_string()), geometry));
+        let device = match (&slot, &image) {
+            (Some(slot), image) => {
                 if let Some(image) = image {
-                    berth.fill(&image.device);
-                    berth.serve();
+                    slot.attach(&image.device);
+                    slot.resume();
                 }
-                berth.device()
+                slot.device()
             }
             (None, Some(image)) => Rc::clone(&image.device),
             (None, None) => unreachable!("a disk that starts on another host can move"),
         };
         let image = Rc::new(RefCell::new(image));
-        let present = Rc::clone(&image);
+        let current_image = Rc::clone(&image);
         let clients = Clients::new(move || {
-            let prefetch = present.borrow().as_ref().and_then(|image| image.prefetch.clone());
+            let prefetch = current_image.borrow().as_ref().and_then(|image| image.prefetch.clone());
             if let Some(prefetch) = prefetch {
                 prefetch.clients_disconnected();
             }
@@ -381,51 +381,51 @@ fn serve(
         let activity = Activity::new(on);
         let sockets = match sockets {
             Some(sockets) => sockets,
-            None => Sockets::bind(&config.exports)?,
+            None => ExportSockets::bind(&config.exports)?,
         };
         let exports = Exports::start(on, &device, &config.exports, sockets, &clients, &activity)?;
         let exports = Rc::new(exports);
         if image.borrow().is_none() {
-            exports.rest(true);
+            exports.set_paused(true);
         }
         // The starter may have given up; then `stop` has been set.
-        let _ = report.send(Opened {
+        let _ = opened_sender.send(DiskProperties {
             geometry,
-            places: exports.places().clone(),
+            addresses: exports.addresses().clone(),
         });
-        let served = Rc::new(Served {
-            moving: berth.map(|berth| Moving::new(berth, format)),
+        let served = Rc::new(RunningDisk {
+            moving: slot.map(|slot| DiskMoveState::new(slot, format)),
             config,
             image,
             exports: Rc::clone(&exports),
             activity,
         });
-        let answering = inquiry::answer(on, inquiries, &served);
-        let ended = select(stop.is_set(), select(answering, exports.ended())).await;
+        let answering_requests = handle::answer(on, requests, &served);
+        let ended = select(stop.wait_until_set(), select(answering_requests, exports.ended())).await;
         // A step of a move that has begun is completed first.
-        let _alone = match &served.moving {
+        let _step_guard = match &served.moving {
             Some(moving) => {
-                let alone = moving.alone().await;
+                let alone = moving.lock_steps().await;
                 moving.warming.stop().await;
                 Some(alone)
             }
             None => None,
         };
-        let how = stop.get().unwrap_or(Stop::Leave);
-        let Some(image) = served.now() else {
+        let stop_mode = stop.get().unwrap_or(StopMode::HandOver);
+        let Some(image) = served.open_image() else {
             if let Some(moving) = &served.moving {
-                moving.give_up();
+                moving.fail_waiters();
             }
-            exports.stop(on, how).await;
+            exports.stop(on, stop_mode).await;
             return match ended.flatten() {
                 Some(Err(error)) => Err(ExportError::Socket(error).into()),
                 _ => Ok(()),
             };
         };
         // The guest keeps running during this, which shortens the pause until the next process serves it.
-        select(hangs_for_long(on, &image), write_back(&image)).await;
-        let mut stopping = Box::pin(exports.stop(on, how));
-        let is_stopped = select(hangs_for_long(on, &image), stopping.as_mut()).await.is_some();
+        select(cache_hangs(on, &image), write_back(&image)).await;
+        let mut stopping = Box::pin(exports.stop(on, stop_mode));
+        let is_stopped = select(cache_hangs(on, &image), stopping.as_mut()).await.is_some();
         if !is_stopped {
             // Dropping the requests in flight would wait for them. They are leaked, with their memory, as a kill
             // would leave them.
@@ -433,7 +433,7 @@ fn serve(
         }
         if let Err(error) = image.device.close().await {
             let error = error.to_string();
-            let cache = image.cache.as_ref().map(|cache| cache.now());
+            let cache = image.cache.as_ref().map(|cache| cache.current());
             let keeping = cache.filter(|cache| cache.layer.is_working() && cache.layer.is_recorded_dirty());
             return Err(match keeping.map(|cache| cache.file.to_string()) {
                 Some(cache) => DiskError::StaysInCache { cache, error },
@@ -441,7 +441,7 @@ fn serve(
             });
         }
         if let Some(cache) = &image.cache {
-            cache.now().forget_note();
+            cache.current().close_state_file();
         }
         match ended.flatten() {
             _ if !is_stopped => Err(DiskError::CacheHangs),
@@ -455,20 +455,24 @@ fn serve(
 async fn write_back(image: &OpenImage) {
     // A failure is ignored here: the close below tries again, and reports it.
     if let Some(cache) = &image.cache {
-        let _ = cache.now().layer.flush_most_dirty().await;
+        let _ = cache.current().layer.flush_most_dirty().await;
     }
     let _ = image.device.flush().await;
 }
 
 /// Completes when the device of the disk's cache has not answered for so long that a stop must not wait for it.
-async fn hangs_for_long(on: &Loop, image: &OpenImage) {
+async fn cache_hangs(on: &Loop, image: &OpenImage) {
     let Some(cache) = &image.cache else {
         return std::future::pending().await;
     };
     let mut seconds = 0;
-    while seconds < STOP_PATIENCE.as_secs() {
+    while seconds < STOP_TIMEOUT.as_secs() {
         on.sleep(Duration::from_secs(1)).await;
-        seconds = if cache.now().layer.is_hanging() { seconds + 1 } else { 0 };
+        seconds = if cache.current().layer.is_hanging() {
+            seconds + 1
+        } else {
+            0
+        };
     }
 }
 

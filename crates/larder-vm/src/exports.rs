@@ -19,20 +19,20 @@ use larder_block::{BlockDevice, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
 use larder_export::nbd::{NbdServer, NbdServerOptions};
-use larder_export::vhost_user::{OptionsError, Stop, VhostUserOptions, VhostUserServer};
+use larder_export::vhost_user::{OptionsError, StopMode, VhostUserOptions, VhostUserServer};
 
 use crate::control::state::{ExportsState, NbdState, VhostUserState};
 use crate::image::ImageAddress;
 use crate::inherited::Inherited;
 use crate::latch::Latch;
-use crate::listen::{Access, ListenError, Listening, ListeningFile};
+use crate::listen::{Access, ListenError, ListeningSocket, ListeningSocketFile};
 use crate::run::shell::command_line;
-use crate::runtime_folder;
-use crate::vm::front_end;
+use crate::runtime_directory;
+use crate::vm::peer_domain;
 
 /// Source of a vhost-user-blk server's front-ends.
 #[derive(Clone, Debug)]
-pub enum VhostUserAt {
+pub enum VhostUserSource {
     /// Listen on this path.
     Path(PathBuf),
     /// Use this inherited descriptor: a listening unix socket, or one connected to a front-end.
@@ -41,7 +41,7 @@ pub enum VhostUserAt {
 
 /// Address of an NBD server.
 #[derive(Clone, Debug, PartialEq)]
-pub struct NbdAt {
+pub struct NbdExportConfig {
     /// Address, export name and TLS, in the form that a client uses. `tls-certificates` is the directory of the
     /// server's `server-cert.pem` and `server-key.pem`; if it also has `ca-cert.pem`, clients must present a
     /// certificate of that CA.
@@ -56,21 +56,21 @@ pub struct NbdAt {
 #[derive(Clone, Debug, Default)]
 pub struct ExportsConfig {
     /// vhost-user-blk export.
-    pub vhost_user_at: Option<VhostUserAt>,
+    pub vhost_user_source: Option<VhostUserSource>,
     /// Options of the vhost-user-blk export.
     pub vhost_user: VhostUserOptions,
     /// NBD export.
-    pub nbd: Option<NbdAt>,
+    pub nbd: Option<NbdExportConfig>,
     /// Permissions of the exports' unix sockets.
     pub access: Access,
     /// Sockets inherited from the previous process or systemd.
     pub inherited: Inherited,
     /// Disk name and image under which a front-end's connection is stored for the next process, if a supervisor
     /// stores connections.
-    pub kept: Option<(String, ImageAddress)>,
+    pub stored_connection: Option<(String, ImageAddress)>,
     /// File of this disk in which the next process finds the queues that their front-end has not taken back. It is
     /// created if missing.
-    pub lent: Option<PathBuf>,
+    pub active_queues_file: Option<PathBuf>,
     /// UUID of the disk's libvirt domain: QEMUs of other domains may not connect.
     pub domain: Option<String>,
     /// Latch that opens the exports: no client is served before it is set.
@@ -80,7 +80,7 @@ pub struct ExportsConfig {
 impl ExportsConfig {
     /// Returns whether the disk has no export.
     pub fn is_empty(&self) -> bool {
-        self.vhost_user_at.is_none() && self.nbd.is_none()
+        self.vhost_user_source.is_none() && self.nbd.is_none()
     }
 }
 
@@ -113,21 +113,21 @@ pub enum ExportError {
 #[derive(Default)]
 pub struct Exports {
     vhost_user: Option<Rc<VhostUserServer>>,
-    accepting: RefCell<Option<JoinHandle<io::Result<()>>>>,
+    accept_task: RefCell<Option<JoinHandle<io::Result<()>>>>,
     /// Path of the file that records the queues that were not taken back.
-    lent: Option<PathBuf>,
+    active_queues_file: Option<PathBuf>,
     nbd: Option<Rc<NbdServer>>,
     /// Addresses of the exports in machine-readable form.
     socket: Option<String>,
     uri: Option<String>,
     /// Removed after the last client has disconnected.
-    files: RefCell<Vec<ListeningFile>>,
-    places: Places,
+    files: RefCell<Vec<ListeningSocketFile>>,
+    addresses: ExportAddresses,
 }
 
 /// Addresses of the exports, for pasting into a command line.
 #[derive(Clone, Debug, Default)]
-pub struct Places {
+pub struct ExportAddresses {
     /// Socket of vhost-user-blk, or `fd 5`, quoted for a shell.
     pub vhost_user: Option<String>,
     /// URI for NBD clients, quoted for a shell.
@@ -136,14 +136,14 @@ pub struct Places {
 
 /// The sockets of a disk's exports, before any client is served.
 #[derive(Default)]
-pub struct Sockets {
+pub struct ExportSockets {
     vhost_user: Option<OwnedFd>,
     nbd: Vec<OwnedFd>,
     tls: Option<ServerTls>,
-    files: Vec<ListeningFile>,
+    files: Vec<ListeningSocketFile>,
 }
 
-impl Sockets {
+impl ExportSockets {
     /// Listens on all sockets. Clients can connect, and wait.
     ///
     /// # Errors
@@ -159,19 +159,19 @@ impl Sockets {
                 SocketAddress::Tcp { host, port } => bind_tcp(host, *port, sockets.tls.is_some() || at.insecure)?,
             };
         }
-        sockets.vhost_user = match &config.vhost_user_at {
+        sockets.vhost_user = match &config.vhost_user_source {
             None => None,
-            Some(VhostUserAt::Path(path)) => Some(sockets.listen_on(path, config)?),
-            Some(VhostUserAt::Descriptor(descriptor)) => Some(descriptor.try_clone()?),
+            Some(VhostUserSource::Path(path)) => Some(sockets.listen_on(path, config)?),
+            Some(VhostUserSource::Descriptor(descriptor)) => Some(descriptor.try_clone()?),
         };
         Ok(sockets)
     }
 
     fn listen_on(&mut self, path: &Path, config: &ExportsConfig) -> Result<OwnedFd, ExportError> {
-        if let Some(inherited) = config.inherited.at(path)? {
+        if let Some(inherited) = config.inherited.socket_on(path)? {
             return Ok(inherited);
         }
-        let listening = Listening::on(path, config.access)?;
+        let listening = ListeningSocket::bind(path, config.access)?;
         self.files.push(listening.file);
         Ok(listening.descriptor)
     }
@@ -186,7 +186,7 @@ impl Exports {
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
         config: &ExportsConfig,
-        sockets: Sockets,
+        sockets: ExportSockets,
         clients: &Rc<Clients>,
         activity: &Rc<Activity>,
     ) -> Result<Self, ExportError> {
@@ -205,39 +205,39 @@ impl Exports {
             };
             exports.start_nbd(on, device, at, options, sockets.nbd, config)?;
         }
-        if let (Some(at), Some(socket)) = (&config.vhost_user_at, sockets.vhost_user) {
+        if let (Some(at), Some(socket)) = (&config.vhost_user_source, sockets.vhost_user) {
             exports.start_vhost_user(on, device, (at, socket), config, (clients, activity))?;
         }
         Ok(exports)
     }
 
     /// Returns the addresses of the exports.
-    pub fn places(&self) -> &Places {
-        &self.places
+    pub fn addresses(&self) -> &ExportAddresses {
+        &self.addresses
     }
 
     fn start_vhost_user(
         &mut self,
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
-        (at, descriptor): (&VhostUserAt, OwnedFd),
+        (at, descriptor): (&VhostUserSource, OwnedFd),
         config: &ExportsConfig,
         (clients, activity): (&Rc<Clients>, &Rc<Activity>),
     ) -> Result<(), ExportError> {
         let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user, activity)?;
-        server.count_among(clients);
+        server.set_clients(clients);
         // The image's path is looked up here, on the disk's thread, because its file server may not answer.
-        let kept = config.kept.as_ref();
-        if let Some(kept) = kept.and_then(|(disk, image)| config.inherited.kept(disk, image)) {
-            server.keep_in(&kept);
+        let stored = config.stored_connection.as_ref();
+        if let Some(stored) = stored.and_then(|(disk, image)| config.inherited.stored_connection(disk, image)) {
+            server.enable_handover(&stored);
         }
         if let Some(uuid) = config.domain.clone() {
-            server.admit(Box::new(move |connection| front_end::may_connect(connection, &uuid)));
+            server.set_admission_check(Box::new(move |connection| peer_domain::check_peer(connection, &uuid)));
         }
-        if let Some(path) = &config.lent {
-            let noted = noted_queues(path).and_then(|file| server.note_queues_in(file));
-            self.lent = noted.is_ok().then(|| path.clone());
-            if let Err(error) = noted {
+        if let Some(path) = &config.active_queues_file {
+            let recorded = open_active_queues_file(path).and_then(|file| server.persist_active_queues(file));
+            self.active_queues_file = recorded.is_ok().then(|| path.clone());
+            if let Err(error) = recorded {
                 tracing::warn!(
                     "{}: {error}: the next server will not know which queues of the disk were running, and could allow a migration that it \
                      must refuse",
@@ -245,32 +245,32 @@ impl Exports {
                 );
             }
         }
-        self.places.vhost_user = Some(match at {
-            VhostUserAt::Path(path) => command_line(&[path.into()]),
-            VhostUserAt::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
+        self.addresses.vhost_user = Some(match at {
+            VhostUserSource::Path(path) => command_line(&[path.into()]),
+            VhostUserSource::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
         });
-        let theirs = Rc::clone(&server);
+        let task_server = Rc::clone(&server);
         self.socket = Some(match at {
-            VhostUserAt::Path(path) => path.display().to_string(),
-            VhostUserAt::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
+            VhostUserSource::Path(path) => path.display().to_string(),
+            VhostUserSource::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
         });
         let listening = rustix::net::sockopt::socket_acceptconn(&descriptor).map_err(io::Error::from)?;
         let gate = config.gate.clone();
         let accepting = if listening {
             let listener = Listener::from_descriptor(on, descriptor)?;
             on.spawn_with_result(async move {
-                opened(gate).await;
-                theirs.run(&listener).await
+                gate_opened(gate).await;
+                task_server.run(&listener).await
             })
         } else {
             let socket = Socket::from_descriptor(on, descriptor)?;
             on.spawn_with_result(async move {
-                opened(gate).await;
-                theirs.serve(socket).await;
+                gate_opened(gate).await;
+                task_server.serve(socket).await;
                 Ok(())
             })
         };
-        self.accepting.replace(Some(accepting));
+        self.accept_task.replace(Some(accepting));
         self.vhost_user = Some(server);
         Ok(())
     }
@@ -279,43 +279,47 @@ impl Exports {
         &mut self,
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
-        at: &NbdAt,
+        at: &NbdExportConfig,
         options: NbdServerOptions,
         listeners: Vec<OwnedFd>,
         config: &ExportsConfig,
     ) -> Result<(), ExportError> {
         let uri = uri_for_clients(&at.uri).to_string();
-        self.places.nbd = Some(command_line(&[(&uri).into()]));
+        self.addresses.nbd = Some(command_line(&[(&uri).into()]));
         self.uri = Some(uri);
         let server = Rc::new(NbdServer::new(on, Rc::clone(device), options));
         for descriptor in listeners {
             let listener = Listener::from_descriptor(on, descriptor)?;
-            let (theirs, gate) = (Rc::clone(&server), config.gate.clone());
+            let (task_server, gate) = (Rc::clone(&server), config.gate.clone());
             on.spawn(async move {
-                opened(gate).await;
-                theirs.listen(listener);
+                gate_opened(gate).await;
+                task_server.listen(listener);
             });
         }
         self.nbd = Some(server);
         Ok(())
     }
 
-    /// Pauses (`rests`) or resumes all guest queues.
-    pub fn rest(&self, rests: bool) {
+    /// Pauses or resumes all guest queues.
+    pub fn set_paused(&self, paused: bool) {
         if let Some(server) = &self.vhost_user {
-            server.rest(rests);
+            server.set_paused(paused);
         }
     }
 
     /// Returns whether a guest has started its queues.
-    pub fn is_at_work(&self) -> bool {
-        self.vhost_user.as_ref().is_some_and(|server| server.is_at_work())
+    pub fn has_running_queues(&self) -> bool {
+        self.vhost_user
+            .as_ref()
+            .is_some_and(|server| server.has_running_queue())
     }
 
     /// Returns a queue that its front-end has not taken back, and whose true position differs from the one that the
     /// front-end assumes.
-    pub fn not_taken_back(&self) -> Option<u16> {
-        self.vhost_user.as_ref().and_then(|server| server.not_taken_back())
+    pub fn diverged_queue(&self) -> Option<u16> {
+        self.vhost_user
+            .as_ref()
+            .and_then(|server| server.queue_with_stale_base())
     }
 
     /// Returns the state of the exports.
@@ -340,22 +344,22 @@ impl Exports {
     /// # Errors
     /// The socket broke.
     pub async fn ended(&self) -> io::Result<()> {
-        let accepting = self.accepting.borrow_mut().take();
+        let accepting = self.accept_task.borrow_mut().take();
         match accepting {
             Some(accepting) => accepting.await,
             None => std::future::pending().await,
         }
     }
 
-    /// Stops taking requests, completes those in flight, and closes the exports; `how` decides about a front-end's
-    /// connection.
-    pub async fn stop(&self, on: &Loop, how: Stop) {
+    /// Stops taking requests, completes those in flight, and closes the exports; `stop_mode` decides about a
+    /// front-end's connection.
+    pub async fn stop(&self, on: &Loop, stop_mode: StopMode) {
         if let Some(server) = &self.vhost_user {
-            server.stop(how);
+            server.stop(stop_mode);
             while server.is_connected() {
                 on.sleep(Duration::from_millis(1)).await;
             }
-            if let Some(path) = self.lent.as_ref().filter(|_| server.all_taken_back()) {
+            if let Some(path) = self.active_queues_file.as_ref().filter(|_| server.all_bases_fetched()) {
                 // With all queues taken back, the file has no information.
                 let _ = std::fs::remove_file(path);
             }
@@ -368,22 +372,22 @@ impl Exports {
 }
 
 /// Opens the file that records queues; the parent of its directory must exist.
-fn noted_queues(path: &Path) -> io::Result<File> {
-    if let Some(folder) = path.parent() {
-        runtime_folder::make(folder, 0o700)?;
+fn open_active_queues_file(path: &Path) -> io::Result<File> {
+    if let Some(directory) = path.parent() {
+        runtime_directory::create(directory, 0o700)?;
     }
-    let mut how = File::options();
-    how.read(true).write(true).create(true).truncate(false).mode(0o600);
-    how.open(path)
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    options.open(path)
 }
 
 /// Returns the URI that clients of an export at `uri` use: without the server's certificates.
 fn uri_for_clients(uri: &NbdUri) -> NbdUri {
-    let mut theirs = uri.clone();
-    if let Some(tls) = &mut theirs.tls {
+    let mut client_uri = uri.clone();
+    if let Some(tls) = &mut client_uri.tls {
         tls.certificates = None;
     }
-    theirs
+    client_uri
 }
 
 fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {
@@ -393,12 +397,12 @@ fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {
     if tls.hostname.is_some() {
         return Err(ExportError::ServerHostname { uri: uri.to_string() });
     }
-    let folder = tls
+    let directory = tls
         .certificates
         .as_ref()
         .ok_or_else(|| ExportError::NoCertificates { uri: uri.to_string() })?;
-    let require_clients = opener::metadata(&folder.join("ca-cert.pem")).is_ok();
-    Ok(Some(ServerTls::load_directory(folder, require_clients)?))
+    let require_clients = opener::metadata(&directory.join("ca-cert.pem")).is_ok();
+    Ok(Some(ServerTls::load_directory(directory, require_clients)?))
 }
 
 /// Listens on every address that the host name resolves to.
@@ -430,9 +434,9 @@ fn is_loopback(address: IpAddr) -> bool {
     }
 }
 
-async fn opened(gate: Option<Latch<()>>) {
+async fn gate_opened(gate: Option<Latch<()>>) {
     if let Some(gate) = gate {
-        gate.is_set().await;
+        gate.wait_until_set().await;
     }
 }
 

@@ -22,48 +22,48 @@ use utoipa::ToSchema;
 
 mod address;
 mod cache;
-mod cache_note;
-mod cache_place;
+mod cache_replacement;
+mod cache_slot;
+mod cache_spec;
+mod cache_state;
 mod cache_tools;
-mod cache_wish;
 mod chain;
 mod disk_id;
 mod file_handle;
 mod host_clock;
 pub mod journal;
-mod needed;
+mod modification_proof;
 mod open_cache;
-mod prefetch_memory;
-mod proof;
-mod replaced;
+mod prefetch_spec;
+mod protected_files;
 
-pub(crate) use address::driver_in;
+pub(crate) use address::driver_prefix;
 pub use address::{ImageAddress, ImageAddressError};
 pub use cache::CacheError;
 pub(crate) use cache::{absolute, random};
-pub use cache_note::state_folder;
-use cache_note::{Note, Other};
-pub(crate) use cache_note::{notes_of_disk, notes_of_image, used_mark, write_whole};
-pub use cache_place::{CachePlace, Replacement};
+pub use cache_slot::{CacheSlot, ReplaceOptions};
+pub use cache_spec::{
+    CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_LINE_DEFAULT, CACHE_MODES, CacheOptions, CacheSpec, CacheSpecError,
+    cache_mode_long_name, cache_mode_name, parse_cache_endurance, parse_cache_line, parse_cache_mode,
+};
+pub use cache_state::state_directory;
+use cache_state::{OtherCache, StateFile};
+pub(crate) use cache_state::{state_files_of_disk, state_files_of_image, used_marker_path, write_atomically};
 pub use cache_tools::{
-    CacheReport, CacheToolError, Dropped, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
-    set_mode_of_cache,
+    CacheReport, CacheToolError, DropOutcome, FlushOptions, Resized, drop_cache, flush_cache, inspect_cache,
+    resize_cache, set_cache_mode,
 };
-pub use cache_wish::{
-    CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_LINE_DEFAULT, CACHE_MODES, CacheOptions, CacheWish, CacheWishError,
-    cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
-};
-pub(crate) use chain::policy::toml_text;
+pub(crate) use chain::policy::toml_string;
 pub use chain::policy::{
-    Author, ChainError, ChainImage, ChainPolicy, NamedChain, NamedImage, PinnedBy, PinnedChain, may_follow, not_utf8,
-    pinned as pinned_chain, text as chain_text,
+    Author, ChainError, ChainImage, ChainPolicy, NamedChain, NamedImage, PinnedBy, PinnedChain,
+    chain_text as format_chain_journals, check_author, not_utf8_message, pinned_chain,
 };
-pub use chain::{ChainPart, PartRole, is_same, named_chain, probe};
-pub(crate) use disk_id::is_disk;
+pub use chain::{ChainPart, PartRole, is_same_image, named_chain, probe};
+pub(crate) use disk_id::has_identity;
 /// Write policy of a cache.
 pub use larder_cache::CacheMode;
 pub use open_cache::OpenCache;
-pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError, PrefetchWish, PrefetchWishError, parse_prefetch_len};
+pub use prefetch_spec::{PrefetchMemory, PrefetchMemoryError, PrefetchSpec, PrefetchSpecError, parse_prefetch_len};
 
 /// Format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -77,7 +77,7 @@ pub enum Format {
 
 impl Format {
     /// Returns the format with this QEMU name.
-    pub fn of_name(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         [Self::Raw, Self::Qcow2]
             .into_iter()
             .find(|format| format.name() == name)
@@ -85,10 +85,10 @@ impl Format {
 
     /// Returns the format of an image that QEMU opens with the driver of that name. The drivers that only access a
     /// file, a device or an export give the bytes of a raw image.
-    pub fn of_driver(name: &str) -> Option<Self> {
+    pub fn from_driver(name: &str) -> Option<Self> {
         match name {
             "file" | "host_device" | "host_cdrom" | "nbd" => Some(Self::Raw),
-            name => Self::of_name(name),
+            name => Self::from_name(name),
         }
     }
 
@@ -135,7 +135,7 @@ pub struct ImageOptions {
     /// Change nothing, and connect to no NBD server; see [`try_to_open`].
     pub trial: bool,
     /// The image was in use on another host: all cached data of it is treated as stale.
-    pub comes: bool,
+    pub used_elsewhere: bool,
 }
 
 impl Default for ImageOptions {
@@ -156,7 +156,7 @@ impl Default for ImageOptions {
             nbd: NbdOptions::default(),
             limits: ThrottleLimits::NONE,
             trial: false,
-            comes: false,
+            used_elsewhere: false,
         }
     }
 }
@@ -186,7 +186,7 @@ pub enum ImageError {
     #[error(transparent)]
     Qcow2(larder_qcow2::OpenError),
     #[error(transparent)]
-    Name(#[from] ImageAddressError),
+    Address(#[from] ImageAddressError),
     #[error(transparent)]
     Chain(Box<ChainError>),
     #[error("{image}: its backing file '{}' cannot be opened: {source}", printable(name))]
@@ -196,9 +196,9 @@ pub enum ImageError {
         source: Box<ImageError>,
     },
     #[error("{image}: its backing file '{}' {}", printable(name), printable(why))]
-    BackingName { image: String, name: String, why: String },
+    BackingCycle { image: String, name: String, why: String },
     #[error("{image}: its backing file '{}' {}", printable(name), printable(why))]
-    BackingUnknown { image: String, name: String, why: String },
+    BackingUnsupported { image: String, name: String, why: String },
     #[error("{image}: its external data file '{}' cannot be opened: {source}", printable(name))]
     DataFile {
         image: String,
@@ -212,14 +212,14 @@ pub enum ImageError {
     #[error("{image}: its journal: {source}")]
     Journal { image: String, source: std::io::Error },
     #[error(
-        "{image}: its server was killed after the host's last boot, and the journal with the guest's unflushed changes is not to be found ({looked}); serve the image as the same user, or as root, or discard the unflushed changes with `larder disk check --discard-journal {image}`"
+        "{image}: its server was killed after the host's last boot, and the journal with the guest's unflushed changes is not to be found ({searched}); serve the image as the same user, or as root, or discard the unflushed changes with `larder disk check --discard-journal {image}`"
     )]
-    JournalMissing { image: String, looked: String },
+    JournalMissing { image: String, searched: String },
     #[error(
         "{image}: its server was killed, and the image has been changed since by another program, or replaced by a copy: the guest's {changes} unflushed changes in {} no longer fit it. If that guest still runs, end it: its disk is not in the state that it expects. `larder disk check --discard-journal {image}` discards the changes",
         journal.display()
     )]
-    JournalOvertaken {
+    JournalStale {
         image: String,
         journal: PathBuf,
         changes: u64,
@@ -235,13 +235,13 @@ pub enum ImageError {
     )]
     IsSwap { image: String, pid: u32 },
     #[error("the NBD server of {uri} was not contacted")]
-    NotAsked { uri: String },
+    NotContacted { uri: String },
     #[error("{image}: its guest data is in an external data file, but its header does not name one")]
     NoDataFile { image: String },
 }
 
 /// Shortest time for which data prefetched from an NBD server stays valid; it may stay valid for up to twice as long.
-const BELIEVED_FOR: Duration = Duration::from_secs(2);
+const NBD_PREFETCH_MAX_AGE: Duration = Duration::from_secs(2);
 
 /// The smallest block size that every guest can use, in bytes.
 const GUEST_BLOCK_BYTES: u32 = 512;
@@ -265,7 +265,7 @@ const MAGICS: [(usize, &[u8], &str); 10] = [
 ];
 
 /// Number of bytes at the start of an image that are enough to probe its format.
-pub const BEGINNING_BYTES: usize = 512;
+pub const PROBE_BYTES: usize = 512;
 
 impl From<ChainError> for ImageError {
     fn from(error: ChainError) -> Self {
@@ -283,7 +283,7 @@ pub struct OpenImage {
     /// headers refer to them.
     pub parts: Vec<ChainPart>,
     /// The image's cache, for its statistics.
-    pub cache: Option<CachePlace>,
+    pub cache: Option<CacheSlot>,
     /// Read-ahead layer, for its statistics; `None` if the image is shared, which forbids read-ahead.
     pub prefetch: Option<Rc<Prefetch>>,
     /// Layer that enforces the limits.
@@ -303,25 +303,25 @@ async fn open_and_hold(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    held: &mut Vec<LockedFile>,
+    held_files: &mut Vec<LockedFile>,
 ) -> Result<OpenImage, ImageError> {
     if options.cache.is_none() && !options.trial {
         // Opening may change the image. Its caches are the same for both formats.
-        let others = Note::others(&disk_id::identity(image, Format::Raw), &[]);
+        let other_caches = StateFile::other_caches(&disk_id::identity(image, Format::Raw), &[]);
         let is_in_use = options.claim == LockMode::Direct && is_in_use(image);
-        match refuse_dirty(on, image, &others).await {
+        match refuse_dirty(on, image, &other_caches).await {
             // Opening the image below reports that it is in use.
             Err(_) if is_in_use && !options.share => {}
             Err(ImageError::Cache { image, source }) if is_in_use => {
-                let source = source.of_served();
+                let source = source.for_served_disk();
                 return Err(ImageError::Cache { image, source });
             }
             checked => checked?,
         }
     }
-    let mut opened = chain::open(on, image, options, held).await?;
+    let mut opened = chain::open(on, image, options, held_files).await?;
     let cache = open_cache(on, image, options, &mut opened).await?;
-    let chain::Opened {
+    let chain::OpenedChain {
         mut device,
         format,
         parts,
@@ -330,7 +330,7 @@ async fn open_and_hold(
     if let Some(cache) = &cache {
         device = cache.device();
     }
-    let unkept = Rc::clone(&device);
+    let without_prefetch = Rc::clone(&device);
     let prefetch = (!options.share && !options.trial).then(|| {
         let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
         Prefetch::new(on, Rc::clone(&device), prefetch)
@@ -338,7 +338,7 @@ async fn open_and_hold(
     if let Some(prefetch) = &prefetch {
         if let ImageAddress::Nbd(_) = image {
             // An export has no lock: others may write to it.
-            prefetch.set_max_age(BELIEVED_FOR);
+            prefetch.set_max_age(NBD_PREFETCH_MAX_AGE);
         }
         device = Rc::clone(prefetch) as Rc<dyn BlockDevice>;
     }
@@ -348,7 +348,7 @@ async fn open_and_hold(
     if options.single_bytes {
         // Below the layer that exchanges images during a move: a block read from this image is written back to this
         // image.
-        device = Rc::new(Align::with_rmw_source(device, unkept, AlignOptions::BYTES));
+        device = Rc::new(Align::with_rmw_source(device, without_prefetch, AlignOptions::BYTES));
     }
     let throttle = Throttle::new(on, device, options.limits).map_err(|source| ImageError::Limits {
         image: image.to_string(),
@@ -370,47 +370,47 @@ async fn open_cache(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    opened: &mut chain::Opened,
-) -> Result<Option<CachePlace>, ImageError> {
+    opened: &mut chain::OpenedChain,
+) -> Result<Option<CacheSlot>, ImageError> {
     let failed = |source| ImageError::Cache {
         image: image.to_string(),
         source: Box::new(source),
     };
     let identity = disk_id::identity(image, opened.format);
-    let Some(wish) = &options.cache else {
-        let mut others = Note::others(&identity, &[]);
+    let Some(cache_options) = &options.cache else {
+        let mut other_caches = StateFile::other_caches(&identity, &[]);
         // A trial contacts no NBD server.
-        others.retain(|other| !options.trial || other.is_at_a_path());
-        if let Err(error) = refuse_dirty(on, image, &others).await {
+        other_caches.retain(|cache| !options.trial || cache.is_local());
+        if let Err(error) = refuse_dirty(on, image, &other_caches).await {
             let _ = opened.device.close().await;
             return Err(error);
         }
         if !options.read_only && !options.trial {
-            others.iter().for_each(Other::is_used_without);
+            other_caches.iter().for_each(OtherCache::mark_used);
         }
         return Ok(None);
     };
-    let wish = match options.trial {
-        true => replaced::look(wish, &identity),
-        false => replaced::now(wish, &identity),
+    let cache_options = match options.trial {
+        true => cache_replacement::resolve_read_only(cache_options, &identity),
+        false => cache_replacement::resolve(cache_options, &identity),
     };
     if options.trial {
-        let looked = cache::look(on, (image, &identity), &wish, options).await;
-        return looked.map(|()| None).map_err(failed);
+        let checked = cache::check_openable(on, (image, &identity), &cache_options, options).await;
+        return checked.map(|()| None).map_err(failed);
     }
-    let disk = cache::Cached {
+    let disk = cache::CachedDisk {
         image: image.clone(),
         device: Rc::clone(&opened.device),
         identity,
         files: std::mem::take(&mut opened.files),
         proof: std::mem::take(&mut opened.proof),
-        lacks_times: opened.lacks_times,
-        used: match options.comes {
-            true => cache::Used::Elsewhere,
-            false => cache::Used::AsFilesTell,
+        lacks_timestamps: opened.lacks_timestamps,
+        last_use: match options.used_elsewhere {
+            true => cache::LastUse::OtherHost,
+            false => cache::LastUse::FromFingerprints,
         },
     };
-    match CachePlace::open(on, disk, &wish, options).await {
+    match CacheSlot::open(on, disk, &cache_options, options).await {
         Ok(cache) => Ok(Some(cache)),
         Err(source) => {
             // Without this close, the image looks as if its server had been killed. The error that is reported is the
@@ -424,9 +424,9 @@ async fn open_cache(
 /// Returns the caches that may hold newer data than the image, according to their state files: those of a server in
 /// write-back mode that is running, or that was killed.
 pub fn dirty_caches(image: &ImageAddress, format: Format) -> Vec<ImageAddress> {
-    let others = Note::others(&disk_id::identity(image, format), &[]);
-    let dirty = others.iter().filter(|other| other.is_dirty());
-    dirty.filter_map(Other::file).collect()
+    let other_caches = StateFile::other_caches(&disk_id::identity(image, format), &[]);
+    let dirty = other_caches.iter().filter(|cache| cache.is_dirty());
+    dirty.filter_map(OtherCache::file).collect()
 }
 
 /// Records that an image is about to be changed without its caches, if it has any. The caches of a killed server
@@ -434,36 +434,36 @@ pub fn dirty_caches(image: &ImageAddress, format: Format) -> Vec<ImageAddress> {
 ///
 /// # Errors
 /// One of the caches may hold newer data than the image ([`ImageError::Cache`]).
-pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) -> Result<(), ImageError> {
-    let others = Note::others(&disk_id::identity(image, format), &[]);
-    refuse_dirty(on, image, &others).await?;
-    others.iter().for_each(Other::is_used_without);
+pub async fn mark_caches_stale(on: &Loop, image: &ImageAddress, format: Format) -> Result<(), ImageError> {
+    let other_caches = StateFile::other_caches(&disk_id::identity(image, format), &[]);
+    refuse_dirty(on, image, &other_caches).await?;
+    other_caches.iter().for_each(OtherCache::mark_used);
     Ok(())
 }
 
 /// Records that an image is about to be changed whose journal is lost or no longer fits it, so that no server can
 /// open it first. Clean caches become stale; dirty caches keep their data, for the user to decide about.
-pub fn use_without_dirty_cache(image: &ImageAddress, format: Format) {
-    let others = Note::others(&disk_id::identity(image, format), &[]);
+pub fn mark_clean_caches_stale(image: &ImageAddress, format: Format) {
+    let other_caches = StateFile::other_caches(&disk_id::identity(image, format), &[]);
     // Dirty caches detect the change by the image's timestamps.
-    let clean = others.iter().filter(|other| !other.is_dirty());
-    clean.for_each(Other::is_used_without);
+    let clean = other_caches.iter().filter(|cache| !cache.is_dirty());
+    clean.for_each(OtherCache::mark_used);
 }
 
 /// Checks that a raw image, which is about to be changed, is not a file of Larder's own that is still needed.
 ///
 /// # Errors
 /// The file is still needed: [`ImageError::IsCache`], [`ImageError::IsSwap`].
-pub async fn refuse_needed(image: &ImageAddress, device: &Rc<dyn BlockDevice>) -> Result<(), ImageError> {
-    needed::refuse(image, device, false).await
+pub async fn refuse_protected_file(image: &ImageAddress, device: &Rc<dyn BlockDevice>) -> Result<(), ImageError> {
+    protected_files::refuse_protected(image, device, false).await
 }
 
 /// Refuses an image with a dirty cache.
 ///
 /// # Errors
 /// One of the caches may hold newer data than the image.
-async fn refuse_dirty(on: &Loop, image: &ImageAddress, others: &[Other]) -> Result<(), ImageError> {
-    let refused = cache::refuse_dirty(on, others).await;
+async fn refuse_dirty(on: &Loop, image: &ImageAddress, other_caches: &[OtherCache]) -> Result<(), ImageError> {
+    let refused = cache::refuse_dirty(on, other_caches).await;
     refused.map_err(|source| ImageError::Cache {
         image: image.to_string(),
         source: Box::new(source),
@@ -478,23 +478,23 @@ fn is_in_use(image: &ImageAddress) -> bool {
 
 /// Opens an image like [`open`], but only to check whether it can be opened. No NBD server is contacted, since some
 /// exit after their first client, and nothing is changed: the journal of a killed server is not replayed. The files
-/// that were opened, up to an NBD server or another error, are then in `held`: as long as they stay there, only a
+/// that were opened, up to an NBD server or another error, are then in `held_files`: as long as they stay there, only a
 /// server with [`LockMode::Inherited`] can open the image.
 ///
 /// # Errors
-/// See [`ImageError`]; [`ImageError::NotAsked`] if the image can be opened as far as an NBD server in its chain.
+/// See [`ImageError`]; [`ImageError::NotContacted`] if the image can be opened as far as an NBD server in its chain.
 pub async fn try_to_open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    held: &mut Vec<LockedFile>,
+    held_files: &mut Vec<LockedFile>,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let options = ImageOptions {
         trial: true,
         claim: LockMode::ForChildren,
         ..options.clone()
     };
-    Ok(open_and_hold(on, image, &options, held).await?.device)
+    Ok(open_and_hold(on, image, &options, held_files).await?.device)
 }
 
 /// Checks an image that its server has open now, as far as that is possible without disturbing the server: whether its
@@ -517,15 +517,19 @@ pub async fn inspect_served(on: &Loop, image: &ImageAddress, options: &ImageOpti
 ///
 /// # Errors
 /// See [`ImageError`].
-pub async fn look(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<(Geometry, Format), ImageError> {
-    let to_look = ImageOptions {
+pub async fn read_geometry(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+) -> Result<(Geometry, Format), ImageError> {
+    let read_options = ImageOptions {
         read_only: true,
         share: true,
         prefetch: None,
         cache: None,
         ..options.clone()
     };
-    let opened = open(on, image, &to_look).await?;
+    let opened = open(on, image, &read_options).await?;
     let geometry = Geometry {
         read_only: options.read_only,
         ..opened.device.geometry()
@@ -547,12 +551,14 @@ pub async fn open_bytes(
     container: bool,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     match image {
-        ImageAddress::Path(path) => Ok(in_guest_blocks(open_file(on, path, options, container, None).await?)),
-        ImageAddress::Nbd(uri) => Ok(in_guest_blocks(open_export(on, uri, options).await?)),
+        ImageAddress::Path(path) => Ok(with_guest_block_size(
+            open_file(on, path, options, container, None).await?,
+        )),
+        ImageAddress::Nbd(uri) => Ok(with_guest_block_size(open_export(on, uri, options).await?)),
     }
 }
 
-/// Opens an image like [`open_bytes`], and returns the author of its content as well. `is_guessed` means that its
+/// Opens an image like [`open_bytes`], and returns the author of its content as well. `is_probed` means that its
 /// format was probed.
 ///
 /// # Errors
@@ -562,7 +568,7 @@ pub async fn open_bytes_and_author(
     image: &ImageAddress,
     options: &ImageOptions,
     container: bool,
-    is_guessed: bool,
+    is_probed: bool,
 ) -> Result<(Rc<dyn BlockDevice>, Author), ImageError> {
     let ImageAddress::Path(path) = image else {
         return Ok((open_bytes(on, image, options, container).await?, Author::Server));
@@ -574,7 +580,7 @@ pub async fn open_bytes_and_author(
         what: "reading its owner",
         source,
     })?;
-    Ok((in_guest_blocks(file), Author::of_file(&found, is_guessed)))
+    Ok((with_guest_block_size(file), Author::from_file(&found, is_probed)))
 }
 
 async fn open_file(
@@ -610,7 +616,7 @@ pub(crate) async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions)
     opened.map_err(Box::new).map_err(ImageError::Nbd)
 }
 
-fn in_guest_blocks(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
+fn with_guest_block_size(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
     let geometry = device.geometry();
     if geometry.block_size > GUEST_BLOCK_BYTES || geometry.memory_alignment > 1 {
         let align = AlignOptions {
@@ -640,16 +646,16 @@ fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
 
 /// Returns the format, other than raw, that the first bytes of a file or block device indicate. An unreadable file
 /// yields `None`: the caller's open reports the error.
-fn recognise(path: &Path) -> Option<&'static str> {
-    let mut head = [0; BEGINNING_BYTES];
+fn detect_file_format(path: &Path) -> Option<&'static str> {
+    let mut head = [0; PROBE_BYTES];
     let mut file = opener().open(path, Access::Read, PathSource::User).ok()?;
     let count = file.read(&mut head).ok()?;
-    begins_like(&head[..count])
+    detect_format(&head[..count])
 }
 
 /// Returns the format, other than raw, that these first bytes of an image indicate.
-pub fn begins_like(head: &[u8]) -> Option<&'static str> {
-    let stands = |at: usize, magic: &[u8]| head.get(at..).is_some_and(|rest| rest.starts_with(magic));
-    let known = MAGICS.iter().find(|(at, magic, _)| stands(*at, magic));
+pub fn detect_format(head: &[u8]) -> Option<&'static str> {
+    let matches_at = |at: usize, magic: &[u8]| head.get(at..).is_some_and(|tail| tail.starts_with(magic));
+    let known = MAGICS.iter().find(|(at, magic, _)| matches_at(*at, magic));
     known.map(|(_, _, format)| *format)
 }

@@ -1,5 +1,5 @@
 //! Descriptors inherited from the service manager, usually systemd: sockets on which it listens for this process, and
-//! front-ends' connections that the previous process has left ([`larder_export::vhost_user::takeover`]).
+//! front-ends' connections that the previous process has left ([`larder_export::vhost_user::handover`]).
 
 use std::ffi::OsStr;
 use std::io;
@@ -10,21 +10,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use larder_block::opener::opener;
-use larder_export::descriptor_store::{PREFIX, Store};
-use larder_export::vhost_user::takeover::Keeping;
+use larder_export::descriptor_store::{DescriptorStore, STORED_NAME_PREFIX};
+use larder_export::vhost_user::handover::HandoverOptions;
 use rustix::net::SocketAddrUnix;
 
 use crate::image::ImageAddress;
-use crate::listen::resolve;
+use crate::listen::resolve_directory;
 
 /// The inherited descriptors.
 #[derive(Clone, Debug, Default)]
 pub struct Inherited {
     /// Listening sockets, by path.
     sockets: Arc<Vec<(PathBuf, OwnedFd)>>,
-    store: Option<Arc<Store>>,
+    store: Option<Arc<DescriptorStore>>,
     /// The previous process has left at least one descriptor.
-    has_left: bool,
+    has_stored_connections: bool,
 }
 
 impl Inherited {
@@ -34,41 +34,48 @@ impl Inherited {
     /// # Errors
     /// A file is neither a descriptor from a previous process, nor a unix socket that listens on a path.
     pub fn new(files: Vec<(String, OwnedFd)>, manager: Option<UnixDatagram>) -> io::Result<Self> {
-        let (mut sockets, mut left) = (Vec::new(), Vec::new());
+        let (mut sockets, mut stored) = (Vec::new(), Vec::new());
         for (name, file) in files {
-            match name.strip_prefix(PREFIX) {
-                Some(name) => left.push((name.to_owned(), file)),
+            match name.strip_prefix(STORED_NAME_PREFIX) {
+                Some(name) => stored.push((name.to_owned(), file)),
                 None => sockets.push((path_of(&file)?, file)),
             }
         }
-        let has_left = !left.is_empty();
-        let store = manager.map(|manager| Store::new(manager, left)).transpose()?;
+        let has_stored_connections = !stored.is_empty();
+        let store = manager
+            .map(|manager| DescriptorStore::new(manager, stored))
+            .transpose()?;
         Ok(Self {
             sockets: Arc::new(sockets),
             store: store.map(Arc::new),
-            has_left,
+            has_stored_connections,
         })
     }
 
     /// Returns whether the previous process has left a front-end's connection: a guest is waiting for its disk.
     pub fn has_connections(&self) -> bool {
-        self.has_left
+        self.has_stored_connections
     }
 
     /// Returns the socket that listens on `path`.
     ///
     /// # Errors
     /// The process is out of descriptors.
-    pub fn at(&self, path: &Path) -> io::Result<Option<OwnedFd>> {
-        let path = resolve(path);
-        let found = self.sockets.iter().find(|(at, _)| resolve(at) == path);
+    pub fn socket_on(&self, path: &Path) -> io::Result<Option<OwnedFd>> {
+        let path = resolve_directory(path);
+        let found = self
+            .sockets
+            .iter()
+            .find(|(socket_path, _)| resolve_directory(socket_path) == path);
         found.map(|(_, socket)| socket.try_clone()).transpose()
     }
 
     /// Returns whether a socket listens on `path`.
-    pub fn has(&self, path: &Path) -> bool {
-        let path = resolve(path);
-        self.sockets.iter().any(|(at, _)| resolve(at) == path)
+    pub fn has_socket_on(&self, path: &Path) -> bool {
+        let path = resolve_directory(path);
+        self.sockets
+            .iter()
+            .any(|(socket_path, _)| resolve_directory(socket_path) == path)
     }
 
     /// Returns the paths of the sockets.
@@ -78,7 +85,7 @@ impl Inherited {
 
     /// Returns where the connection of this disk, with this image, is stored; `None` if there is no service manager,
     /// or the name is too long for systemd.
-    pub fn kept(&self, disk: &str, image: &ImageAddress) -> Option<Keeping> {
+    pub fn stored_connection(&self, disk: &str, image: &ImageAddress) -> Option<HandoverOptions> {
         const NAME_BYTES_MAX: usize = 200;
         let store = self.store.as_ref().filter(|_| disk.len() <= NAME_BYTES_MAX)?;
         let image = match image {
@@ -89,7 +96,7 @@ impl Inherited {
                 .to_string(),
             other => other.to_string(),
         };
-        Some(Keeping {
+        Some(HandoverOptions {
             store: Arc::clone(store),
             disk: disk.to_owned(),
             image,
@@ -97,8 +104,8 @@ impl Inherited {
     }
 
     /// Closes the connections of disks that no longer exist.
-    pub fn forget_rest(&self) {
-        let names = self.store.as_ref().map(|store| store.forget_rest());
+    pub fn close_unclaimed(&self) {
+        let names = self.store.as_ref().map(|store| store.remove_unclaimed());
         for name in names.unwrap_or_default() {
             if let Some(disk) = name.strip_suffix("/connection") {
                 tracing::warn!(disk, "the disk no longer exists; its front-end's connection is closed");

@@ -12,22 +12,22 @@ use std::path::{Path, PathBuf};
 use rustix::fs::AtFlags;
 use rustix::process::geteuid;
 
-use crate::image::state_folder;
-use crate::runtime_folder::{is_ours_alone, make};
+use crate::image::state_directory;
+use crate::runtime_directory::{check_exclusive_owner, create};
 use crate::user::{self, UserError};
 
 /// Root's directory.
-const OF_ROOT: &str = "/var/lib/larder-migrate";
+const ROOT_DIRECTORY: &str = "/var/lib/larder-migrate";
 
 /// Directory that does not belong to root alone.
-const OF_SERVICES: &str = "/var/lib/larder";
+const SERVICE_DIRECTORY: &str = "/var/lib/larder";
 
 /// Reason why there is no such directory.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum KnownHostsError {
     #[error("no state directory is known: none of $STATE_DIRECTORY, $XDG_STATE_HOME and $HOME is set")]
-    Nowhere,
+    NoDirectory,
     #[error("{}: {source}", path.display())]
     Directory { path: PathBuf, source: io::Error },
     #[error(transparent)]
@@ -40,33 +40,33 @@ pub enum KnownHostsError {
 /// # Errors
 /// The directory cannot be created, or other users can write to it.
 pub fn known_hosts_directory(user: Option<&str>) -> Result<PathBuf, KnownHostsError> {
-    let directory = place().ok_or(KnownHostsError::Nowhere)?;
+    let directory = default_directory().ok_or(KnownHostsError::NoDirectory)?;
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |source| KnownHostsError::Directory { path, source }
     };
-    if let Some(above) = directory.parent() {
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(above);
-        made.map_err(failed(above))?;
+    if let Some(parent) = directory.parent() {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(parent);
+        made.map_err(failed(parent))?;
     }
-    make(&directory, 0o700).map_err(failed(&directory))?;
+    create(&directory, 0o700).map_err(failed(&directory))?;
     // Another user may be able to write to a directory that existed before.
-    is_ours_alone(&directory).map_err(failed(&directory))?;
-    let user = user.map(user::find).transpose()?;
+    check_exclusive_owner(&directory).map_err(failed(&directory))?;
+    let user = user.map(user::find_user).transpose()?;
     match user.filter(|user| user.uid.as_raw() != geteuid().as_raw()) {
         None => Ok(directory),
         Some(user) => {
             // That user must be able to reach the subdirectory.
             fs::set_permissions(&directory, Permissions::from_mode(0o711)).map_err(failed(&directory))?;
-            let of_user = directory.join(format!("of-{}", user.uid));
-            make_for(&of_user, user.uid.as_raw(), user.gid.as_raw()).map_err(failed(&of_user))?;
-            Ok(of_user)
+            let user_directory = directory.join(format!("of-{}", user.uid));
+            create_for_user(&user_directory, user.uid.as_raw(), user.gid.as_raw()).map_err(failed(&user_directory))?;
+            Ok(user_directory)
         }
     }
 }
 
 /// Creates a directory for another user in one of root's.
-fn make_for(directory: &Path, uid: u32, gid: u32) -> io::Result<()> {
+fn create_for_user(directory: &Path, uid: u32, gid: u32) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(directory) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -92,9 +92,11 @@ fn make_for(directory: &Path, uid: u32, gid: u32) -> io::Result<()> {
     owned.map_err(io::Error::from)
 }
 
-fn place() -> Option<PathBuf> {
-    match state_folder()? {
-        of_services if geteuid().is_root() && of_services == Path::new(OF_SERVICES) => Some(PathBuf::from(OF_ROOT)),
+fn default_directory() -> Option<PathBuf> {
+    match state_directory()? {
+        service_directory if geteuid().is_root() && service_directory == Path::new(SERVICE_DIRECTORY) => {
+            Some(PathBuf::from(ROOT_DIRECTORY))
+        }
         state => Some(state.join("migrate")),
     }
 }

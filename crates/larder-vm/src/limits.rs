@@ -11,10 +11,10 @@ pub enum LimitsTextError {
     Empty,
     #[error("'{0}' is not KEY=VALUE, as in iops-total=1000")]
     NotAPair(String),
-    #[error("'{key}' is not a limit; known are {}", known())]
+    #[error("'{key}' is not a limit; known are {}", known_names())]
     UnknownKey { key: String },
     #[error("{key}: {name} has a value already")]
-    Twice { key: String, name: &'static str },
+    Duplicate { key: String, name: &'static str },
     #[error("{key}={value}: {why}")]
     Value { key: String, value: String, why: String },
     #[error(transparent)]
@@ -22,8 +22,11 @@ pub enum LimitsTextError {
 }
 
 /// Lists the known names, for messages.
-fn known() -> String {
-    let plain = ROWS.iter().filter(|row| row.part == Part::Average).map(|row| row.name);
+fn known_names() -> String {
+    let plain = LIMIT_NAMES
+        .iter()
+        .filter(|row| row.part == LimitPart::Average)
+        .map(|row| row.name);
     let plain: Vec<&str> = plain.collect();
     format!(
         "{}, each also with -max and -max-length, and iops-size",
@@ -37,15 +40,15 @@ pub struct LimitName {
     /// QEMU's name (`-drive throttling.NAME=...`).
     pub name: &'static str,
     /// QEMU's older name (`-drive NAME=...`), with underscores.
-    pub old: &'static str,
+    pub legacy_name: &'static str,
     /// libvirt's name (`<iotune>`).
     libvirt: &'static str,
-    what: What,
-    part: Part,
+    quantity: LimitedQuantity,
+    part: LimitPart,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum LimitedQuantity {
     RequestsTotal,
     RequestsRead,
     RequestsWrite,
@@ -56,7 +59,7 @@ enum What {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
+enum LimitPart {
     Average,
     Burst,
     Length,
@@ -64,21 +67,27 @@ enum Part {
     Size,
 }
 
-const fn row(name: &'static str, old: &'static str, libvirt: &'static str, what: What, part: Part) -> LimitName {
+const fn row(
+    name: &'static str,
+    legacy_name: &'static str,
+    libvirt: &'static str,
+    quantity: LimitedQuantity,
+    part: LimitPart,
+) -> LimitName {
     LimitName {
         name,
-        old,
+        legacy_name,
         libvirt,
-        what,
+        quantity,
         part,
     }
 }
 
 /// All kinds of limit, with all their names.
 #[rustfmt::skip]
-const ROWS: [LimitName; 19] = {
-    use Part::{Average, Burst, Length, Size};
-    use What::{BytesRead, BytesTotal, BytesWrite, RequestSize, RequestsRead, RequestsTotal, RequestsWrite};
+const LIMIT_NAMES: [LimitName; 19] = {
+    use LimitPart::{Average, Burst, Length, Size};
+    use LimitedQuantity::{BytesRead, BytesTotal, BytesWrite, RequestSize, RequestsRead, RequestsTotal, RequestsWrite};
     [
         row("iops-total", "iops", "total_iops_sec", RequestsTotal, Average),
         row("iops-read", "iops_rd", "read_iops_sec", RequestsRead, Average),
@@ -105,47 +114,51 @@ const ROWS: [LimitName; 19] = {
 impl LimitName {
     /// Returns all kinds of limit.
     pub fn all() -> impl Iterator<Item = &'static Self> {
-        ROWS.iter()
+        LIMIT_NAMES.iter()
     }
 
     /// Returns the kind of limit with any name `key`; dashes and underscores are equivalent.
     pub fn find(key: &str) -> Option<&'static Self> {
         let key = key.replace('-', "_");
-        ROWS.iter()
-            .find(|row| key == row.name.replace('-', "_") || key == row.old || key == row.libvirt)
+        LIMIT_NAMES
+            .iter()
+            .find(|row| key == row.name.replace('-', "_") || key == row.legacy_name || key == row.libvirt)
     }
 
     fn limit(self, limits: &mut ThrottleLimits) -> Option<&mut RateLimit> {
-        Some(match self.what {
-            What::RequestsTotal => &mut limits.requests_total,
-            What::RequestsRead => &mut limits.requests_read,
-            What::RequestsWrite => &mut limits.requests_write,
-            What::BytesTotal => &mut limits.bytes_total,
-            What::BytesRead => &mut limits.bytes_read,
-            What::BytesWrite => &mut limits.bytes_write,
-            What::RequestSize => return None,
+        Some(match self.quantity {
+            LimitedQuantity::RequestsTotal => &mut limits.requests_total,
+            LimitedQuantity::RequestsRead => &mut limits.requests_read,
+            LimitedQuantity::RequestsWrite => &mut limits.requests_write,
+            LimitedQuantity::BytesTotal => &mut limits.bytes_total,
+            LimitedQuantity::BytesRead => &mut limits.bytes_read,
+            LimitedQuantity::BytesWrite => &mut limits.bytes_write,
+            LimitedQuantity::RequestSize => return None,
         })
     }
 
     /// Returns whether the value is in bytes, and so may have a unit.
     fn is_in_bytes(self) -> bool {
-        let of_bytes = matches!(self.what, What::BytesTotal | What::BytesRead | What::BytesWrite);
-        self.part == Part::Size || (of_bytes && self.part != Part::Length)
+        let counts_bytes = matches!(
+            self.quantity,
+            LimitedQuantity::BytesTotal | LimitedQuantity::BytesRead | LimitedQuantity::BytesWrite
+        );
+        self.part == LimitPart::Size || (counts_bytes && self.part != LimitPart::Length)
     }
 
     /// Parses a value; an error is a message for the user.
-    fn read(self, value: &str) -> Result<u64, String> {
-        let most = RateLimit::MAX;
+    fn parse_value(self, value: &str) -> Result<u64, String> {
+        let max = RateLimit::MAX;
         if !value.is_empty() && value.chars().all(|c| c.is_ascii_digit()) && value.parse::<u64>().is_err() {
             return Err(format!(
-                "more than a limit can be, which is {most}; leave it out for no limit"
+                "more than a limit can be, which is {max}; leave it out for no limit"
             ));
         }
         if self.is_in_bytes() {
             return match value.parse::<ByteLen>() {
                 Ok(bytes) => Ok(bytes.get()),
                 Err(larder_block::SizeError::TooLarge(_)) => Err(format!(
-                    "more than a limit can be, which is {most} bytes; leave it out for no limit"
+                    "more than a limit can be, which is {max} bytes; leave it out for no limit"
                 )),
                 Err(error) => Err(error.to_string()),
             };
@@ -158,9 +171,9 @@ impl LimitName {
             return limits.request_size.get();
         };
         match self.part {
-            Part::Average | Part::Size => limit.average,
-            Part::Burst => limit.burst,
-            Part::Length => limit.burst_seconds.into(),
+            LimitPart::Average | LimitPart::Size => limit.average,
+            LimitPart::Burst => limit.burst,
+            LimitPart::Length => limit.burst_seconds.into(),
         }
     }
 
@@ -170,17 +183,19 @@ impl LimitName {
             return Ok(());
         };
         match self.part {
-            Part::Average | Part::Size => limit.average = value,
-            Part::Burst => limit.burst = value,
-            Part::Length => limit.burst_seconds = u32::try_from(value).map_err(|_| "more seconds than fit 32 bits")?,
+            LimitPart::Average | LimitPart::Size => limit.average = value,
+            LimitPart::Burst => limit.burst = value,
+            LimitPart::Length => {
+                limit.burst_seconds = u32::try_from(value).map_err(|_| "more seconds than fit 32 bits")?
+            }
         }
         Ok(())
     }
 }
 
 /// Returns all limits that are set, under QEMU's names; sizes are in bytes.
-pub fn named(limits: &ThrottleLimits) -> impl Iterator<Item = (&'static str, u64)> {
-    let all = ROWS.iter().map(move |row| (row.name, row.get(limits)));
+pub fn named_limits(limits: &ThrottleLimits) -> impl Iterator<Item = (&'static str, u64)> {
+    let all = LIMIT_NAMES.iter().map(move |row| (row.name, row.get(limits)));
     all.filter(|(_, value)| *value > 0)
 }
 
@@ -188,7 +203,7 @@ pub fn named(limits: &ThrottleLimits) -> impl Iterator<Item = (&'static str, u64
 ///
 /// # Errors
 /// See [`LimitsTextError`].
-pub fn parse_given_limits(text: &str) -> Result<ThrottleLimits, LimitsTextError> {
+pub fn parse_nonempty_limits(text: &str) -> Result<ThrottleLimits, LimitsTextError> {
     match text.trim() {
         "" => Err(LimitsTextError::Empty),
         text => parse_limits(text),
@@ -204,7 +219,7 @@ pub fn parse_limits(text: &str) -> Result<ThrottleLimits, LimitsTextError> {
         return Ok(ThrottleLimits::NONE);
     }
     let mut limits = ThrottleLimits::NONE;
-    let mut given: Vec<&str> = Vec::new();
+    let mut seen_names: Vec<&str> = Vec::new();
     for pair in text.split(',') {
         let (key, value) = pair
             .split_once('=')
@@ -213,15 +228,16 @@ pub fn parse_limits(text: &str) -> Result<ThrottleLimits, LimitsTextError> {
         let Some(row) = LimitName::find(key) else {
             return Err(LimitsTextError::UnknownKey { key: key.to_owned() });
         };
-        if given.contains(&row.name) {
-            return Err(LimitsTextError::Twice {
+        if seen_names.contains(&row.name) {
+            return Err(LimitsTextError::Duplicate {
                 key: key.to_owned(),
                 name: row.name,
             });
         }
-        given.push(row.name);
-        let read = row.read(value);
-        read.and_then(|value| row.set(&mut limits, value))
+        seen_names.push(row.name);
+        let parsed = row.parse_value(value);
+        parsed
+            .and_then(|value| row.set(&mut limits, value))
             .map_err(|why| LimitsTextError::Value {
                 key: key.to_owned(),
                 value: value.to_owned(),
@@ -279,7 +295,13 @@ mod tests {
         same(&["iops-size", "iops_size", "size_iops_sec"]);
         assert_eq!(LimitName::find("iopsx"), None);
         let mut names: Vec<String> = LimitName::all()
-            .flat_map(|row| [row.name.replace('-', "_"), row.old.to_owned(), row.libvirt.to_owned()])
+            .flat_map(|row| {
+                [
+                    row.name.replace('-', "_"),
+                    row.legacy_name.to_owned(),
+                    row.libvirt.to_owned(),
+                ]
+            })
             .collect();
         names.sort();
         // Both of QEMU's names for the request size are the same with underscores.
@@ -316,10 +338,10 @@ mod tests {
             ("iops-total=5,iops=6", "iops: iops-total has a value already"),
             ("iops-total=5,iops_total=5", "already"),
             ("iops-total-max=5", "average"),
-            ("iops-size=4096", "needs a limit on requests"),
-            ("bps=5,iops-size=4096", "needs a limit on requests"),
+            ("iops-size=4096", "only together with a limit on requests"),
+            ("bps=5,iops-size=4096", "only together with a limit on requests"),
         ] {
-            let error = parse_given_limits(text).expect_err(text).to_string();
+            let error = parse_nonempty_limits(text).expect_err(text).to_string();
             assert!(error.contains(part), "{text}: {error}");
         }
     }

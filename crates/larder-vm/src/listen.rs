@@ -1,7 +1,7 @@
 //! Listening unix sockets, with safe creation and removal of their files.
 
 mod acl;
-mod words;
+mod parse;
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -16,9 +16,9 @@ use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-pub use words::{group_of, mode_of, user_of};
+pub use parse::{parse_group, parse_huge_mode, parse_user};
 
-use crate::opener::helper;
+use crate::opener::opener_client;
 
 /// The longest path of a unix socket, in bytes (`sun_path` without its final zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -33,16 +33,16 @@ pub enum ListenError {
     #[error("socket path {} is {} bytes long; the kernel accepts at most {SOCKET_PATH_BYTES_MAX}: choose a shorter one, for example in /run/larder", path.display(), path.as_os_str().len())]
     TooLong { path: PathBuf },
     #[error("socket {} is in use: another process listens on it; choose another path, or stop that process", path.display())]
-    Taken { path: PathBuf },
+    InUse { path: PathBuf },
     #[error("{} exists and is not a socket; it was not changed: choose another path", path.display())]
     NotASocket { path: PathBuf },
     #[error(transparent)]
     Opener(io::Error),
-    #[error("cannot listen on {}: {source}{}", path.display(), folder_hint(source))]
+    #[error("cannot listen on {}: {source}{}", path.display(), directory_hint(source))]
     Os { path: PathBuf, source: io::Error },
 }
 
-fn folder_hint(error: &io::Error) -> &'static str {
+fn directory_hint(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::NotFound => "; its directory does not exist",
         io::ErrorKind::PermissionDenied => "; the user that runs larder may not write to its directory",
@@ -89,12 +89,12 @@ impl Access {
     ///
     /// Another user may own the directory, and replace the file by a link to one of our files at any time. So the
     /// change applies to the file that was opened, and only if it is a socket that this process has created.
-    fn apply(self, of_socket: &Path) -> io::Result<()> {
+    fn apply(self, socket_path: &Path) -> io::Result<()> {
         if self == Self::UMASK {
             return Ok(());
         }
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = File::from(rustix::fs::open(of_socket, flags, Mode::empty())?);
+        let file = File::from(rustix::fs::open(socket_path, flags, Mode::empty())?);
         let found = file.metadata()?;
         if !found.file_type().is_socket() || found.uid() != rustix::process::geteuid().as_raw() {
             return Err(io::Error::other("another process has replaced the socket's file"));
@@ -103,8 +103,8 @@ impl Access {
         let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         if self.owner.is_some() || self.group.is_some() {
             match std::os::unix::fs::chown(&path, self.owner, self.group) {
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return acl::give(&path, self),
-                given => given?,
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return acl::grant(&path, self),
+                result => result?,
             }
         }
         if let Some(mode) = self.mode {
@@ -116,11 +116,11 @@ impl Access {
                 group: None,
                 ..self
             };
-            if let Err(error) = acl::give(&path, readers_only) {
+            if let Err(error) = acl::grant(&path, readers_only) {
                 // All other users have their access already.
                 tracing::warn!(
                     "{}: cannot grant access to the group of readers: {error}",
-                    of_socket.display()
+                    socket_path.display()
                 );
             }
         }
@@ -128,8 +128,8 @@ impl Access {
     }
 }
 
-fn listen(path: &Path, access: Access) -> io::Result<UnixListener> {
-    let given = |socket| match access.apply(path) {
+fn bind_listener(path: &Path, access: Access) -> io::Result<UnixListener> {
+    let with_access = |socket| match access.apply(path) {
         Ok(()) => Ok(socket),
         Err(error) => {
             let _ = fs::remove_file(path);
@@ -137,7 +137,7 @@ fn listen(path: &Path, access: Access) -> io::Result<UnixListener> {
         }
     };
     let Some(mode) = access.mode else {
-        return given(UnixListener::bind(path)?);
+        return with_access(UnixListener::bind(path)?);
     };
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     // The file gets the mode of the socket at the time of bind, less the umask: no other user can connect at any
@@ -145,75 +145,75 @@ fn listen(path: &Path, access: Access) -> io::Result<UnixListener> {
     rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode & 0o600))?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, BACKLOG)?;
-    given(socket.into())
+    with_access(socket.into())
 }
 
-/// Returns two of the `places` that have the same path, if there are any. Each place is a path and its purpose.
+/// Returns two of the `paths` that have the same path, if there are any. Each place is a path and its purpose.
 ///
 /// Symbolic links in the directory of a path are resolved if the directory exists.
-pub fn same_place<'a, T>(places: &'a [(T, &Path)]) -> Option<(&'a T, &'a T)> {
-    let resolved: Vec<PathBuf> = places.iter().map(|(_, path)| resolve(path)).collect();
-    (1..places.len()).find_map(|later| {
+pub fn find_same_path<'a, T>(paths: &'a [(T, &Path)]) -> Option<(&'a T, &'a T)> {
+    let resolved: Vec<PathBuf> = paths.iter().map(|(_, path)| resolve_directory(path)).collect();
+    (1..paths.len()).find_map(|later| {
         let earlier = (0..later).find(|earlier| resolved[*earlier] == resolved[later])?;
-        Some((&places[earlier].0, &places[later].0))
+        Some((&paths[earlier].0, &paths[later].0))
     })
 }
 
-pub(crate) fn resolve(path: &Path) -> PathBuf {
+pub(crate) fn resolve_directory(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     match (path.parent().map(Path::canonicalize), path.file_name()) {
-        (Some(Ok(folder)), Some(name)) => folder.join(name),
+        (Some(Ok(directory)), Some(name)) => directory.join(name),
         _ => path,
     }
 }
 
 /// A unix socket on which this process listens.
-pub struct Listening {
+pub struct ListeningSocket {
     /// The socket, for the event loop.
     pub descriptor: OwnedFd,
     /// Its file, which is removed when this is dropped.
-    pub file: ListeningFile,
+    pub file: ListeningSocketFile,
 }
 
 /// The file of a listening socket, which is removed when this is dropped.
-pub enum ListeningFile {
+pub enum ListeningSocketFile {
     /// A file created by this process.
-    Own(SocketFile),
+    Bound(SocketFile),
     /// A file created by the opener.
-    Openers(OpenersFile),
+    Opener(OpenerSocketFile),
 }
 
 /// The file of a socket that the opener has created.
-pub struct OpenersFile(PathBuf);
+pub struct OpenerSocketFile(PathBuf);
 
-impl Drop for OpenersFile {
+impl Drop for OpenerSocketFile {
     fn drop(&mut self) {
         // The opener removes the file at its own end in any case.
-        let _ = helper().map(|helper| helper.stop_listening(&self.0));
+        let _ = opener_client().map(|helper| helper.stop_listening(&self.0));
     }
 }
 
-impl Listening {
+impl ListeningSocket {
     /// Listens on `path`, through the opener if this process has one.
     ///
     /// # Errors
     /// See [`ListenError`].
-    pub fn on(path: &Path, access: Access) -> Result<Self, ListenError> {
+    pub fn bind(path: &Path, access: Access) -> Result<Self, ListenError> {
         let failed = |source| ListenError::Os {
             path: path.to_owned(),
             source,
         };
-        if let Some(helper) = helper() {
+        if let Some(helper) = opener_client() {
             let descriptor = helper.listen(path).map_err(ListenError::Opener)?;
             return Ok(Self {
                 descriptor,
-                file: ListeningFile::Openers(OpenersFile(path.to_owned())),
+                file: ListeningSocketFile::Opener(OpenerSocketFile(path.to_owned())),
             });
         }
-        let file = SocketFile::bind_for(path, access)?;
+        let file = SocketFile::bind_with_access(path, access)?;
         Ok(Self {
             descriptor: file.descriptor().map_err(failed)?,
-            file: ListeningFile::Own(file),
+            file: ListeningSocketFile::Bound(file),
         })
     }
 }
@@ -233,50 +233,50 @@ impl SocketFile {
     /// # Errors
     /// See [`ListenError`].
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
-        Self::bind_for(path, Access::UMASK)
+        Self::bind_with_access(path, Access::UMASK)
     }
 
     /// Listens on `path` with the permissions `access`. A socket file that a dead process left there is replaced.
     ///
     /// # Errors
     /// See [`ListenError`].
-    pub fn bind_for(path: &Path, access: Access) -> Result<Self, ListenError> {
+    pub fn bind_with_access(path: &Path, access: Access) -> Result<Self, ListenError> {
         let path = path.to_owned();
         if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             return Err(ListenError::TooLong { path });
         }
-        let _turn = Turn::take(&path)?;
+        let _lock = PathLock::acquire(&path)?;
         if let Ok(found) = fs::symlink_metadata(&path) {
             if !found.file_type().is_socket() {
                 return Err(ListenError::NotASocket { path });
             }
-            if !is_dead(&path) {
-                return Err(ListenError::Taken { path });
+            if !is_stale(&path) {
+                return Err(ListenError::InUse { path });
             }
             // The turn is held, so no other process replaces it at the same time.
             let _ = fs::remove_file(&path);
         }
-        match listen(&path, access) {
+        match bind_listener(&path, access) {
             Ok(listener) => {
                 let inode = fs::symlink_metadata(&path).ok().map(|found| inode_of(&found));
                 Ok(Self { listener, path, inode })
             }
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => Err(ListenError::Taken { path }),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => Err(ListenError::InUse { path }),
             Err(source) => Err(ListenError::Os { path, source }),
         }
     }
 
-    /// Removes the socket file of a dead process, if it is older than `kept`.
-    pub fn remove_dead(path: &Path, kept: Duration) {
-        let is_old = fs::symlink_metadata(path).is_ok_and(|found| {
+    /// Removes the socket file of a dead process, if it is older than `max_age`.
+    pub fn remove_stale(path: &Path, max_age: Duration) {
+        let is_expired = fs::symlink_metadata(path).is_ok_and(|found| {
             let age = found.modified().ok().and_then(|made| made.elapsed().ok());
-            found.file_type().is_socket() && age.is_some_and(|age| age > kept)
+            found.file_type().is_socket() && age.is_some_and(|age| age > max_age)
         });
         // Another process may have replaced the file before the second check.
-        if is_old
-            && is_dead(path)
-            && let Ok(_turn) = Turn::take(path)
-            && is_dead(path)
+        if is_expired
+            && is_stale(path)
+            && let Ok(_lock) = PathLock::acquire(path)
+            && is_stale(path)
         {
             // The removal fails if another user has created the new file, and then removes it.
             let _ = fs::remove_file(path);
@@ -299,14 +299,14 @@ impl SocketFile {
 
 /// Returns whether the listener of a socket is dead. A listener with a full backlog is alive, and this call does not
 /// wait for it.
-pub(crate) fn is_dead(path: &Path) -> bool {
+pub(crate) fn is_stale(path: &Path) -> bool {
     let connected = || {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         connect(&socket, &SocketAddrUnix::new(path)?).map(|()| UnixStream::from(socket))
     };
     match connected() {
-        Ok(stream) => listener_has_ended(&stream),
+        Ok(stream) => listener_exited(&stream),
         Err(error) => error == Errno::CONNREFUSED,
     }
 }
@@ -314,17 +314,17 @@ pub(crate) fn is_dead(path: &Path) -> bool {
 /// Exclusive right to inspect a socket's path, replace a stale file there, and listen: two processes that found the
 /// same stale socket would otherwise remove each other's. It is a lock file next to the socket, removed when this is
 /// dropped.
-struct Turn {
+struct PathLock {
     path: PathBuf,
     /// The lock is released when this is closed, after the file was removed.
     _file: File,
 }
 
 /// Longest wait for another process's turn.
-const TURN_MAX: Duration = Duration::from_secs(5);
+const PATH_LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-impl Turn {
-    fn take(socket: &Path) -> Result<Self, ListenError> {
+impl PathLock {
+    fn acquire(socket: &Path) -> Result<Self, ListenError> {
         let failed = |source| ListenError::Os {
             path: socket.to_owned(),
             source,
@@ -333,7 +333,7 @@ impl Turn {
         name.push(socket.file_name().unwrap_or_default());
         name.push(".lock");
         let path = socket.with_file_name(name);
-        let give_up = Instant::now() + TURN_MAX;
+        let deadline = Instant::now() + PATH_LOCK_TIMEOUT;
         loop {
             let file = OpenOptions::new()
                 .write(true)
@@ -346,9 +346,9 @@ impl Turn {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 // The previous holder may have removed the file; then another process may have created and locked a
                 // new one.
-                Ok(()) if is_at(&file, &path) => return Ok(Self { path, _file: file }),
+                Ok(()) if is_file_at(&file, &path) => return Ok(Self { path, _file: file }),
                 Ok(()) => {}
-                Err(_) if Instant::now() > give_up => {
+                Err(_) if Instant::now() > deadline => {
                     let why = format!("{} is locked by another process", path.display());
                     return Err(failed(io::Error::new(io::ErrorKind::TimedOut, why)));
                 }
@@ -358,14 +358,14 @@ impl Turn {
     }
 }
 
-fn is_at(file: &File, path: &Path) -> bool {
-    let (Ok(ours), Ok(there)) = (file.metadata(), fs::symlink_metadata(path)) else {
+fn is_file_at(file: &File, path: &Path) -> bool {
+    let (Ok(opened), Ok(current)) = (file.metadata(), fs::symlink_metadata(path)) else {
         return false;
     };
-    (ours.dev(), ours.ino()) == (there.dev(), there.ino())
+    (opened.dev(), opened.ino()) == (current.dev(), current.ino())
 }
 
-impl Drop for Turn {
+impl Drop for PathLock {
     fn drop(&mut self) {
         // A lock file that remains does no harm.
         let _ = fs::remove_file(&self.path);
@@ -375,7 +375,7 @@ impl Drop for Turn {
 /// Returns whether the process that listens, or listened, at the other end has ended. Its socket may exist for a
 /// moment longer: the kernel tears down a killed process's io_uring in the background, and the ring's pending accept
 /// holds the socket.
-pub(crate) fn listener_has_ended(stream: &UnixStream) -> bool {
+pub(crate) fn listener_exited(stream: &UnixStream) -> bool {
     let Ok(peer) = rustix::net::sockopt::socket_peercred(stream) else {
         return false;
     };
@@ -387,22 +387,22 @@ pub(crate) fn listener_has_ended(stream: &UnixStream) -> bool {
             .is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X'))),
         // Processes of other users may be hidden (ProtectProc=).
         Err(error) => {
-            let is_gone = rustix::process::test_kill_process(peer.pid) == Err(rustix::io::Errno::SRCH);
-            is_gone && error.kind() == io::ErrorKind::NotFound && Path::new("/proc/self/stat").exists()
+            let is_exited = rustix::process::test_kill_process(peer.pid) == Err(rustix::io::Errno::SRCH);
+            is_exited && error.kind() == io::ErrorKind::NotFound && Path::new("/proc/self/stat").exists()
         }
     }
 }
 
-fn inode_of(found: &fs::Metadata) -> u64 {
-    found.ino()
+fn inode_of(metadata: &fs::Metadata) -> u64 {
+    metadata.ino()
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
         // Without the turn, a successor's file could be removed, if it is created between the check and the removal.
-        let _turn = Turn::take(&self.path);
-        let ours = fs::symlink_metadata(&self.path).ok().map(|found| inode_of(&found)) == self.inode;
-        if ours && self.inode.is_some() {
+        let _lock = PathLock::acquire(&self.path);
+        let is_same_file = fs::symlink_metadata(&self.path).ok().map(|found| inode_of(&found)) == self.inode;
+        if is_same_file && self.inode.is_some() {
             // The file may not exist any more.
             let _ = fs::remove_file(&self.path);
         }
@@ -420,8 +420,8 @@ mod tests {
     fn permissions_change_only_on_socket() {
         use std::sync::atomic::{AtomicBool, Ordering};
 
-        let folder = tempfile::tempdir().expect("a directory");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
         let (socket, victim, link) = (at("s"), at("victim"), at("link"));
         fs::write(&victim, "ours").expect("writes");
         fs::set_permissions(&victim, Permissions::from_mode(0o600)).expect("is ours");
@@ -440,7 +440,7 @@ mod tests {
             };
             for _ in 0..2000 {
                 let _ = fs::remove_file(&socket);
-                drop(SocketFile::bind_for(&socket, access));
+                drop(SocketFile::bind_with_access(&socket, access));
             }
             done.store(true, Ordering::Relaxed);
         });
@@ -450,46 +450,46 @@ mod tests {
 
     #[test]
     fn only_stale_socket_is_replaced() {
-        let folder = tempfile::tempdir().expect("a directory");
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
         drop(UnixListener::bind(&path).expect("binds"));
         assert!(path.exists());
         let live = SocketFile::bind(&path).expect("replaces the stale one");
-        assert!(matches!(SocketFile::bind(&path), Err(ListenError::Taken { .. })));
+        assert!(matches!(SocketFile::bind(&path), Err(ListenError::InUse { .. })));
         drop(live);
         assert!(!path.exists());
     }
 
     #[test]
     fn only_old_dead_sockets_are_removed() {
-        let folder = tempfile::tempdir().expect("a directory");
-        let [dead, live, file] = ["dead", "live", "file"].map(|name| folder.path().join(name));
+        let directory = tempfile::tempdir().expect("a directory");
+        let [dead, live, file] = ["dead", "live", "file"].map(|name| directory.path().join(name));
         drop(UnixListener::bind(&dead).expect("binds"));
         let _live = SocketFile::bind(&live).expect("binds");
         fs::write(&file, "").expect("a file");
-        SocketFile::remove_dead(&dead, Duration::from_secs(3600));
+        SocketFile::remove_stale(&dead, Duration::from_secs(3600));
         assert!(dead.exists());
-        for path in [&dead, &live, &file, &folder.path().join("none")] {
-            SocketFile::remove_dead(path, Duration::ZERO);
+        for path in [&dead, &live, &file, &directory.path().join("none")] {
+            SocketFile::remove_stale(path, Duration::ZERO);
         }
-        let left = fs::read_dir(folder.path()).expect("is there").count();
+        let left = fs::read_dir(directory.path()).expect("is there").count();
         assert!(!dead.exists() && live.exists() && file.exists() && left == 2);
     }
 
     #[test]
     fn invalid_socket_paths_are_refused() {
-        let folder = tempfile::tempdir().expect("a directory");
-        let path = folder.path().join("file");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("file");
         fs::write(&path, "mine").expect("writes");
         assert!(matches!(SocketFile::bind(&path), Err(ListenError::NotASocket { .. })));
         assert_eq!(fs::read(&path).expect("is there"), b"mine");
-        let long = folder.path().join("x".repeat(120));
+        let long = directory.path().join("x".repeat(120));
         assert!(matches!(SocketFile::bind(&long), Err(ListenError::TooLong { .. })));
         assert!(matches!(
-            SocketFile::bind(folder.path()),
+            SocketFile::bind(directory.path()),
             Err(ListenError::NotASocket { .. })
         ));
-        let nowhere = folder.path().join("no/such/folder");
+        let nowhere = directory.path().join("no/such/folder");
         assert!(matches!(SocketFile::bind(&nowhere), Err(ListenError::Os { .. })));
     }
 
@@ -497,8 +497,8 @@ mod tests {
     #[test]
     fn one_process_replaces_stale_socket() {
         const MANY: usize = 8;
-        let folder = tempfile::tempdir().expect("a directory");
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
         for round in 0..100 {
             drop(UnixListener::bind(&path).expect("a stale socket"));
             let start = Barrier::new(MANY);
@@ -512,14 +512,14 @@ mod tests {
             });
             let served: Vec<&SocketFile> = all.iter().flatten().collect();
             assert_eq!(served.len(), 1, "round {round}");
-            let taken = |result: &&Result<SocketFile, ListenError>| matches!(result, Err(ListenError::Taken { .. }));
+            let taken = |result: &&Result<SocketFile, ListenError>| matches!(result, Err(ListenError::InUse { .. }));
             assert_eq!(all.iter().filter(taken).count(), MANY - 1, "round {round}");
             let _client = UnixStream::connect(&path).expect("a process listens there");
             served[0].listener.set_nonblocking(true).expect("can be set");
             assert!(served[0].listener.accept().is_ok(), "round {round}: it is another one");
             drop(all);
             assert_eq!(
-                fs::read_dir(folder.path()).expect("a directory").count(),
+                fs::read_dir(directory.path()).expect("a directory").count(),
                 0,
                 "nothing is left behind"
             );

@@ -1,12 +1,12 @@
 //! The memory of a VM, kept within a budget by a thread of its own.
 
-pub mod approach;
-mod deciders;
+pub mod attach_retry;
+mod path_trust;
 mod qemu_ram;
 pub mod range;
 pub mod service;
+pub mod spec;
 pub(crate) mod swap;
-pub mod wish;
 
 use std::cell::Cell;
 use std::io;
@@ -17,29 +17,29 @@ use std::time::Duration;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::signal::first_of;
 use larder_block::{ByteLen, Loop};
-use larder_memory::attach::{AttachError, Attached, Found};
+use larder_memory::attach::{AttachCandidate, AttachError, Attached};
 use larder_memory::entry::Tier;
+use larder_memory::headroom::common_cgroup_limit;
 use larder_memory::pager;
-use larder_memory::room::common_limit;
-use larder_memory::service::{DetachError, End, Service};
-use larder_memory::target::{Options, Target, TargetError};
+use larder_memory::service::{DetachError, PagerExit, PagerService};
+use larder_memory::target::{InspectOptions, Target, TargetError};
 use rustix::process::{DumpableBehavior, Pid, getpid, set_dumpable_behavior};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::control::memory::{MemoryPatch, MemoryState};
-use crate::outcome::Outcome;
-use crate::runtime_folder::detach_ledger_folder;
-use range::{BudgetRange, RangeError};
+use crate::runtime_directory::detach_ledger_directory;
+use crate::thread_result::ThreadResult;
+use range::{BudgetRange, BudgetRangeError};
 
 /// Maximum number of queued requests to the thread; senders of further ones wait.
-const WAITING_MAX: usize = 16;
+const REQUEST_QUEUE_MAX: usize = 16;
 
-pub use swap::{SwapConfig, SwapError, look_at_disk};
+pub use swap::{SwapConfig, SwapError, check_swap_disk};
 
 /// Parses `data` as the beginning of a swap disk, and as the body of `PATCH /v1/memory`, for fuzzing.
 #[doc(hidden)]
-pub fn read_any(data: &[u8]) {
-    swap::read_any(data);
+pub fn fuzz_parse(data: &[u8]) {
+    swap::fuzz_parse(data);
     if let Ok(patch) = serde_json::from_slice::<MemoryPatch>(data) {
         let limits = patch.limits();
         let bytes = 1 << 30;
@@ -123,13 +123,13 @@ pub enum MemoryError {
     #[error(transparent)]
     Budget(#[from] BudgetError),
     #[error(transparent)]
-    Wish(#[from] wish::WishError),
+    Spec(#[from] spec::MemorySpecError),
     #[error("cannot start the thread that manages the memory: {0}")]
     Thread(io::Error),
     #[error("cannot set up io_uring: {0}")]
     Uring(io::Error),
     #[error("the thread that manages the memory has died")]
-    Died,
+    ThreadDied,
 }
 
 /// Reason why a budget is invalid.
@@ -145,28 +145,28 @@ pub enum BudgetError {
     #[error("{compressed} of compressed pages leave too little of a budget of {budget} for the guest")]
     Compressed { compressed: ByteLen, budget: ByteLen },
     #[error(transparent)]
-    Range(#[from] RangeError),
+    Range(#[from] BudgetRangeError),
     #[error("a detach is running, and all pages are being paged in: limits have no effect any more")]
     Detaching,
 }
 
 /// Result of an attach.
 #[derive(Clone, Debug)]
-pub struct Began {
+pub struct AttachSummary {
     /// Name of the process.
     pub name: String,
     /// Size of its memory.
     pub bytes: ByteLen,
     /// Longest pause of one of its threads; `None` if another pager was attached before, which this one replaces.
-    pub stood_still: Option<Duration>,
+    pub pause: Option<Duration>,
     /// Warnings for the user.
-    pub cautions: Vec<String>,
+    pub warnings: Vec<String>,
 }
 
-impl Began {
+impl AttachSummary {
     /// Logs the result.
-    pub fn tell(&self, pid: Pid, budget: ByteLen) {
-        for caution in &self.cautions {
+    pub fn log(&self, pid: Pid, budget: ByteLen) {
+        for caution in &self.warnings {
             tracing::warn!("{caution}");
         }
         tracing::info!(
@@ -174,9 +174,9 @@ impl Began {
             pid = pid.as_raw_pid(),
             size = %self.bytes,
             %budget,
-            stood_still = self.stood_still.map(tracing::field::debug),
+            stood_still = self.pause.map(tracing::field::debug),
             "{}",
-            match self.stood_still {
+            match self.pause {
                 Some(_) => "attached",
                 None => "attached, in place of another pager, which has ended",
             }
@@ -185,25 +185,25 @@ impl Began {
 }
 
 /// Logs why management has ended.
-pub fn tell_end(end: End) {
+pub fn log_end(end: PagerExit) {
     match end {
-        End::Detached => tracing::info!("detached"),
-        End::ProcessEnded => tracing::info!("the process has ended"),
+        PagerExit::Detached => tracing::info!("detached"),
+        PagerExit::ProcessEnded => tracing::info!("the process has ended"),
     }
 }
 
 /// Memory that is managed.
 pub struct ManagedMemory {
-    outcome: Outcome<Result<End, MemoryError>>,
-    inquiry: MemoryInquiry,
-    began: Began,
+    outcome: ThreadResult<Result<PagerExit, MemoryError>>,
+    handle: MemoryHandle,
+    summary: AttachSummary,
 }
 
 /// Handle for requests to the thread of a VM's memory, usable from any thread.
 #[derive(Clone)]
-pub struct MemoryInquiry(mpsc::Sender<Inquiry>);
+pub struct MemoryHandle(mpsc::Sender<MemoryRequest>);
 
-enum Inquiry {
+enum MemoryRequest {
     State(oneshot::Sender<MemoryState>),
     Limit(MemoryLimits, oneshot::Sender<Result<MemoryState, String>>),
     Detach(oneshot::Sender<Result<(), DetachError>>),
@@ -227,94 +227,95 @@ impl ManagedMemory {
     /// # Errors
     /// The process cannot be attached to; it is left unchanged then.
     pub fn start(config: MemoryConfig) -> Result<Self, MemoryError> {
-        let (sender, inquiries) = mpsc::channel(WAITING_MAX);
-        let (report, ready) = thread_mpsc::channel();
+        let (sender, inquiries) = mpsc::channel(REQUEST_QUEUE_MAX);
+        let (attached_sender, ready) = thread_mpsc::channel();
         let thread = std::thread::Builder::new().name("larder-memory".to_owned());
-        let outcome = Outcome::of(thread, move || serve(&config, inquiries, &report)).map_err(MemoryError::Thread)?;
+        let outcome = ThreadResult::spawn(thread, move || run_pager(&config, inquiries, &attached_sender))
+            .map_err(MemoryError::Thread)?;
         match ready.recv() {
             Ok(began) => Ok(Self {
                 outcome,
-                inquiry: MemoryInquiry(sender),
-                began,
+                handle: MemoryHandle(sender),
+                summary: began,
             }),
             Err(thread_mpsc::RecvError) => match outcome.wait() {
                 Some(Err(error)) => Err(error),
-                Some(Ok(_)) | None => Err(MemoryError::Died),
+                Some(Ok(_)) | None => Err(MemoryError::ThreadDied),
             },
         }
     }
 
     /// Returns the result of the attach.
-    pub fn began(&self) -> &Began {
-        &self.began
+    pub fn summary(&self) -> &AttachSummary {
+        &self.summary
     }
 
     /// Returns a handle for requests, usable from any thread.
-    pub fn inquiry(&self) -> MemoryInquiry {
-        self.inquiry.clone()
+    pub fn handle(&self) -> MemoryHandle {
+        self.handle.clone()
     }
 
     /// Waits until management ends, and returns the reason.
     ///
     /// # Errors
     /// The thread has died.
-    pub fn wait(self) -> Result<End, MemoryError> {
-        self.outcome.wait().unwrap_or(Err(MemoryError::Died))
+    pub fn wait(self) -> Result<PagerExit, MemoryError> {
+        self.outcome.wait().unwrap_or(Err(MemoryError::ThreadDied))
     }
 }
 
-impl MemoryInquiry {
+impl MemoryHandle {
     /// Returns the current state; `None` if management has ended.
     pub async fn state(&self) -> Option<MemoryState> {
-        let (reply, answer) = oneshot::channel();
-        self.0.send(Inquiry::State(reply)).await.ok()?;
-        answer.await.ok()
+        let (reply, reply_receiver) = oneshot::channel();
+        self.0.send(MemoryRequest::State(reply)).await.ok()?;
+        reply_receiver.await.ok()
     }
 
     /// Sets limits; returns the state afterwards, or an error message. `None` if management has ended.
     pub async fn limit(&self, limits: MemoryLimits) -> Option<Result<MemoryState, String>> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(Inquiry::Limit(limits, reply)).await.ok()?;
+        self.0.send(MemoryRequest::Limit(limits, reply)).await.ok()?;
         answer.await.ok()
     }
 
     /// Sets limits, for a thread that may block; an error is a message for the user. `None` if management has ended.
     pub fn limit_blocking(&self, limits: MemoryLimits) -> Option<Result<(), String>> {
         let (reply, answer) = oneshot::channel();
-        self.0.blocking_send(Inquiry::Limit(limits, reply)).ok()?;
+        self.0.blocking_send(MemoryRequest::Limit(limits, reply)).ok()?;
         Some(answer.blocking_recv().ok()?.map(|_| ()))
     }
 
     /// Pages everything in, and detaches from the process; `None` if management has ended.
     pub async fn detach(&self) -> Option<Result<(), DetachError>> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(Inquiry::Detach(reply)).await.ok()?;
+        self.0.send(MemoryRequest::Detach(reply)).await.ok()?;
         answer.await.ok()
     }
 
     /// Cancels a running detach; returns whether there was one. `None` if management has ended.
     pub async fn cancel_detach(&self) -> Option<bool> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(Inquiry::CancelDetach(reply)).await.ok()?;
+        self.0.send(MemoryRequest::CancelDetach(reply)).await.ok()?;
         answer.await.ok()
     }
 
     /// Cancels a running detach, for a thread that may block.
     pub fn cancel_detach_blocking(&self) -> Option<bool> {
         let (reply, answer) = oneshot::channel();
-        self.0.blocking_send(Inquiry::CancelDetach(reply)).ok()?;
+        self.0.blocking_send(MemoryRequest::CancelDetach(reply)).ok()?;
         answer.blocking_recv().ok()
     }
 
     /// Detaches, for a thread that may block.
     pub fn detach_blocking(&self) -> Option<Result<(), DetachError>> {
-        self.begin_detach_blocking()()
+        self.start_detach_blocking()()
     }
 
     /// Starts a detach that precedes all later requests. Returns a function that waits for its end.
-    pub fn begin_detach_blocking(&self) -> impl FnOnce() -> Option<Result<(), DetachError>> + Send + use<> {
+    pub fn start_detach_blocking(&self) -> impl FnOnce() -> Option<Result<(), DetachError>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
-        let sent = self.0.blocking_send(Inquiry::Detach(reply));
+        let sent = self.0.blocking_send(MemoryRequest::Detach(reply));
         move || sent.ok().and_then(|()| answer.blocking_recv().ok())
     }
 }
@@ -329,8 +330,8 @@ fn compressed_default(budget: u64, has_disk: bool) -> u64 {
 }
 
 /// Returns the size of the pager's metadata for memory of `bytes`.
-fn overhead(bytes: u64) -> u64 {
-    bytes / larder_memory::units::PAGE_BYTES * pager::OVERHEAD_BYTES
+fn metadata_bytes(bytes: u64) -> u64 {
+    bytes / larder_memory::units::PAGE_BYTES * pager::OVERHEAD_BYTES_PER_PAGE
 }
 
 /// Checks a budget for memory of `bytes`; returns budget and limit of compressed pages.
@@ -340,8 +341,8 @@ fn check_budget(
     compressed: Option<ByteLen>,
     has_disk: bool,
 ) -> Result<(u64, u64), BudgetError> {
-    let overhead = overhead(bytes);
-    let needed = range::least(bytes);
+    let overhead = metadata_bytes(bytes);
+    let needed = range::budget_min(bytes);
     if budget.get() < needed {
         return Err(BudgetError::TooSmall {
             budget,
@@ -360,48 +361,48 @@ fn check_budget(
     Ok((budget.get(), compressed))
 }
 
-fn serve(
+fn run_pager(
     config: &MemoryConfig,
-    mut inquiries: mpsc::Receiver<Inquiry>,
-    report: &thread_mpsc::Sender<Began>,
-) -> Result<End, MemoryError> {
+    mut requests: mpsc::Receiver<MemoryRequest>,
+    report: &thread_mpsc::Sender<AttachSummary>,
+) -> Result<PagerExit, MemoryError> {
     let on = Loop::new(config.poll_max).map_err(MemoryError::Uring)?;
     on.block_on(async {
-        let options = Options {
+        let options = InspectOptions {
             ram_of: qemu_ram::ram_files,
-            ..Options::default()
+            ..InspectOptions::default()
         };
-        let target = Target::examine(config.pid, &options)?;
+        let target = Target::inspect(config.pid, &options)?;
         // From here on a pidfd identifies the process.
-        if config.started.is_some_and(|started| started != target.started()) {
+        if config.started.is_some_and(|started| started != target.start_time()) {
             return Err(TargetError::Ended { pid: config.pid }.into());
         }
-        let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
+        let bytes: u64 = target.ram_mappings.iter().map(|memory| memory.location.bytes).sum();
         let (limit_bytes, compressed_bytes) = check_budget(bytes, config.budget, config.compressed, config.has_disk())?;
         config.range.check(bytes, limit_bytes).map_err(BudgetError::from)?;
         let name = target.name.clone();
-        let quarantine = config.quarantine.unwrap_or(match target.direct_io {
+        let quarantine = config.quarantine.unwrap_or(match target.uses_direct_io {
             true => QUARANTINE_DEFAULT,
             false => Duration::ZERO,
         });
-        let (workers, started) = (target.workers(), target.started());
-        let found = Found::find(target)?;
-        let cautions = found.cautions();
-        swap::check_both(config.swap.as_ref(), config.slow.as_ref())?;
-        let owner = swap::Owner {
+        let (workers, started) = (target.guest_threads(), target.start_time());
+        let found = AttachCandidate::open(target)?;
+        let cautions = found.warnings();
+        swap::check_distinct(config.swap.as_ref(), config.slow.as_ref())?;
+        let owner = swap::SwapOwner {
             pid: config.pid.as_raw_pid().unsigned_abs(),
             started,
         };
         let was_managed = found.was_managed();
-        let is_to_be_encrypted = found.is_encrypted().unwrap_or(config.encrypt);
-        let (mut swaps, mut leaving) = (Vec::new(), Vec::new());
+        let encrypt = found.is_encrypted().unwrap_or(config.encrypt);
+        let (mut swaps, mut releases) = (Vec::new(), Vec::new());
         let mut failed = None;
         for (tier, disk) in [(Tier::Ssd, &config.swap), (Tier::Slow, &config.slow)] {
-            match swap::open(&on, tier, owner, disk.as_ref(), found.swap(tier), is_to_be_encrypted).await {
+            match swap::open_swap(&on, tier, owner, disk.as_ref(), found.swap(tier), encrypt).await {
                 Ok(None) => {}
                 Ok(Some(opened)) => {
                     swaps.push(opened.swap);
-                    leaving.push((opened.release, opened.is_new && !was_managed));
+                    releases.push((opened.release, opened.is_new && !was_managed));
                 }
                 Err(error) => {
                     failed = Some(error);
@@ -409,13 +410,13 @@ fn serve(
                 }
             }
         }
-        let pager_options = pager::Options {
+        let pager_options = pager::PagerOptions {
             limit_bytes,
             compressed_bytes,
             quarantine,
-            first_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
+            priority_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
             prefetch: config.prefetch,
-            workers,
+            guest_threads: workers,
         };
         let attached = match failed {
             Some(error) => Err(MemoryError::from(error)),
@@ -426,8 +427,8 @@ fn serve(
         let attached = match attached {
             Ok(attached) => attached,
             Err(error) => {
-                for (disk, is_unused) in leaving {
-                    if is_unused {
+                for (disk, release_on_failure) in releases {
+                    if release_on_failure {
                         disk.release().await;
                     }
                 }
@@ -436,34 +437,34 @@ fn serve(
         };
         // This must come before the process may become non-dumpable, because its files in /proc belong to root then.
         raise_oom_score(config.pid, bytes);
-        is_encrypted(&attached, config);
-        let began = Began {
+        check_encryption(&attached, config);
+        let began = AttachSummary {
             name: name.clone(),
             bytes: ByteLen::new(bytes),
-            stood_still: attached.stood_still,
-            cautions,
+            pause: attached.paused_for,
+            warnings: cautions,
         };
-        let ledger = detach_ledger_folder();
+        let ledger = detach_ledger_directory();
         let ledger = ledger
             .inspect_err(|error| tracing::debug!("cannot detect other pagers that detach at the same time: {error}"))
             .ok();
-        let service = Service::start(&on, attached, options, ledger).map_err(MemoryError::Uring)?;
+        let service = PagerService::start(&on, attached, options, ledger).map_err(MemoryError::Uring)?;
         // The starter may have given up; then there are no requests, and management continues.
         let _ = report.send(began);
-        let managed = Rc::new(Managed {
+        let managed = Rc::new(RequestHandler {
             config: config.clone(),
             range: Cell::new(config.range),
             name,
             service: Rc::clone(&service),
         });
         let answering = async {
-            while let Some(inquiry) = inquiries.recv().await {
-                managed.answer(&on, inquiry);
+            while let Some(request) = requests.recv().await {
+                managed.handle_request(&on, request);
             }
             std::future::pending().await
         };
         let end = first_of(answering, service.ended()).await;
-        for (disk, _) in leaving {
+        for (disk, _) in releases {
             disk.release().await;
         }
         Ok(end)
@@ -482,7 +483,7 @@ fn raise_oom_score(pid: Pid, bytes: u64) {
     let Some(score) = read(&pid.as_raw_pid().to_string()).and_then(|of| oom_score_above(of, bytes, total)) else {
         return;
     };
-    if read("self").is_some_and(|own| own >= score) {
+    if read("self").is_some_and(|current| current >= score) {
         return;
     }
     if let Err(error) = std::fs::write("/proc/self/oom_score_adj", score.to_string()) {
@@ -493,14 +494,14 @@ fn raise_oom_score(pid: Pid, bytes: u64) {
 /// Returns the `oom_score_adj` with which a process of any size is killed before one of `bytes` whose own value is
 /// `of`: the kernel adds that many thousandths of `total` to the size of each process (proc_pid_oom_score_adj(5)).
 /// `None` if that process is exempt.
-fn oom_score_above(of: i64, bytes: u64, total: u64) -> Option<i64> {
+fn oom_score_above(score: i64, bytes: u64, total: u64) -> Option<i64> {
     const EXEMPT: i64 = -1000;
     const MAX: i64 = 1000;
     // Allowance for QEMU's memory other than its guest's, and for rounding.
-    const REST: i64 = 20;
+    const MARGIN: i64 = 20;
     let size = (u128::from(bytes) * 1000).div_ceil(u128::from(total.max(1)));
     let size = i64::try_from(size).unwrap_or(MAX).min(MAX);
-    (of > EXEMPT).then(|| (of + size + REST).min(MAX))
+    (score > EXEMPT).then(|| (score + size + MARGIN).min(MAX))
 }
 
 /// Returns the memory size that the kernel compares with: the host's, or the smallest control group limit common to
@@ -509,11 +510,11 @@ fn oom_total_bytes(pid: Pid) -> u64 {
     // SAFETY: these calls take no pointers.
     let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
     let host = u64::try_from(pages).unwrap_or(0) * u64::try_from(page).unwrap_or(0);
-    common_limit(pid, getpid()).map_or(host, |limit| limit.min(host))
+    common_cgroup_limit(pid, getpid()).map_or(host, |limit| limit.min(host))
 }
 
 /// Keeps the key out of core dumps, and warns if a previous pager's choice about encryption is in effect.
-fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
+fn check_encryption(attached: &Attached, config: &MemoryConfig) {
     let is_encrypted = attached.is_encrypted();
     if is_encrypted && let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
         tracing::warn!("if this process crashes, its core dump may contain the key of the data on the disks: {error}");
@@ -528,30 +529,30 @@ fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
 }
 
 /// Managed memory, as seen by the task that answers requests.
-struct Managed {
+struct RequestHandler {
     config: MemoryConfig,
     range: Cell<BudgetRange>,
     name: String,
-    service: Rc<Service>,
+    service: Rc<PagerService>,
 }
 
-impl Managed {
+impl RequestHandler {
     /// Answers a request. Its sender may have stopped waiting.
-    fn answer(&self, on: &Loop, inquiry: Inquiry) {
+    fn handle_request(&self, on: &Loop, inquiry: MemoryRequest) {
         match inquiry {
-            Inquiry::State(reply) => {
+            MemoryRequest::State(reply) => {
                 if let Some(state) = self.state(on) {
                     let _ = reply.send(state);
                 }
             }
-            Inquiry::Limit(limits, reply) => {
-                let set = self.limit(limits);
+            MemoryRequest::Limit(limits, reply) => {
+                let result = self.limit(limits);
                 if let Some(state) = self.state(on) {
-                    let _ = reply.send(set.map(|()| state).map_err(|error| error.to_string()));
+                    let _ = reply.send(result.map(|()| state).map_err(|error| error.to_string()));
                 }
             }
             // The detach starts at once, so that a request to cancel it, which may be the next one, finds it running.
-            Inquiry::Detach(reply) => match self.service.begin_detach() {
+            MemoryRequest::Detach(reply) => match self.service.begin_detach() {
                 Ok(detach) => {
                     let (service, on_loop) = (Rc::clone(&self.service), on.clone());
                     on.spawn(async move {
@@ -562,7 +563,7 @@ impl Managed {
                     let _ = reply.send(Err(error));
                 }
             },
-            Inquiry::CancelDetach(reply) => {
+            MemoryRequest::CancelDetach(reply) => {
                 let _ = reply.send(self.service.cancel_detach());
             }
         }
@@ -585,10 +586,10 @@ impl Managed {
         let budget = limits.budget.unwrap_or(ByteLen::new(status.limit_bytes));
         // A default share remains the default share.
         let has_disk = self.config.has_disk();
-        let is_usual = status.compressed_limit_bytes == compressed_default(status.limit_bytes, has_disk);
+        let is_default = status.compressed_limit_bytes == compressed_default(status.limit_bytes, has_disk);
         let compressed = limits
             .compressed
-            .or((!is_usual).then(|| ByteLen::new(status.compressed_limit_bytes)));
+            .or((!is_default).then(|| ByteLen::new(status.compressed_limit_bytes)));
         let (limit, compressed) = check_budget(status.bytes, budget, compressed, has_disk)?;
         let range = limits.range.unwrap_or(self.range.get());
         range.check(status.bytes, limit)?;
@@ -621,10 +622,10 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_bytes_never_panic_parsers(start: bool, data: Vec<u8>, budget: u64, compressed: u64) {
-            read_any(&data);
+            fuzz_parse(&data);
             let start: &[u8] = if start { b"LRDRSWAP\x01\0\0\0" } else { b"LRDRSWAP" };
-            read_any(&[start, &data].concat());
-            read_any(format!("{{\"budget\":{budget},\"compressed\":{compressed}}}").as_bytes());
+            fuzz_parse(&[start, &data].concat());
+            fuzz_parse(format!("{{\"budget\":{budget},\"compressed\":{compressed}}}").as_bytes());
         }
     }
 }

@@ -26,6 +26,6 @@ pub(crate) fn is_reader() -> bool {
     let Some(readers) = (!geteuid().is_root()).then(read_group).flatten() else {
         return false;
     };
-    let is_it = |group: rustix::process::Gid| group.as_raw() == readers;
-    is_it(getegid()) || getgroups().is_ok_and(|groups| groups.into_iter().any(is_it))
+    let is_read_group = |group: rustix::process::Gid| group.as_raw() == readers;
+    is_read_group(getegid()) || getgroups().is_ok_and(|groups| groups.into_iter().any(is_read_group))
 }

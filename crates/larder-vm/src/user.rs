@@ -1,7 +1,7 @@
 //! Switch to another user, once everything that requires root is open. An attacker who takes over this process by a
 //! fault in it then has the rights of that user only.
 //!
-//! Invariant: when [`become_user`] has returned, every thread has that user's ID, the user's groups and no
+//! Invariant: when [`switch_user`] has returned, every thread has that user's ID, the user's groups and no
 //! capabilities, and neither it nor a program that it starts gains other rights again (`no_new_privs` of the calling
 //! thread and of threads that it creates). If a step fails, the process may have a mixture of both users' rights: it
 //! must end.
@@ -27,7 +27,7 @@ pub enum UserError {
 }
 
 /// Returns the user with this name or number.
-pub(crate) fn find(name: &str) -> Result<User, UserError> {
+pub(crate) fn find_user(name: &str) -> Result<User, UserError> {
     let found = match name.parse() {
         Ok(number) => User::from_uid(Uid::from_raw(number)),
         Err(_) => User::from_name(name),
@@ -44,8 +44,8 @@ pub(crate) fn find(name: &str) -> Result<User, UserError> {
 ///
 /// # Errors
 /// See [`UserError`]; after [`UserError::Step`] the process must end.
-pub fn become_user(name: &str) -> Result<u32, UserError> {
-    let user = find(name)?;
+pub fn switch_user(name: &str) -> Result<u32, UserError> {
+    let user = find_user(name)?;
     let step = |step: &'static str| {
         move |source| UserError::Step {
             name: name.to_owned(),

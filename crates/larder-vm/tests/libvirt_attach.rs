@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use larder_export::vhost_user::QUEUES_MAX;
-use larder_vm::libvirt::attach::{AttachError, AttachWish, plan};
+use larder_vm::libvirt::attach::{AttachOptions, DomainAttachError, plan};
 use larder_vm::libvirt::xml::Element;
 use larder_vm::listen::SOCKET_PATH_BYTES_MAX;
 use larder_vm::vm::config::VmConfig;
@@ -62,23 +62,23 @@ proptest! {
             disks.concat()
         );
         let path = PathBuf::from(format!("/etc/larder/vms/{name}.toml"));
-        let planned = plan(&xml, &AttachWish::default(), |_| Ok(path.clone()));
+        let planned = plan(&xml, &AttachOptions::default(), |_| Ok(path.clone()));
         let planned = match planned {
             Ok(planned) => planned,
-            Err(AttachError::NoDisk { .. }) => return Ok(()),
+            Err(DomainAttachError::NoServableDisk { .. }) => return Ok(()),
             Err(error) => return Err(TestCaseError::fail(error.to_string())),
         };
         let config = VmConfig::parse(Path::new(&path), &planned.file).expect("what was written is right");
         prop_assert_eq!(config.disks.len(), planned.served.len());
         for disk in &config.disks {
-            prop_assert_eq!(disk.wish.check(), Ok(()));
-            prop_assert!(disk.wish.image_options().is_ok());
+            prop_assert_eq!(disk.spec.check(), Ok(()));
+            prop_assert!(disk.spec.image_options().is_ok());
             let socket = disk.socket.as_ref().expect("a socket");
             prop_assert!(socket.as_os_str().len() <= SOCKET_PATH_BYTES_MAX);
         }
         let domain = Element::parse(&planned.xml).expect("is XML");
         let devices = domain.child("devices").expect("is there");
-        for disk in devices.all("disk").filter(|disk| disk.attribute("type") == Some("vhostuser")) {
+        for disk in devices.children_named("disk").filter(|disk| disk.attribute("type") == Some("vhostuser")) {
             let queues = disk.child("driver").and_then(|driver| driver.attribute("queues"));
             let queues = queues.map_or(Ok(processors), str::parse).expect("a number");
             prop_assert!((1..=QUEUES_MAX).contains(&queues));

@@ -3,15 +3,15 @@
 use std::ffi::OsString;
 use std::path::Path;
 
+use larder_vm::disk_spec::keys::parse_disk;
+use larder_vm::disk_spec::{DiskSpec, PageCacheMode};
 use larder_vm::image::ImageAddress;
 use larder_vm::memory::SwapConfig;
-use larder_vm::memory::wish::MemoryWish;
-use larder_vm::run::drive::Reason;
-use larder_vm::run::plan::{Plan, PlanError, Setting, guest_name, plan};
+use larder_vm::memory::spec::MemorySpec;
+use larder_vm::run::drive::QemuOnlyReason;
+use larder_vm::run::plan::{PlanEnvironment, PlanError, RunPlan, guest_name, plan};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::version::QemuVersion;
-use larder_vm::wish::keys::parse_disk;
-use larder_vm::wish::{Cache, DiskWish};
 use proptest::prelude::*;
 
 const RAM: &str = "-object memory-backend-file,id=larder-ram,size=134217728,share=on,mem-path=/dev/shm/larder-vm-1 \
@@ -20,12 +20,12 @@ const RAM: &str = "-object memory-backend-file,id=larder-ram,size=134217728,shar
 /// A disk that Larder can serve.
 const DRIVE: &str = "-drive file=/a,if=virtio,format=raw,discard=on";
 
-fn setting(version: QemuVersion) -> Setting<'static> {
-    Setting {
+fn setting(version: QemuVersion) -> PlanEnvironment<'static> {
+    PlanEnvironment {
         version,
         sockets: Path::new("/run/larder/larder-run-1"),
         ram: Path::new("/dev/shm/larder-vm-1"),
-        left: &[],
+        left_to_qemu: &[],
         memory: None,
     }
 }
@@ -34,15 +34,15 @@ fn words(line: &str) -> Vec<OsString> {
     line.split_whitespace().map(Into::into).collect()
 }
 
-fn try_plan(line: &str, extra: &[DiskWish]) -> Result<Plan, PlanError> {
+fn try_plan(line: &str, extra: &[DiskSpec]) -> Result<RunPlan, PlanError> {
     plan(&words(line), extra, &setting(QemuVersion(7, 2)))
 }
 
-fn planned(line: &str) -> Plan {
+fn planned(line: &str) -> RunPlan {
     try_plan(line, &[]).expect("can be planned")
 }
 
-fn is_change(plan: &Plan, parts: &[&str]) -> bool {
+fn is_change(plan: &RunPlan, parts: &[&str]) -> bool {
     plan.changes
         .iter()
         .any(|change| parts.iter().all(|part| change.contains(part)))
@@ -63,7 +63,7 @@ fn virtio_drive_becomes_vhost_user_disk() {
     let expected = format!("qemu-system-x86_64 -m 128 {} {RAM}", disk(0, "queue-size=256"));
     assert_eq!(command_line(&plan.qemu), expected);
     assert_eq!(plan.disks.len(), 1);
-    assert_eq!(plan.disks[0].disk.cache, Cache::Direct);
+    assert_eq!(plan.disks[0].disk.page_cache, PageCacheMode::Direct);
     assert_eq!(plan.disks[0].socket, Path::new("/run/larder/larder-run-1/disk-0.sock"));
     let change = format!("disk /srv/vm.raw: served over vhost-user-blk as vda (was -drive {drive})");
     assert!(is_change(&plan, &[&change]));
@@ -344,9 +344,9 @@ fn short_option_keeps_disk_order() {
     assert!(is_change(&served, &["disk /a: served", "as vda (was -hda)"]));
     assert_eq!(served.disks[0].disk.format, None);
 
-    let left = [(ImageAddress::Path("/a".into()), Reason("it is odd".to_owned()))];
-    let setting = Setting {
-        left: &left,
+    let left = [(ImageAddress::Path("/a".into()), QemuOnlyReason("it is odd".to_owned()))];
+    let setting = PlanEnvironment {
+        left_to_qemu: &left,
         memory: None,
         ..setting(QemuVersion(7, 2))
     };
@@ -389,7 +389,7 @@ fn additional_disks_come_last() {
 
 #[test]
 fn vhost_user_device_fits_machine() {
-    let extra = [DiskWish::new(ImageAddress::Path("/x".into()))];
+    let extra = [DiskSpec::new(ImageAddress::Path("/x".into()))];
     let plan = try_plan("qemu-system-x86_64 -M microvm", &extra).expect("can be planned");
     assert!(command_line(&plan.qemu).contains("-device vhost-user-blk,chardev=larder-chr-0,"));
     let result = try_plan("qemu-system-s390x -m 1G", &extra);
@@ -507,18 +507,18 @@ fn huge_pages_stay_in_their_directory() {
         format!("kvm -m 128 -mem-prealloc {disk} {ram}")
     );
     assert!(plan.ram.is_empty());
-    assert_eq!(plan.folders, [Path::new("/dev/hugepages")]);
+    assert_eq!(plan.directories, [Path::new("/dev/hugepages")]);
     let plan = planned(&format!(
         "kvm -m 1G -object memory-backend-file,id=r,size=1G,mem-path=/dev/hugepages -M memory-backend=r {DRIVE}"
     ));
     assert!(command_line(&plan.qemu).contains("mem-path=/dev/hugepages,share=on"));
-    assert_eq!(plan.folders, [Path::new("/dev/hugepages")]);
+    assert_eq!(plan.directories, [Path::new("/dev/hugepages")]);
 }
 
 #[test]
 fn impossible_command_lines_are_refused() {
     assert_eq!(try_plan("", &[]), Err(PlanError::NoCommand));
-    assert_eq!(try_plan("kvm -daemonize", &[]), Err(PlanError::Daemonize));
+    assert_eq!(try_plan("kvm -daemonize", &[]), Err(PlanError::DaemonizeUnsupported));
     let extra = [parse_disk("/x.raw").expect("is right")];
     let result = try_plan("kvm -snapshot", &extra);
     assert!(matches!(result, Err(PlanError::SnapshotOfDisk { .. })), "{result:?}");
@@ -612,16 +612,16 @@ proptest! {
 
 #[test]
 fn budget_shares_ram_and_adds_pager() {
-    let budget = |size: &str| MemoryWish {
+    let budget = |size: &str| MemorySpec {
         swap: Some(SwapConfig {
             address: "/ssd/swap".parse().expect("a path"),
             size: Some("4GiB".parse().expect("a size")),
         }),
         prefetch: false,
-        ..MemoryWish::new(size.parse().expect("a size"))
+        ..MemorySpec::new(size.parse().expect("a size"))
     };
-    let with = |line: &str, wish: &MemoryWish| {
-        let setting = Setting {
+    let with = |line: &str, wish: &MemorySpec| {
+        let setting = PlanEnvironment {
             memory: Some(wish),
             ..setting(QemuVersion(7, 2))
         };

@@ -4,9 +4,9 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use larder_advise::Procfs;
-use larder_advise::judge::{Advice, Fit, Level, Policy, Practice, judge, percent, size, time};
-use larder_advise::look::Look;
-use larder_advise::measured::{Gap, Host, Measured};
+use larder_advise::judge::{Advice, AdvicePolicy, Fit, Level, Practice, judge, percent, size, time};
+use larder_advise::measured::{Measured, MeasuredHost, MeasurementGap};
+use larder_advise::observe::Observation;
 use larder_block::ByteLen;
 use serde_json::json;
 
@@ -22,27 +22,27 @@ const EXIT_OVERCOMMITTED: u8 = 3;
 const EXIT_UNKNOWN: u8 = 4;
 
 /// Version of the JSON output. Fields may be added within a version; none is removed or changes its meaning.
-const VERSION: u32 = 1;
+const JSON_VERSION: u32 = 1;
 
 pub(crate) fn run(arguments: &AdviseArguments) -> anyhow::Result<ExitCode> {
-    let policy = Policy {
+    let policy = AdvicePolicy {
         reserve: arguments.reserve.get(),
         active_share: arguments.active_share,
         overcommit: arguments.overcommit,
         stall: arguments.stall,
         latency_seconds: arguments.disk_latency.as_secs_f64(),
     };
-    let look = Look {
+    let sampler = Observation {
         window: arguments.window,
         controls: arguments.control.clone(),
         procfs: Procfs::default(),
     };
-    let measured = look.run().context("cannot measure this host")?;
+    let measured = sampler.run().context("cannot measure this host")?;
     let advice = judge(&measured, &policy, arguments.would_fit.map(ByteLen::get));
     print(&match (arguments.output, &advice.would_fit) {
-        (Output::Json, _) => json_text(&measured, &advice),
+        (Output::Json, _) => format_json(&measured, &advice),
         (Output::Text, Some(would_fit)) => format!("{}\n", would_fit.text),
-        (Output::Text, None) => text(&measured, &advice),
+        (Output::Text, None) => format_text(&measured, &advice),
     })?;
     Ok(match advice.would_fit.map(|would_fit| would_fit.answer) {
         None | Some(Fit::Fits) => ExitCode::SUCCESS,
@@ -52,9 +52,9 @@ pub(crate) fn run(arguments: &AdviseArguments) -> anyhow::Result<ExitCode> {
     })
 }
 
-fn json_text(measured: &Measured, advice: &Advice) -> String {
+fn format_json(measured: &Measured, advice: &Advice) -> String {
     let all = json!({
-        "version": VERSION,
+        "version": JSON_VERSION,
         "policy": advice.policy,
         "findings": advice.findings,
         "room": advice.room,
@@ -64,8 +64,8 @@ fn json_text(measured: &Measured, advice: &Advice) -> String {
     format!("{all:#}\n")
 }
 
-fn text(measured: &Measured, advice: &Advice) -> String {
-    let mut text = host_text(&measured.host, measured.window_seconds);
+fn format_text(measured: &Measured, advice: &Advice) -> String {
+    let mut text = format_host(&measured.host, measured.window_seconds);
     if measured.vms.is_empty() {
         text.push_str("no VM runs here: no process of QEMU (qemu-system-*) is visible\n");
     }
@@ -80,21 +80,25 @@ fn text(measured: &Measured, advice: &Advice) -> String {
         }
         text.push_str(&format!("\n{title}\n"));
         for finding in findings {
-            let whose = finding.vm.as_deref().unwrap_or("host");
-            text.push_str(&format!("{} {whose}: {}\n", mark(finding.level), finding.text));
+            let subject = finding.vm.as_deref().unwrap_or("host");
+            text.push_str(&format!(
+                "{} {subject}: {}\n",
+                level_symbol(finding.level),
+                finding.text
+            ));
         }
     }
     if !measured.gaps.is_empty() {
         text.push_str("\nnot measured\n");
-        for (whose, what, why) in gathered(&measured.gaps) {
-            text.push_str(&format!("  {whose}: {what}: {why}\n"));
+        for (subject, what, why) in merge_gaps(&measured.gaps) {
+            text.push_str(&format!("  {subject}: {what}: {why}\n"));
         }
     }
     text
 }
 
 /// Returns the character that is printed in front of a finding of this level.
-fn mark(level: Level) -> &'static str {
+fn level_symbol(level: Level) -> &'static str {
     match level {
         Level::Warning => "!",
         Level::Advice => "*",
@@ -103,7 +107,7 @@ fn mark(level: Level) -> &'static str {
     }
 }
 
-fn host_text(host: &Host, seconds: f64) -> String {
+fn format_host(host: &MeasuredHost, seconds: f64) -> String {
     let or_none = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), percent);
     let cpus = host.cpus.map_or_else(|| "?".to_owned(), |cpus| cpus.to_string());
     format!(
@@ -119,16 +123,16 @@ fn host_text(host: &Host, seconds: f64) -> String {
 }
 
 /// Merges gaps that differ only in their VM into one entry, which lists all of these VMs.
-fn gathered(gaps: &[Gap]) -> Vec<(String, &str, &str)> {
+fn merge_gaps(gaps: &[MeasurementGap]) -> Vec<(String, &str, &str)> {
     let mut all: Vec<(String, &str, &str)> = Vec::new();
     for gap in gaps {
-        let whose = gap.vm.as_deref().unwrap_or("host");
+        let subject = gap.vm.as_deref().unwrap_or("host");
         match all
             .iter_mut()
             .find(|(_, what, why)| (*what, *why) == (&gap.what, &gap.why))
         {
-            Some((others, ..)) => others.push_str(&format!(", {whose}")),
-            None => all.push((whose.to_owned(), &gap.what, &gap.why)),
+            Some((others, ..)) => others.push_str(&format!(", {subject}")),
+            None => all.push((subject.to_owned(), &gap.what, &gap.why)),
         }
     }
     all

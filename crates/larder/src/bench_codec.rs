@@ -8,68 +8,74 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
-use larder_codec::accelerator::{Accelerator, Found, Software, find};
+use larder_codec::accelerator::{Accelerator, AcceleratorSearch, SoftwarePath, find};
 use larder_codec::batch::{BATCH_PAGES, Method};
-use larder_codec::measure::{self, Kind, Measured, Reduction};
+use larder_codec::measure::{self, CodecMeasurement, MemoryContent, Reduction};
 use larder_codec::{PAGE, uniform_word};
 use serde_json::{Value, json};
 
-use self::image::Image;
+use self::image::MemoryImage;
 use crate::cli::Output;
 use crate::cli::bench::BenchCodecArguments;
-use crate::disk_image::human;
+use crate::disk_image::format_size;
 use crate::output::{Table, print};
 
 /// Kinds of memory measured by default: one that no method shrinks, one for each method, and one that all shrink.
-const KINDS_DEFAULT: [Kind; 5] = [Kind::Zeros, Kind::Text, Kind::Heap, Kind::Sequence, Kind::Random];
+const KINDS_DEFAULT: [MemoryContent; 5] = [
+    MemoryContent::Zeros,
+    MemoryContent::Text,
+    MemoryContent::Heap,
+    MemoryContent::Sequence,
+    MemoryContent::Random,
+];
 /// Default amount of generated memory: more than the caches close to a core hold.
-const MADE_DEFAULT: ByteLen = ByteLen::mib(8);
+const GENERATED_DEFAULT: ByteLen = ByteLen::mib(8);
 /// Default amount read from a file: 256 batches, spread over all of it.
 const SAMPLE_DEFAULT: ByteLen = ByteLen::mib(64);
 /// Seed of generated memory: constant, so that runs and machines compare.
 const SEED: u64 = 1;
 
 /// A reduction method together with its implementation.
-struct Codec<'a> {
+struct BenchCodec<'a> {
     reduction: Reduction,
-    by: &'static str,
+    implementation: &'static str,
     /// Accelerator that does the work; `None` means the processor.
     device: Option<&'a dyn Accelerator>,
 }
 
 /// Memory to measure with.
-struct Memory {
+struct BenchMemory {
     name: String,
     bytes: Vec<u8>,
     /// Memory in the file that this sample is from, in bytes.
-    whole: Option<u64>,
+    file_bytes: Option<u64>,
 }
 
 /// Measurements of one memory sample.
-struct Report<'a> {
-    memory: &'a Memory,
+struct CodecReport<'a> {
+    memory: &'a BenchMemory,
     uniform_pages: usize,
-    lines: Vec<(&'a Codec<'a>, Measured)>,
+    lines: Vec<(&'a BenchCodec<'a>, CodecMeasurement)>,
 }
 
 pub(crate) fn run(arguments: &BenchCodecArguments) -> anyhow::Result<ExitCode> {
-    let found = find(Software::No);
+    let found = find(SoftwarePath::Disabled);
     let codecs = codecs(&found, &arguments.method)?;
     // Opened before anything is measured, so that a bad file is reported before a minute of measuring.
-    let image = arguments.memory.as_deref().map(Image::open).transpose()?;
+    let image = arguments.memory.as_deref().map(MemoryImage::open).transpose()?;
     let kinds = match &arguments.kind[..] {
         [] if image.is_none() => &KINDS_DEFAULT,
         given => given,
     };
-    let of_file = image.iter().map(|image| sampled(image, arguments));
-    let made = kinds.iter().map(|&kind| Ok(made(kind, arguments)));
+    let file_samples = image.iter().map(|image| sample_file(image, arguments));
+    let made = kinds.iter().map(|&kind| Ok(generate_memory(kind, arguments)));
     let mut values = Vec::new();
-    for memory in of_file.chain(made) {
+    for memory in file_samples.chain(made) {
         let memory = memory?;
         let report = report(&memory, &codecs, arguments)?;
         match arguments.output {
-            Output::Text => print(&text_of(&report))?,
-            Output::Json => values.push(json_of(&report)),
+            Output::Text => print(&format_text(&report))?,
+            Output::Json => values.push(to_json(&report)),
         }
     }
     match arguments.output {
@@ -90,78 +96,78 @@ pub(crate) fn run(arguments: &BenchCodecArguments) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// A name that matches no codec, with the reason if it is an accelerator that is missing.
-fn codecs<'a>(found: &'a Found, names: &[String]) -> anyhow::Result<Vec<Codec<'a>>> {
-    let is_igzip_there = found.there.iter().any(|there| there.name() == "igzip");
-    let reductions = Reduction::all().map(|reduction| Codec {
+fn codecs<'a>(found: &'a AcceleratorSearch, names: &[String]) -> anyhow::Result<Vec<BenchCodec<'a>>> {
+    let has_igzip = found.available.iter().any(|there| there.name() == "igzip");
+    let reductions = Reduction::all().map(|reduction| BenchCodec {
         reduction,
-        by: match reduction {
-            Reduction::Method(Method::Deflate) if is_igzip_there => "igzip",
+        implementation: match reduction {
+            Reduction::Method(Method::Deflate) if has_igzip => "igzip",
             Reduction::Method(Method::Deflate) => "zlib-rs",
             _ => "cpu",
         },
         device: None,
     });
     // Methods that run on the processor are among the reductions already.
-    let devices = found.there.iter().map(AsRef::as_ref);
+    let devices = found.available.iter().map(AsRef::as_ref);
     let devices = devices.filter(|device| !matches!(device.name(), "cpu" | "igzip"));
     let devices = devices.flat_map(|device| {
-        device.methods().iter().map(move |&method| Codec {
+        device.methods().iter().map(move |&method| BenchCodec {
             reduction: Reduction::Method(method),
-            by: device.name(),
+            implementation: device.name(),
             device: Some(device),
         })
     });
-    let mut codecs: Vec<Codec> = reductions.chain(devices).collect();
+    let mut codecs: Vec<BenchCodec> = reductions.chain(devices).collect();
     for name in names {
-        if !codecs.iter().any(|codec| codec.is_called(name)) {
+        if !codecs.iter().any(|codec| codec.matches_name(name)) {
             let missing = found.missing.iter().find(|missing| missing.0 == name);
             let why = missing.map(|missing| missing.1.to_string());
             bail!("--method {name}: {}", why.context("it is unknown")?);
         }
     }
-    codecs.retain(|codec| names.is_empty() || names.iter().any(|name| codec.is_called(name)));
+    codecs.retain(|codec| names.is_empty() || names.iter().any(|name| codec.matches_name(name)));
     Ok(codecs)
 }
 
-impl Codec<'_> {
-    fn is_called(&self, name: &str) -> bool {
-        name == self.reduction.name() || name == self.by
+impl BenchCodec<'_> {
+    fn matches_name(&self, name: &str) -> bool {
+        name == self.reduction.name() || name == self.implementation
     }
 
     /// Returns true if the codec compresses several pages together.
-    const fn is_of_batches(&self) -> bool {
+    const fn is_batched(&self) -> bool {
         matches!(self.reduction, Reduction::Method(_))
     }
 }
 
-fn sampled(image: &Image, arguments: &BenchCodecArguments) -> anyhow::Result<Memory> {
+fn sample_file(image: &MemoryImage, arguments: &BenchCodecArguments) -> anyhow::Result<BenchMemory> {
     let path = arguments.memory.as_deref().context("a file was given")?;
-    Ok(Memory {
+    Ok(BenchMemory {
         name: path.display().to_string(),
         bytes: image.sample(arguments.sample.unwrap_or(SAMPLE_DEFAULT).as_usize())?,
-        whole: Some(image.bytes()),
+        file_bytes: Some(image.bytes()),
     })
 }
 
-fn made(kind: Kind, arguments: &BenchCodecArguments) -> Memory {
-    let bytes = arguments.sample.unwrap_or(MADE_DEFAULT).as_usize();
-    Memory {
+fn generate_memory(kind: MemoryContent, arguments: &BenchCodecArguments) -> BenchMemory {
+    let bytes = arguments.sample.unwrap_or(GENERATED_DEFAULT).as_usize();
+    BenchMemory {
         name: kind.name().to_owned(),
-        bytes: kind.memory(bytes / PAGE * PAGE, SEED),
-        whole: None,
+        bytes: kind.generate(bytes / PAGE * PAGE, SEED),
+        file_bytes: None,
     }
 }
 
 fn report<'a>(
-    memory: &'a Memory,
-    codecs: &'a [Codec<'a>],
+    memory: &'a BenchMemory,
+    codecs: &'a [BenchCodec<'a>],
     arguments: &BenchCodecArguments,
-) -> anyhow::Result<Report<'a>> {
+) -> anyhow::Result<CodecReport<'a>> {
     let bytes = &memory.bytes[..];
     let older = measure::older(bytes);
     let mut lines = Vec::new();
     for codec in codecs {
-        let batches = match codec.is_of_batches() {
+        let batches = match codec.is_batched() {
             true => arguments.batch.iter().map(|&pages| usize::from(pages)).collect(),
             false => vec![BATCH_PAGES],
         };
@@ -177,26 +183,32 @@ fn report<'a>(
                     "{}, {} by {}, batches of {batch_pages}",
                     memory.name,
                     codec.reduction.name(),
-                    codec.by
+                    codec.implementation
                 )
             })?;
             lines.push((codec, measured));
         }
     }
     let pages = bytes.as_chunks::<PAGE>().0;
-    Ok(Report {
+    Ok(CodecReport {
         memory,
         uniform_pages: pages.iter().filter(|page| uniform_word(page).is_some()).count(),
         lines,
     })
 }
 
-fn text_of(report: &Report) -> String {
-    let Memory { name, bytes, whole } = report.memory;
+fn format_text(report: &CodecReport) -> String {
+    let BenchMemory {
+        name,
+        bytes,
+        file_bytes: whole,
+    } = report.memory;
     let size = bytes.len() as u64;
-    let of = match whole {
-        Some(whole) if *whole > size => format!("{} sampled evenly from its {}", human(size), human(*whole)),
-        _ => human(size),
+    let extent = match whole {
+        Some(whole) if *whole > size => {
+            format!("{} sampled evenly from its {}", format_size(size), format_size(*whole))
+        }
+        _ => format_size(size),
     };
     let mut table = Table::new([
         "method",
@@ -209,13 +221,13 @@ fn text_of(report: &Report) -> String {
         "decode CPU s/GiB",
     ]);
     for (codec, measured) in &report.lines {
-        let pages = match codec.is_of_batches() {
+        let pages = match codec.is_batched() {
             true => measured.batch_pages.to_string(),
             false => "-".to_owned(),
         };
         table.row([
             codec.reduction.name().to_owned(),
-            codec.by.to_owned(),
+            codec.implementation.to_owned(),
             pages,
             format!("{:.2}", measured.ratio()),
             format!("{:.0}", measured.encode.megabytes_per_second(measured.bytes)),
@@ -226,13 +238,13 @@ fn text_of(report: &Report) -> String {
     }
     let uniform = 100.0 * report.uniform_pages as f64 / (bytes.len() / PAGE) as f64;
     format!(
-        "{name}: {of}; {uniform:.1} % of the pages repeat one word\n\n{}\n",
+        "{name}: {extent}; {uniform:.1} % of the pages repeat one word\n\n{}\n",
         table.into_text()
     )
 }
 
 /// Returns the notes that hold for all tables.
-fn notes(found: &Found, names: &[String]) -> String {
+fn notes(found: &AcceleratorSearch, names: &[String]) -> String {
     let mut text =
         "One thread; MB/s of elapsed time, CPU seconds per GiB of pages. none: a copy. uniform: pages that repeat \
                     one word.\ndelta: pages of which 16 of 512 words have changed.\n"
@@ -245,14 +257,14 @@ fn notes(found: &Found, names: &[String]) -> String {
     text
 }
 
-fn json_of(report: &Report) -> Value {
-    let line = |(codec, measured): &(&Codec, Measured)| {
+fn to_json(report: &CodecReport) -> Value {
+    let line = |(codec, measured): &(&BenchCodec, CodecMeasurement)| {
         json!({
             "method": codec.reduction.name(),
-            "by": codec.by,
-            "batch-pages": codec.is_of_batches().then_some(measured.batch_pages),
+            "by": codec.implementation,
+            "batch-pages": codec.is_batched().then_some(measured.batch_pages),
             "ratio": measured.ratio(),
-            "bytes-left": measured.bytes_left,
+            "bytes-left": measured.bytes_encoded,
             "encode-megabytes-per-second": measured.encode.megabytes_per_second(measured.bytes),
             "decode-megabytes-per-second": measured.decode.megabytes_per_second(measured.bytes),
             "encode-cpu-seconds-per-gibibyte": measured.encode.cpu_seconds_per_gibibyte(measured.bytes),
@@ -262,7 +274,7 @@ fn json_of(report: &Report) -> Value {
     json!({
         "name": report.memory.name,
         "bytes": report.memory.bytes.len(),
-        "file-bytes": report.memory.whole,
+        "file-bytes": report.memory.file_bytes,
         "uniform-pages": report.uniform_pages,
         "results": report.lines.iter().map(line).collect::<Vec<Value>>(),
     })

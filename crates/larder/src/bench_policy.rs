@@ -12,35 +12,35 @@ use larder_policy::trace;
 use serde_json::{Value, json};
 
 use crate::cli::{BenchPolicyArguments, Output};
-use crate::disk_image::human;
+use crate::disk_image::format_size;
 use crate::output::print;
 
 /// Sizes of the cache at which the miss-ratio curve is printed for people, in percent of the footprint.
 const CURVE_PERCENTS: [usize; 10] = [1, 2, 5, 10, 20, 30, 40, 60, 80, 100];
 
 /// Formats a table cell from a policy's outcome and the line size in bytes.
-type Cell = fn(&Outcome, u64) -> String;
+type Cell = fn(&PolicyOutcome, u64) -> String;
 
 /// Results of one trace.
-struct Report {
+struct PolicyReport {
     name: String,
     lines: LineTrace,
     line_bytes: u64,
-    sizes: Vec<Size>,
+    sizes: Vec<SizeResults>,
     curve: MissRatioCurve,
 }
 
 /// Results of one trace at one cache size.
-struct Size {
+struct SizeResults {
     /// Cache size in percent of the trace's footprint.
     percent: u32,
     /// Capacity of the cache, in lines.
     lines: usize,
-    results: Vec<Outcome>,
+    results: Vec<PolicyOutcome>,
 }
 
 /// Result of one policy at one cache size.
-struct Outcome {
+struct PolicyOutcome {
     contender: ReplayPolicy,
     counts: ReplayCounts,
     ns_per_access: f64,
@@ -65,35 +65,35 @@ pub(crate) fn run(arguments: BenchPolicyArguments) -> anyhow::Result<ExitCode> {
         let lines = LineTrace::new(&trace.requests, line_bytes);
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
         reports.push(report(&name, lines, &arguments));
-        show(&reports, &arguments)?;
+        print_report(&reports, &arguments)?;
     }
     if arguments.synthetic {
         for synthetic in SyntheticTrace::ALL {
             let lines = LineTrace::new(&synthetic.requests(), larder_policy::synthetic::LINE_BYTES);
             reports.push(report(synthetic.name(), lines, &arguments));
-            show(&reports, &arguments)?;
+            print_report(&reports, &arguments)?;
         }
     }
     if arguments.output == Output::Json {
-        let traces: Vec<Value> = reports.iter().map(json_of).collect();
+        let traces: Vec<Value> = reports.iter().map(to_json).collect();
         print(&format!("{:#}\n", json!({ "traces": traces })))?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// Prints the newest report at once, so that text output does not wait for the last trace.
-fn show(reports: &[Report], arguments: &BenchPolicyArguments) -> anyhow::Result<()> {
+fn print_report(reports: &[PolicyReport], arguments: &BenchPolicyArguments) -> anyhow::Result<()> {
     if arguments.output == Output::Json {
         return Ok(());
     }
     let last = reports.last().context("there is a report")?;
-    print(&text_of(last)?)
+    print(&format_text(last)?)
 }
 
-fn report(name: &str, lines: LineTrace, arguments: &BenchPolicyArguments) -> Report {
+fn report(name: &str, lines: LineTrace, arguments: &BenchPolicyArguments) -> PolicyReport {
     let mut curve = MissRatioCurve::new(SAMPLE_DEFAULT);
-    for ask in &lines.accesses {
-        curve.record_use(lines.lines[ask.key as usize]);
+    for access in &lines.accesses {
+        curve.record_use(lines.lines[access.key as usize]);
     }
     let line_bytes = arguments.line.get();
     let budget = arguments.budget.map(|budget| budget.get());
@@ -102,19 +102,19 @@ fn report(name: &str, lines: LineTrace, arguments: &BenchPolicyArguments) -> Rep
         let results = ReplayPolicy::ALL.into_iter().map(|contender| {
             let begin = cpu_time();
             let counts = contender.replay(&lines, capacity, line_bytes as u32, budget);
-            Outcome {
+            PolicyOutcome {
                 contender,
                 counts,
                 ns_per_access: (cpu_time() - begin).as_nanos() as f64 / counts.accesses as f64,
             }
         });
-        Size {
+        SizeResults {
             percent: *percent,
             lines: capacity,
             results: results.collect(),
         }
     });
-    Report {
+    PolicyReport {
         name: name.to_owned(),
         sizes: sizes.collect(),
         curve,
@@ -123,21 +123,21 @@ fn report(name: &str, lines: LineTrace, arguments: &BenchPolicyArguments) -> Rep
     }
 }
 
-fn text_of(report: &Report) -> anyhow::Result<String> {
-    let Report { lines, line_bytes, .. } = report;
-    let writes = lines.accesses.iter().filter(|ask| ask.write).count();
+fn format_text(report: &PolicyReport) -> anyhow::Result<String> {
+    let PolicyReport { lines, line_bytes, .. } = report;
+    let writes = lines.accesses.iter().filter(|access| access.write).count();
     let accesses = lines.accesses.len();
     let mut text = format!(
         "{}: {accesses} accesses ({:.1} % writes) to {} lines of {}\n\n",
         report.name,
         100.0 * writes as f64 / accesses as f64,
         lines.footprint(),
-        human(*line_bytes),
+        format_size(*line_bytes),
     );
     let tables: [(&str, Cell); 3] = [
         ("hits, %", |outcome, _| format!("{:.2}", outcome.counts.hit_ratio())),
         ("written to the SSD", |outcome, line| {
-            human(outcome.counts.written * line)
+            format_size(outcome.counts.written * line)
         }),
         ("CPU ns per access", |outcome, _| {
             format!("{:.0}", outcome.ns_per_access)
@@ -162,15 +162,19 @@ fn text_of(report: &Report) -> anyhow::Result<String> {
     for percent in CURVE_PERCENTS {
         let size = (lines.footprint() * percent / 100) as u64;
         let ratio = 100.0 * report.curve.miss_ratio(size);
-        writeln!(text, "  {percent:>3} %{:>14}{ratio:>12.2} %", human(size * line_bytes))?;
+        writeln!(
+            text,
+            "  {percent:>3} %{:>14}{ratio:>12.2} %",
+            format_size(size * line_bytes)
+        )?;
     }
     text.push('\n');
     Ok(text)
 }
 
-fn json_of(report: &Report) -> Value {
+fn to_json(report: &PolicyReport) -> Value {
     let line = report.line_bytes;
-    let result = |outcome: &Outcome| {
+    let result = |outcome: &PolicyOutcome| {
         json!({
             "policy": outcome.contender.name(),
             "hits": outcome.counts.hits,
@@ -180,7 +184,7 @@ fn json_of(report: &Report) -> Value {
             "cpu-ns-per-access": outcome.ns_per_access,
         })
     };
-    let size = |size: &Size| {
+    let size = |size: &SizeResults| {
         json!({
             "percent": size.percent,
             "bytes": size.lines as u64 * line,

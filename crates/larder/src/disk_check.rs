@@ -5,21 +5,23 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 use larder_block::{Loop, printable};
-use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check, discard_session, repair};
+use larder_qcow2::check::{
+    CheckFinding, CheckOptions, CheckReport, Repair, RepairReport, check, discard_session, repair,
+};
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
-use larder_vm::image::journal::{self, LeftBehind};
+use larder_vm::image::journal::{self, JournalStatus};
 use larder_vm::image::{
-    ChainPolicy, Format, ImageAddress, ImageOptions, dirty_caches, use_without_cache, use_without_dirty_cache,
+    ChainPolicy, Format, ImageAddress, ImageOptions, dirty_caches, mark_caches_stale, mark_clean_caches_stale,
 };
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
-use crate::disk_chain::{Layer, backing_files};
-use crate::disk_discard::Discarding;
-use crate::disk_image::{self, Sharing, close, left_json, left_line, need_qcow2};
-use crate::disk_info::{dirty_line, strings};
+use crate::disk_chain::{ChainLayer, backing_files};
+use crate::disk_discard::JournalDiscard;
+use crate::disk_image::{self, Sharing, close, describe_left_behind, left_behind_json, require_qcow2};
+use crate::disk_info::{describe_dirty_cache, to_strings};
 use crate::output::print;
 
 pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
@@ -30,36 +32,36 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         (false, true) => Sharing::Exclusive,
         (false, false) => Sharing::NoWriters,
     };
-    let (repaired, left, given_up, chain) = on.block_on(async {
+    let (repaired, left_behind, discarded, chain) = on.block_on(async {
         let open = async || {
             let opened = disk_image::open(&on, &image, format, sharing).await?;
             let author = opened.author;
-            anyhow::Ok((need_qcow2(&image, opened, "that could be checked").await?, author))
+            anyhow::Ok((require_qcow2(&image, opened, "that could be checked").await?, author))
         };
         let (mut file, mut author) = open().await?;
         let header = read_header(&file).await?;
-        let mut given_up = None;
+        let mut discarded = None;
         if arguments.discard_journal {
-            match journal::left_behind(&image, &header)? {
+            match journal::status(&image, &header)? {
                 // Until the session is discarded, no server opens the image, and no cache's data can be written to
                 // it.
-                LeftBehind::Overtaken(_) | LeftBehind::Missing(_) => use_without_dirty_cache(&image, Format::Qcow2),
-                _ => use_without_cache(&on, &image, Format::Qcow2).await?,
+                JournalStatus::Stale(_) | JournalStatus::Missing(_) => mark_clean_caches_stale(&image, Format::Qcow2),
+                _ => mark_caches_stale(&on, &image, Format::Qcow2).await?,
             }
-            let discarding = Discarding::begin(&image, &header)?;
+            let discarding = JournalDiscard::start(&image, &header)?;
             // The image comes first: should its journal outlive a crash here, it is no longer valid for the image.
             discard_session(&file).await?;
-            given_up = Some(discarding.end(&image, &header)?);
-        } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
+            discarded = Some(discarding.finish(&image, &header)?);
+        } else if arguments.repair.is_some() && has_pending_changes(&image, &header)? {
             close(&file).await?;
-            take_up(&on, &image, header.corrupt, arguments.trust_image).await?;
+            apply_pending_changes(&on, &image, header.corrupt, arguments.trust_image).await?;
             (file, author) = open().await?;
         }
         let header = read_header(&file).await?;
-        let left = journal::left_behind(&image, &header)?;
+        let left_behind = journal::status(&image, &header)?;
         let chain = backing_files(&on, (&image, author), &header, arguments.trust_image).await;
         for layer in chain.iter().filter(|layer| layer.is_refused) {
-            let why = layer.trouble.as_deref().unwrap_or_default();
+            let why = layer.error.as_deref().unwrap_or_default();
             tracing::warn!("the backing file {} is not inspected: {why}", layer.image);
         }
         let options = CheckOptions {
@@ -72,43 +74,48 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
             Some(RepairName::All) => Repair::All,
             None => {
                 let after = check(&file, options).await?;
-                let nothing = Repaired {
+                let nothing = RepairReport {
                     before: after.clone(),
                     after,
-                    ..Repaired::default()
+                    ..RepairReport::default()
                 };
                 close(&file).await?;
-                return anyhow::Ok((nothing, left, given_up, chain));
+                return anyhow::Ok((nothing, left_behind, discarded, chain));
             }
         };
         let repaired = repair(&file, what, options).await?;
         close(&file).await?;
-        Ok((repaired, left, given_up, chain))
+        Ok((repaired, left_behind, discarded, chain))
     })?;
     let dirty_caches = dirty_caches(&image, Format::Qcow2);
     match output {
         Output::Text => {
-            let given_up = given_up.map_or_else(String::new, |given_up| given_up.text());
-            let severity = if is_lost(&left) { "error: " } else { "" };
-            let journal = left_line(&left).map_or_else(String::new, |line| format!("{severity}journal: {line}\n"));
-            let text = text(&repaired, arguments.repair.is_some());
+            let discarded = discarded.map_or_else(String::new, |discarded| discarded.format_text());
+            let severity = if needs_intervention(&left_behind) {
+                "error: "
+            } else {
+                ""
+            };
+            let journal = describe_left_behind(&left_behind)
+                .map_or_else(String::new, |line| format!("{severity}journal: {line}\n"));
+            let text = format_text(&repaired, arguments.repair.is_some());
             let caches: String = dirty_caches
                 .iter()
-                .map(|cache| format!("cache: {}\n", dirty_line(cache)))
+                .map(|cache| format!("cache: {}\n", describe_dirty_cache(cache)))
                 .collect();
-            print(&(given_up + &text + &journal + &caches + &chain_text(&chain)))?;
+            print(&(discarded + &text + &journal + &caches + &format_chain_journals(&chain)))?;
         }
         Output::Json => {
-            let mut all = json_of(&image.to_string(), &repaired, &left);
-            all["dirty-caches"] = strings(&dirty_caches).into();
+            let mut all = to_json(&image.to_string(), &repaired, &left_behind);
+            all["dirty-caches"] = to_strings(&dirty_caches).into();
             all["backing-journals"] = chain_json(&chain);
-            if let Some(given_up) = &given_up {
-                all["given-up"] = given_up.json();
+            if let Some(discarded) = &discarded {
+                all["given-up"] = discarded.to_json();
             }
             print(&format!("{all:#}\n"))?;
         }
     }
-    Ok(match repaired.after.is_clean() && !is_lost(&left) {
+    Ok(match repaired.after.is_clean() && !needs_intervention(&left_behind) {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),
     })
@@ -116,35 +123,44 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
 
 /// Returns a line for each backing file for which a killed server left a journal. These journals are no errors of the
 /// image itself, so the exit status does not depend on them.
-fn chain_text(chain: &[Layer]) -> String {
-    let told = chain
+fn format_chain_journals(chain: &[ChainLayer]) -> String {
+    let pending = chain
         .iter()
-        .filter_map(|layer| Some((&layer.image, left_line(&layer.left)?)));
-    told.map(|(image, line)| format!("backing file {}: journal: {line}\n", printable(&image.to_string())))
+        .filter_map(|layer| Some((&layer.image, describe_left_behind(&layer.left_behind)?)));
+    pending
+        .map(|(image, line)| format!("backing file {}: journal: {line}\n", printable(&image.to_string())))
         .collect()
 }
 
-fn chain_json(chain: &[Layer]) -> Value {
-    let told = chain.iter().filter(|layer| !matches!(layer.left, LeftBehind::Nothing));
-    told.map(|layer| json!({"filename": layer.image.to_string(), "journal": left_json(&layer.left)}))
+fn chain_json(chain: &[ChainLayer]) -> Value {
+    let pending = chain
+        .iter()
+        .filter(|layer| !matches!(layer.left_behind, JournalStatus::Clean));
+    pending
+        .map(|layer| json!({"filename": layer.image.to_string(), "journal": left_behind_json(&layer.left_behind)}))
         .collect()
 }
 
 /// Returns true if the state that a killed server left keeps the image from being served until a user intervenes.
-fn is_lost(left: &LeftBehind) -> bool {
-    matches!(left, LeftBehind::Overtaken(_) | LeftBehind::Missing(_))
+fn needs_intervention(left: &JournalStatus) -> bool {
+    matches!(left, JournalStatus::Stale(_) | JournalStatus::Missing(_))
 }
 
 /// Returns true if a killed server left changes that a repair would mistake for leaked space.
-fn is_left_behind(image: &ImageAddress, header: &Header) -> anyhow::Result<bool> {
+fn has_pending_changes(image: &ImageAddress, header: &Header) -> anyhow::Result<bool> {
     Ok(matches!(
-        journal::left_behind(image, header)?,
-        LeftBehind::Changes(_) | LeftBehind::Overtaken(_) | LeftBehind::Missing(_)
+        journal::status(image, header)?,
+        JournalStatus::Pending(_) | JournalStatus::Stale(_) | JournalStatus::Missing(_)
     ))
 }
 
 /// Applies the changes that a killed server left to the image, as the next server would.
-async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool, trust_image: bool) -> anyhow::Result<()> {
+async fn apply_pending_changes(
+    on: &Loop,
+    image: &ImageAddress,
+    is_corrupt: bool,
+    trust_image: bool,
+) -> anyhow::Result<()> {
     if is_corrupt {
         bail!(
             "{image} is marked as corrupt, and a server of it was killed: data that its guest had not flushed cannot be applied to a corrupt image, and is lost with a repair; --discard-journal discards it"
@@ -159,7 +175,7 @@ async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool, trust_image:
     close(&larder_vm::image::open(on, image, &options).await?.device).await
 }
 
-fn text(repaired: &Repaired, repair: bool) -> String {
+fn format_text(repaired: &RepairReport, repair: bool) -> String {
     let mut text = String::new();
     let mut line = |words: String| {
         text.push_str(&words);
@@ -168,22 +184,26 @@ fn text(repaired: &Repaired, repair: bool) -> String {
     let (before, after) = (&repaired.before, &repaired.after);
     if repair {
         // Each finding is printed once: first the repaired ones, then the remaining ones.
-        let is_gone = |found: &&Finding| !after.findings.contains(found);
-        let gone: Vec<_> = before.findings.iter().filter(is_gone).collect();
-        findings(gone, repaired.errors_fixed() + repaired.leaks_fixed(), &mut line);
+        let is_repaired = |found: &&CheckFinding| !after.findings.contains(found);
+        let repaired_findings: Vec<_> = before.findings.iter().filter(is_repaired).collect();
+        print_findings(
+            repaired_findings,
+            repaired.errors_fixed() + repaired.leaks_fixed(),
+            &mut line,
+        );
         for dropped in &repaired.dropped {
             line(format!("dropped, because its target does not exist: {dropped}"));
         }
-        let untold = repaired.dropped_count - repaired.dropped.len() as u64;
-        if untold > 0 {
-            line(format!("dropped {untold} more"));
+        let unlisted = repaired.dropped_count - repaired.dropped.len() as u64;
+        if unlisted > 0 {
+            line(format!("dropped {unlisted} more"));
         }
         if repaired.rebuilt {
             line("the refcount table and its blocks were rebuilt".to_owned());
         }
         let (errors, leaks) = (repaired.errors_fixed(), repaired.leaks_fixed());
         if errors + leaks > 0 {
-            line(format!("repaired: {}", found(errors, leaks)));
+            line(format!("repaired: {}", format_counts(errors, leaks)));
         }
         for (name, was, is) in [
             ("dirty", before.dirty, after.dirty),
@@ -197,13 +217,13 @@ fn text(repaired: &Repaired, repair: bool) -> String {
             line("remaining:".to_owned());
         }
     }
-    findings(&after.findings, after.errors + after.leaks, &mut line);
-    verdict(after, repair, &mut line);
+    print_findings(&after.findings, after.errors + after.leaks, &mut line);
+    print_summary(after, repair, &mut line);
     text
 }
 
 /// Prints the first of `count` findings, and the number of the others.
-fn findings<'a>(first: impl IntoIterator<Item = &'a Finding>, count: u64, line: &mut impl FnMut(String)) {
+fn print_findings<'a>(first: impl IntoIterator<Item = &'a CheckFinding>, count: u64, line: &mut impl FnMut(String)) {
     let mut untold = count;
     for finding in first {
         line(finding.to_string());
@@ -214,7 +234,7 @@ fn findings<'a>(first: impl IntoIterator<Item = &'a Finding>, count: u64, line: 
     }
 }
 
-fn found(errors: u64, leaks: u64) -> String {
+fn format_counts(errors: u64, leaks: u64) -> String {
     let plural = |count: u64, one: &str, many: &str| format!("{count} {}", if count == 1 { one } else { many });
     format!(
         "{}, {}",
@@ -223,13 +243,13 @@ fn found(errors: u64, leaks: u64) -> String {
     )
 }
 
-fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
-    let remedy = match repair || report.is_hopeless() {
+fn print_summary(report: &CheckReport, repair: bool, line: &mut impl FnMut(String)) {
+    let remedy = match repair || report.is_unsafe_to_repair() {
         true => "",
         false => "; `larder disk check --repair` repairs what can be repaired",
     };
     if report.errors + report.leaks > 0 {
-        line(format!("found: {}{remedy}", found(report.errors, report.leaks)));
+        line(format!("found: {}{remedy}", format_counts(report.errors, report.leaks)));
     } else {
         line("no errors, no leaks".to_owned());
     }
@@ -250,25 +270,25 @@ fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
             line(format!("marked as {name}{remedy}"));
         }
     }
-    let of = |count: u64, all: u64| match all {
+    let percentage = |count: u64, all: u64| match all {
         0 => String::new(),
         _ => format!(" ({:.2} %)", count as f64 * 100.0 / all as f64),
     };
     let (allocated, total) = (report.allocated_clusters, report.total_clusters);
     line(format!(
         "clusters: {total}, allocated {allocated}{}, fragmented {}{}, compressed {}{}",
-        of(allocated, total),
+        percentage(allocated, total),
         report.fragmented_clusters,
-        of(report.fragmented_clusters, allocated),
+        percentage(report.fragmented_clusters, allocated),
         report.compressed_clusters,
-        of(report.compressed_clusters, allocated),
+        percentage(report.compressed_clusters, allocated),
     ));
     line(format!("image end: {}", report.image_end));
 }
 
-fn json_of(image: &str, repaired: &Repaired, left: &LeftBehind) -> Value {
+fn to_json(image: &str, repaired: &RepairReport, left: &JournalStatus) -> Value {
     let (before, after) = (&repaired.before, &repaired.after);
-    let findings = |report: &Report| -> Vec<String> { report.findings.iter().map(ToString::to_string).collect() };
+    let findings = |report: &CheckReport| -> Vec<String> { report.findings.iter().map(ToString::to_string).collect() };
     json!({
         "filename": image,
         "format": "qcow2",
@@ -290,6 +310,6 @@ fn json_of(image: &str, repaired: &Repaired, left: &LeftBehind) -> Value {
         "left": findings(after),
         "cut-off": after.cut_off,
         "overlap": after.overlap,
-        "journal": left_json(left),
+        "journal": left_behind_json(left),
     })
 }

@@ -7,23 +7,23 @@ use std::time::UNIX_EPOCH;
 use larder_block::ByteRange;
 use larder_qcow2::header::Header;
 use larder_vm::image::ImageAddress;
-use larder_vm::image::journal::{self, LeftBehind, Pending};
+use larder_vm::image::journal::{self, JournalStatus, PendingJournal};
 use serde_json::{Value, json};
 
-use crate::disk_image::{date, human};
+use crate::disk_image::{format_date, format_size};
 
 /// Maximum number of ranges that are listed individually.
-const RANGES_TOLD_MAX: usize = 8;
+const RANGES_LISTED_MAX: usize = 8;
 
 /// State of the journal and the image, read before anything is changed.
-pub(crate) struct Discarding {
-    left: LeftBehind,
+pub(crate) struct JournalDiscard {
+    left: JournalStatus,
     /// Modification times of the journal and of the image, in seconds since 1970.
-    made_at: Option<(u64, u64)>,
+    time_range: Option<(u64, u64)>,
 }
 
 /// Changes that were discarded.
-pub(crate) struct GivenUp {
+pub(crate) struct DiscardedChanges {
     /// Journals that were removed.
     files: Vec<PathBuf>,
     /// Number of mapping changes in the journals.
@@ -31,71 +31,76 @@ pub(crate) struct GivenUp {
     /// Guest ranges that the changes affected, in order and disjoint.
     ranges: Vec<ByteRange>,
     made_at: Option<(u64, u64)>,
-    left: LeftBehind,
+    left: JournalStatus,
 }
 
-impl Discarding {
-    pub(crate) fn begin(image: &ImageAddress, header: &Header) -> std::io::Result<Self> {
-        let left = journal::left_behind(image, header)?;
+impl JournalDiscard {
+    pub(crate) fn start(image: &ImageAddress, header: &Header) -> std::io::Result<Self> {
+        let left = journal::status(image, header)?;
         let made_at = match (&left, image) {
-            (LeftBehind::Changes(pending) | LeftBehind::Overtaken(pending), ImageAddress::Path(image)) => {
-                written_at(&pending.file).zip(written_at(image))
+            (JournalStatus::Pending(pending) | JournalStatus::Stale(pending), ImageAddress::Path(image)) => {
+                modified_seconds(&pending.file).zip(modified_seconds(image))
             }
             _ => None,
         };
-        Ok(Self { left, made_at })
+        Ok(Self {
+            left,
+            time_range: made_at,
+        })
     }
 
     /// Removes the journals. The image's session must have been discarded before.
-    pub(crate) fn end(self, image: &ImageAddress, header: &Header) -> std::io::Result<GivenUp> {
+    pub(crate) fn finish(self, image: &ImageAddress, header: &Header) -> std::io::Result<DiscardedChanges> {
         let all = journal::discard(image)?;
-        Ok(GivenUp {
+        Ok(DiscardedChanges {
             changes: all.iter().map(|pending| pending.changes).sum(),
-            ranges: ranges(&all, header),
+            ranges: guest_ranges(&all, header),
             files: all.into_iter().map(|pending| pending.file).collect(),
-            made_at: self.made_at,
+            made_at: self.time_range,
             left: self.left,
         })
     }
 }
 
-fn written_at(path: &Path) -> Option<u64> {
+fn modified_seconds(path: &Path) -> Option<u64> {
     let at = path.metadata().ok()?.modified().ok()?;
     Some(at.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
-fn ranges(all: &[Pending], header: &Header) -> Vec<ByteRange> {
+fn guest_ranges(all: &[PendingJournal], header: &Header) -> Vec<ByteRange> {
     let cluster_len = header.shape.cluster_len();
     let offset = |cluster: u64| cluster.saturating_mul(cluster_len).min(header.size);
-    let clusters = all.iter().flat_map(Pending::guest_clusters);
+    let clusters = all.iter().flat_map(PendingJournal::guest_clusters);
     let mut found: Vec<(u64, u64)> = clusters
         .map(|(first, count)| (offset(first), offset(first.saturating_add(count))))
         .filter(|(start, end)| start < end)
         .collect();
     found.sort_unstable();
-    let mut apart: Vec<(u64, u64)> = Vec::new();
+    let mut disjoint: Vec<(u64, u64)> = Vec::new();
     for (start, end) in found {
-        match apart.last_mut() {
+        match disjoint.last_mut() {
             Some(last) if start <= last.1 => last.1 = last.1.max(end),
-            _ => apart.push((start, end)),
+            _ => disjoint.push((start, end)),
         }
     }
-    apart
+    disjoint
         .into_iter()
         .map(|(start, end)| ByteRange::new(start, end - start))
         .collect()
 }
 
-impl GivenUp {
-    pub(crate) fn text(&self) -> String {
+impl DiscardedChanges {
+    pub(crate) fn format_text(&self) -> String {
         let mut text = match &self.left {
-            _ if self.changes > 0 => self.changes_text(),
-            LeftBehind::Missing(looked) => format!(
-                "discarded: changes that a killed server had not applied to the image; they are unknown, because its journal cannot be found ({looked})\n"
+            _ if self.changes > 0 => self.format_changes(),
+            JournalStatus::Missing(searched) => format!(
+                "discarded: changes that a killed server had not applied to the image; they are unknown, because its journal cannot be found ({searched})\n"
             ),
-            LeftBehind::Gone => "discarded: only what was already lost when the host was rebooted\n".to_owned(),
-            LeftBehind::Nothing => "nothing to discard: no server of the image was killed\n".to_owned(),
-            LeftBehind::Changes(_) | LeftBehind::Overtaken(_) => {
+            JournalStatus::LostAtReboot => {
+                "discarded: only what was already lost when the host was rebooted\n".to_owned()
+            }
+            JournalStatus::Clean => "nothing to discard: no server of the image was killed\n".to_owned(),
+            JournalStatus::Pending(_) | JournalStatus::Stale(_) => {
                 "nothing discarded: the image has all written data\n".to_owned()
             }
         };
@@ -105,10 +110,14 @@ impl GivenUp {
         text
     }
 
-    fn changes_text(&self) -> String {
+    fn format_changes(&self) -> String {
         let bytes: u64 = self.ranges.iter().map(|range| range.len.get()).sum();
         let when = self.made_at.map_or_else(String::new, |(from, to)| {
-            format!(", made between {} and {} UTC", date(from), date(to.max(from)))
+            format!(
+                ", made between {} and {} UTC",
+                format_date(from),
+                format_date(to.max(from))
+            )
         });
         let changes = match self.changes {
             1 => "1 change".to_owned(),
@@ -116,23 +125,23 @@ impl GivenUp {
         };
         let mut text = format!(
             "discarded: {changes} of the mapping of the guest's data, for {} of its disk{when}; there the disk has the content of the image:\n",
-            human(bytes)
+            format_size(bytes)
         );
-        for range in self.ranges.iter().take(RANGES_TOLD_MAX) {
+        for range in self.ranges.iter().take(RANGES_LISTED_MAX) {
             let (start, end) = (range.start.get(), range.end().get());
             text.push_str(&format!(
                 "  guest offsets {start:#x} to {end:#x} ({})\n",
-                human(end - start)
+                format_size(end - start)
             ));
         }
-        let untold = self.ranges.len().saturating_sub(RANGES_TOLD_MAX);
-        if untold > 0 {
-            text.push_str(&format!("  and {untold} more ranges\n"));
+        let unlisted = self.ranges.len().saturating_sub(RANGES_LISTED_MAX);
+        if unlisted > 0 {
+            text.push_str(&format!("  and {unlisted} more ranges\n"));
         }
         text
     }
 
-    pub(crate) fn json(&self) -> Value {
+    pub(crate) fn to_json(&self) -> Value {
         let range = |range: &ByteRange| json!({"offset": range.start.get(), "length": range.len.get()});
         json!({
             "changes": self.changes,

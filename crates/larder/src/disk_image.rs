@@ -7,10 +7,10 @@ use anyhow::{anyhow, bail};
 use larder_block::backend::file::FileRole;
 use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
-use larder_vm::image::journal::LeftBehind;
+use larder_vm::image::journal::JournalStatus;
 use larder_vm::image::{
-    Author, BEGINNING_BYTES, ChainPolicy, Format, ImageAddress, ImageOptions, begins_like, open_bytes_and_author,
-    probe, refuse_needed, use_without_cache,
+    Author, ChainPolicy, Format, ImageAddress, ImageOptions, PROBE_BYTES, detect_format, mark_caches_stale,
+    open_bytes_and_author, probe, refuse_protected_file,
 };
 
 use serde_json::{Value, json};
@@ -49,7 +49,7 @@ pub(crate) async fn open(
     format: Option<FormatName>,
     sharing: Sharing,
 ) -> anyhow::Result<OpenImage> {
-    let is_guessed = format.is_none();
+    let is_detected = format.is_none();
     let format = match format {
         Some(format) => format.into(),
         None => probe(image)?,
@@ -64,14 +64,14 @@ pub(crate) async fn open(
         options.role = FileRole::Referenced;
         options.chain = ChainPolicy::Follow { trust_image };
     }
-    let (file, author) = open_bytes_and_author(on, image, &options, is_container, is_guessed).await?;
-    if is_container && beginning(&file).await != Some("qcow2") {
+    let (file, author) = open_bytes_and_author(on, image, &options, is_container, is_detected).await?;
+    if is_container && detect_magic(&file).await != Some("qcow2") {
         bail!("{image}: it is not a qcow2 image; without --format its format is detected");
     }
     if sharing == Sharing::Exclusive {
-        use_without_cache(on, image, format).await?;
+        mark_caches_stale(on, image, format).await?;
         if format == Format::Raw {
-            refuse_needed(image, &file).await?;
+            refuse_protected_file(image, &file).await?;
         }
     }
     Ok(OpenImage { format, file, author })
@@ -82,7 +82,7 @@ pub(crate) async fn open(
 /// # Errors
 /// The image has another format, and so no metadata for `what`; the message hints at `--format qcow2` if it begins
 /// like one.
-pub(crate) async fn need_qcow2(
+pub(crate) async fn require_qcow2(
     image: &ImageAddress,
     opened: OpenImage,
     what: &str,
@@ -90,7 +90,7 @@ pub(crate) async fn need_qcow2(
     if opened.format == Format::Qcow2 {
         return Ok(opened.file);
     }
-    let hint = match beginning(&opened.file).await {
+    let hint = match detect_magic(&opened.file).await {
         Some("qcow2") => "; it begins like a qcow2 image: if it is one, give --format qcow2",
         _ => "",
     };
@@ -103,18 +103,18 @@ pub(crate) async fn close(disk: &Rc<dyn BlockDevice>) -> anyhow::Result<()> {
 }
 
 /// Returns the format, other than raw, whose magic bytes the image begins with.
-pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str> {
-    let mut head = AlignedBuf::zeroed(BEGINNING_BYTES);
-    if file.geometry().size.get() < BEGINNING_BYTES as u64 {
+pub(crate) async fn detect_magic(file: &Rc<dyn BlockDevice>) -> Option<&'static str> {
+    let mut head = AlignedBuf::zeroed(PROBE_BYTES);
+    if file.geometry().size.get() < PROBE_BYTES as u64 {
         return None;
     }
     file.read(ByteOffset::ZERO, ReadBuf::new(&mut head)).await.ok()?;
-    begins_like(&head)
+    detect_format(&head)
 }
 
 /// Returns the other processes that may write an image or keep others from writing it. `None` means that there are
 /// none, or that they are unknown, as for an NBD export.
-pub(crate) fn used_by(image: &ImageAddress) -> Option<Vec<String>> {
+pub(crate) fn processes_using(image: &ImageAddress) -> Option<Vec<String>> {
     let ImageAddress::Path(path) = image else { return None };
     image_lock::other_users(path).ok()?
 }
@@ -127,33 +127,33 @@ pub(crate) fn file_len(image: &ImageAddress) -> Option<ByteLen> {
 }
 
 /// Returns the space that a regular file takes on the host, in bytes.
-pub(crate) fn space_taken(image: &ImageAddress) -> Option<u64> {
+pub(crate) fn allocated_bytes(image: &ImageAddress) -> Option<u64> {
     let ImageAddress::Path(path) = image else { return None };
     let metadata = path.metadata().ok()?;
     metadata.is_file().then(|| metadata.blocks() * 512)
 }
 
 /// Describes the journal or session that a killed server left, for people; `None` if it left nothing.
-pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
+pub(crate) fn describe_left_behind(left: &JournalStatus) -> Option<String> {
     match left {
-        LeftBehind::Nothing => None,
-        LeftBehind::Changes(pending) if pending.changes == 0 => {
+        JournalStatus::Clean => None,
+        JournalStatus::Pending(pending) if pending.changes == 0 => {
             Some("a server of it was killed; the image has all written data".to_owned())
         }
-        LeftBehind::Changes(pending) => Some(format!(
+        JournalStatus::Pending(pending) => Some(format!(
             "a server of it was killed: {} changes that the image lacks are in {}; the next server applies them",
             pending.changes,
             pending.file.display()
         )),
-        LeftBehind::Overtaken(pending) => Some(format!(
+        JournalStatus::Stale(pending) => Some(format!(
             "a server of it was killed, and the image has been changed since: {} changes in {} do not apply to it any more; discard them with `larder disk check --discard-journal`",
             pending.changes,
             pending.file.display()
         )),
-        LeftBehind::Missing(looked) => Some(format!(
+        JournalStatus::Missing(looked) => Some(format!(
             "a server of it was killed, or it is a copy that was made while one ran, and its journal cannot be found ({looked}); serve it as the same user, or as root, or discard what was not flushed with `larder disk check --discard-journal`"
         )),
-        LeftBehind::Gone => Some(
+        JournalStatus::LostAtReboot => Some(
             "a server of it was killed before the last boot of the host: data that its guest had not flushed is lost"
                 .to_owned(),
         ),
@@ -161,27 +161,27 @@ pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
 }
 
 /// Describes the journal or session that a killed server left, for programs.
-pub(crate) fn left_json(left: &LeftBehind) -> Value {
+pub(crate) fn left_behind_json(left: &JournalStatus) -> Value {
     match left {
-        LeftBehind::Nothing => Value::Null,
-        LeftBehind::Changes(pending) => {
+        JournalStatus::Clean => Value::Null,
+        JournalStatus::Pending(pending) => {
             json!({"state": "pending", "changes": pending.changes, "file": pending.file.to_string_lossy()})
         }
-        LeftBehind::Overtaken(pending) => {
+        JournalStatus::Stale(pending) => {
             json!({"state": "overtaken", "changes": pending.changes, "file": pending.file.to_string_lossy()})
         }
-        LeftBehind::Missing(_) => json!({"state": "missing"}),
-        LeftBehind::Gone => json!({"state": "gone"}),
+        JournalStatus::Missing(_) => json!({"state": "missing"}),
+        JournalStatus::LostAtReboot => json!({"state": "gone"}),
     }
 }
 
 /// Formats a size with three significant digits.
-pub(crate) fn human(bytes: u64) -> String {
-    rounded(bytes).0
+pub(crate) fn format_size(bytes: u64) -> String {
+    round_size(bytes).0
 }
 
 /// Formats a ratio as ` (12.5 %)`, or as nothing if `whole` is 0.
-pub(crate) fn percent(part: u64, whole: u64) -> String {
+pub(crate) fn format_percent(part: u64, whole: u64) -> String {
     match whole {
         0 => String::new(),
         _ => format!(" ({:.1} %)", 100.0 * part as f64 / whole as f64),
@@ -189,15 +189,15 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
 }
 
 /// Formats a size both in bytes and with three digits; a rounded value is marked with "about".
-pub(crate) fn exact(bytes: u64) -> String {
-    match rounded(bytes) {
+pub(crate) fn format_exact_size(bytes: u64) -> String {
+    match round_size(bytes) {
         (text, true) => format!("{text} ({bytes} bytes)"),
         (text, false) => format!("{bytes} bytes (about {text})"),
     }
 }
 
 /// Formats a size with three digits; the flag is true if no precision is lost.
-fn rounded(bytes: u64) -> (String, bool) {
+fn round_size(bytes: u64) -> (String, bool) {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
         return (format!("{bytes} B"), true);
@@ -224,22 +224,22 @@ fn rounded(bytes: u64) -> (String, bool) {
 }
 
 /// Formats a point in time, in seconds since 1970, as `2026-11-21 10:01:15` in UTC.
-pub(crate) fn date(seconds: u64) -> String {
-    let (days, of_day) = (seconds / 86400, seconds % 86400);
+pub(crate) fn format_date(seconds: u64) -> String {
+    let (days, second_of_day) = (seconds / 86400, seconds % 86400);
     // Howard Hinnant, "chrono-compatible low-level date algorithms", civil_from_days.
     let shifted = days + 719_468;
-    let (era, of_era) = (shifted / 146_097, shifted % 146_097);
-    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * of_year + 2) / 153;
-    let day = of_year - (153 * month_from_march + 2) / 5 + 1;
+    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
     let month = if month_from_march < 10 {
         month_from_march + 3
     } else {
         month_from_march - 9
     };
     let year = era * 400 + year_of_era + u64::from(month <= 2);
-    let (hours, minutes, seconds) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    let (hours, minutes, seconds) = (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
     format!("{year:04}-{month:02}-{day:02} {hours:02}:{minutes:02}:{seconds:02}")
 }
 
@@ -259,7 +259,7 @@ mod tests {
             (123_456_789_012, "115 GiB"),
             (u64::MAX, "16 EiB"),
         ] {
-            assert_eq!(human(bytes), text);
+            assert_eq!(format_size(bytes), text);
         }
     }
 
@@ -272,7 +272,7 @@ mod tests {
             (2047 << 10, "2096128 bytes (about 2 MiB)"),
             ((1 << 60) + 1, "1152921504606846977 bytes (about 1 EiB)"),
         ] {
-            assert_eq!(exact(bytes), text);
+            assert_eq!(format_exact_size(bytes), text);
         }
     }
 
@@ -285,7 +285,7 @@ mod tests {
             (1_795_255_275, "2026-11-21 10:01:15"),
             (u64::from(u32::MAX), "2106-02-07 06:28:15"),
         ] {
-            assert_eq!(date(seconds), text);
+            assert_eq!(format_date(seconds), text);
         }
     }
 }

@@ -6,22 +6,24 @@ use std::rc::Rc;
 
 use larder_block::{BlockDevice, Loop};
 use larder_qcow2::bitmap::{Bitmap, read_bitmaps};
-use larder_qcow2::check::{CheckOptions, past_end};
+use larder_qcow2::check::{CheckOptions, count_past_end};
 use larder_qcow2::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, Header};
 use larder_qcow2::read_header;
 use larder_qcow2::snapshot::{SnapshotTable, read_snapshots};
 use larder_vm::image::dirty_caches;
-use larder_vm::image::journal::{LeftBehind, left_behind};
+use larder_vm::image::journal::{JournalStatus, status};
 use larder_vm::image::{Format, ImageAddress};
 use serde_json::{Value, json};
 
 use crate::cli::{FormatName, ImageArguments, InfoArguments, Output};
-use crate::disk_chain::{Layer, backing_files};
-use crate::disk_image::{self, OpenImage, Sharing, date, exact, human, left_json, left_line};
+use crate::disk_chain::{ChainLayer, backing_files};
+use crate::disk_image::{
+    self, OpenImage, Sharing, describe_left_behind, format_date, format_exact_size, format_size, left_behind_json,
+};
 use crate::output::{Lines, print};
 
 /// An image's properties and contents.
-struct Info {
+struct ImageInfo {
     image: ImageAddress,
     virtual_size: u64,
     space_taken: Option<u64>,
@@ -31,7 +33,7 @@ struct Info {
     /// Format that a raw image begins like.
     begins_like: Option<&'static str>,
     /// The backing files, if requested.
-    chain: Option<Vec<Layer>>,
+    chain: Option<Vec<ChainLayer>>,
     /// Caches that may have data which the image lacks.
     dirty_caches: Vec<ImageAddress>,
 }
@@ -41,8 +43,8 @@ struct Qcow2Info {
     snapshots: SnapshotTable,
     bitmaps: Vec<Bitmap>,
     bitmap_damage: Option<String>,
-    /// Journal or session that a killed server left; `Nothing` while a server uses the image.
-    left: LeftBehind,
+    /// Journal or session that a killed server left; `Clean` while a server uses the image.
+    left_behind: JournalStatus,
     /// Number of references past the end of the file; 0, unchecked, while a server uses the image.
     past_end: u64,
 }
@@ -50,50 +52,50 @@ struct Qcow2Info {
 pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let ImageArguments { image, format, output } = arguments.of;
-    let with_chain = arguments.backing_chain.then_some(Chain {
+    let with_chain = arguments.backing_chain.then_some(ChainRequest {
         trust_image: arguments.trust_image,
     });
-    let info = on.block_on(gather(&on, image, format, with_chain))?;
+    let info = on.block_on(collect_info(&on, image, format, with_chain))?;
     match output {
-        Output::Text => print(&text(&info))?,
-        Output::Json => print(&format!("{:#}\n", json_of(&info)))?,
+        Output::Text => print(&format_text(&info))?,
+        Output::Json => print(&format!("{:#}\n", to_json(&info)))?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// A request for the backing files.
-struct Chain {
+struct ChainRequest {
     /// Root opens also those that other users have chosen.
     trust_image: bool,
 }
 
-async fn gather(
+async fn collect_info(
     on: &Loop,
     image: ImageAddress,
     format: Option<FormatName>,
-    with_chain: Option<Chain>,
-) -> anyhow::Result<Info> {
+    with_chain: Option<ChainRequest>,
+) -> anyhow::Result<ImageInfo> {
     // Users are looked up once, and before anything is read: if a server died between two lookups, the second would
     // not find it, and its journal would never be looked for.
-    let used_by = disk_image::used_by(&image);
+    let used_by = disk_image::processes_using(&image);
     let OpenImage { format, file, author } = disk_image::open(on, &image, format, Sharing::Share).await?;
     let qcow2 = match format {
         Format::Raw => None,
         Format::Qcow2 => Some(qcow2_info(&file, &image, used_by.is_some()).await?),
     };
     let chain = match (&qcow2, with_chain) {
-        (Some(qcow2), Some(Chain { trust_image })) => {
+        (Some(qcow2), Some(ChainRequest { trust_image })) => {
             Some(backing_files(on, (&image, author), &qcow2.header, trust_image).await)
         }
         _ => None,
     };
     let size = file.geometry().size.get();
-    Ok(Info {
+    Ok(ImageInfo {
         virtual_size: qcow2.as_ref().map_or(size, |qcow2| qcow2.header.size),
-        space_taken: disk_image::space_taken(&image),
+        space_taken: disk_image::allocated_bytes(&image),
         used_by,
         begins_like: match qcow2 {
-            None => disk_image::beginning(&file).await,
+            None => disk_image::detect_magic(&file).await,
             Some(_) => None,
         },
         dirty_caches: dirty_caches(&image, format),
@@ -111,17 +113,17 @@ async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress, in_use: bo
         _ => (Vec::new(), None),
     };
     let (left, past_end) = match in_use {
-        true => (LeftBehind::Nothing, 0),
+        true => (JournalStatus::Clean, 0),
         false => {
             let options = CheckOptions {
                 file_len: disk_image::file_len(image),
                 ..CheckOptions::default()
             };
-            (left_behind(image, &header)?, past_end(file, options).await?)
+            (status(image, &header)?, count_past_end(file, options).await?)
         }
     };
     Ok(Qcow2Info {
-        left,
+        left_behind: left,
         past_end,
         header,
         snapshots,
@@ -130,7 +132,7 @@ async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress, in_use: bo
     })
 }
 
-fn text(info: &Info) -> String {
+fn format_text(info: &ImageInfo) -> String {
     let mut lines = Lines::default();
     lines.line("image", &info.image);
     match &info.qcow2 {
@@ -143,22 +145,22 @@ fn text(info: &Info) -> String {
             format!("it begins like a {format} image; if it is one, give --format {format}"),
         );
     }
-    lines.line("virtual size", exact(info.virtual_size));
+    lines.line("virtual size", format_exact_size(info.virtual_size));
     if let Some(bytes) = info.space_taken {
-        lines.line("disk size", human(bytes));
+        lines.line("disk size", format_size(bytes));
     }
     if let Some(users) = &info.used_by {
-        let who = match users.as_slice() {
+        let users_text = match users.as_slice() {
             [] => "another process".to_owned(),
             users => users.join("; "),
         };
         lines.line(
             "in use",
-            format!("yes, by {who}; this information may change at any time"),
+            format!("yes, by {users_text}; this information may change at any time"),
         );
     }
     for cache in &info.dirty_caches {
-        lines.line("cache", dirty_line(cache));
+        lines.line("cache", describe_dirty_cache(cache));
     }
     if let Some(qcow2) = &info.qcow2 {
         qcow2_text(&mut lines, info, qcow2);
@@ -166,22 +168,22 @@ fn text(info: &Info) -> String {
     lines.into_text()
 }
 
-fn yes(value: bool) -> &'static str {
+fn yes_or_no(value: bool) -> &'static str {
     if value { "yes" } else { "no" }
 }
 
-fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
+fn qcow2_text(lines: &mut Lines, info: &ImageInfo, qcow2: &Qcow2Info) {
     let header = &qcow2.header;
-    lines.line("cluster size", human(header.shape.cluster_len()));
+    lines.line("cluster size", format_size(header.shape.cluster_len()));
     lines.line("refcount bits", 1 << header.shape.refcount_order);
     lines.line("compression", header.compression.name());
-    lines.line("extended L2", yes(header.shape.extended));
-    lines.line("lazy refcounts", yes(header.lazy_refcounts));
+    lines.line("extended L2", yes_or_no(header.shape.extended));
+    lines.line("lazy refcounts", yes_or_no(header.lazy_refcounts));
     lines.line(
         "state",
-        state(qcow2, info.used_by.is_some(), !info.dirty_caches.is_empty()),
+        describe_state(qcow2, info.used_by.is_some(), !info.dirty_caches.is_empty()),
     );
-    if let Some(line) = left_line(&qcow2.left) {
+    if let Some(line) = describe_left_behind(&qcow2.left_behind) {
         lines.line("journal", line);
     }
     if header.shape.data_file {
@@ -203,18 +205,18 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
             lines.line("backing chain", format!("{} deep", chain.len()));
         }
         for layer in info.chain.iter().flatten() {
-            let what = match (&layer.trouble, layer.virtual_size) {
+            let what = match (&layer.error, layer.virtual_size) {
                 (Some(trouble), _) => format!("cannot be read: {trouble}"),
-                (None, Some(size)) => human(size),
+                (None, Some(size)) => format_size(size),
                 (None, None) => String::new(),
             };
             let in_use = if layer.in_use { ", in use" } else { "" };
             lines.row(format_args!("{} ({}): {what}{in_use}", layer.image, layer.format));
-            if let Some(line) = left_line(&layer.left) {
+            if let Some(line) = describe_left_behind(&layer.left_behind) {
                 lines.row(format_args!("  journal: {line}"));
             }
             for cache in &layer.dirty_caches {
-                lines.row(format_args!("  cache: {}", dirty_line(cache)));
+                lines.row(format_args!("  cache: {}", describe_dirty_cache(cache)));
             }
         }
     }
@@ -227,7 +229,7 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
         };
         lines.line(
             "bitmap",
-            format!("{}, {} a bit, {flags}", bitmap.name, human(bitmap.granularity)),
+            format!("{}, {} a bit, {flags}", bitmap.name, format_size(bitmap.granularity)),
         );
     }
     if let Some(damage) = &qcow2.bitmap_damage {
@@ -235,22 +237,22 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     }
 }
 
-pub(crate) fn dirty_line(cache: &ImageAddress) -> String {
+pub(crate) fn describe_dirty_cache(cache: &ImageAddress) -> String {
     format!(
         "{cache} may have data that was never written to the image (larder disk cache flush {cache} writes it there)"
     )
 }
 
-fn state(qcow2: &Qcow2Info, in_use: bool, has_dirty_cache: bool) -> &'static str {
+fn describe_state(qcow2: &Qcow2Info, in_use: bool, has_dirty_cache: bool) -> &'static str {
     let header = &qcow2.header;
-    match &qcow2.left {
+    match &qcow2.left_behind {
         _ if qcow2.past_end > 0 => {
             "truncated: the file ends before the clusters that its tables refer to; get a complete copy, and see `larder disk check`"
         }
         _ if header.corrupt => "corrupt: a program found its metadata damaged; see `larder disk check`",
-        LeftBehind::Missing(_) => "incomplete: unflushed data is in a journal that is missing, see below",
-        LeftBehind::Overtaken(_) => "changed since its server was killed, see below",
-        LeftBehind::Changes(pending) if pending.changes > 0 => {
+        JournalStatus::Missing(_) => "incomplete: unflushed data is in a journal that is missing, see below",
+        JournalStatus::Stale(_) => "changed since its server was killed, see below",
+        JournalStatus::Pending(pending) if pending.changes > 0 => {
             "incomplete without its journal, see below; do not copy or move it before it has been served again"
         }
         _ if header.dirty && in_use => "refcounts are written when it is closed",
@@ -259,9 +261,9 @@ fn state(qcow2: &Qcow2Info, in_use: bool, has_dirty_cache: bool) -> &'static str
         }
         _ if in_use => "in use",
         _ if has_dirty_cache => "incomplete without its cache, see above",
-        LeftBehind::Gone => "as of the last flush before the host went down, see below",
-        LeftBehind::Changes(_) => "complete, but not closed, see below",
-        LeftBehind::Nothing => "clean",
+        JournalStatus::LostAtReboot => "as of the last flush before the host went down, see below",
+        JournalStatus::Pending(_) => "complete, but not closed, see below",
+        JournalStatus::Clean => "clean",
     }
 }
 
@@ -276,9 +278,9 @@ fn snapshots_text(lines: &mut Lines, table: &SnapshotTable, disk_size: u64) {
             lines.row(row(
                 &snapshot.id,
                 &snapshot.name,
-                &format!("{} UTC", date(snapshot.date_seconds.into())),
-                &human(snapshot.vm_state_size),
-                &human(snapshot.disk_size.unwrap_or(disk_size)),
+                &format!("{} UTC", format_date(snapshot.date_seconds.into())),
+                &format_size(snapshot.vm_state_size),
+                &format_size(snapshot.disk_size.unwrap_or(disk_size)),
             ));
         }
     }
@@ -287,7 +289,7 @@ fn snapshots_text(lines: &mut Lines, table: &SnapshotTable, disk_size: u64) {
     }
 }
 
-fn json_of(info: &Info) -> Value {
+fn to_json(info: &ImageInfo) -> Value {
     let mut all = json!({
         "filename": info.image.to_string(),
         "format": if info.qcow2.is_some() { "qcow2" } else { "raw" },
@@ -305,11 +307,11 @@ fn json_of(info: &Info) -> Value {
     if let Some(qcow2) = &info.qcow2 {
         qcow2_json(&mut all, info, qcow2);
     }
-    all["dirty-caches"] = strings(&info.dirty_caches).into();
+    all["dirty-caches"] = to_strings(&info.dirty_caches).into();
     all
 }
 
-fn qcow2_json(all: &mut Value, info: &Info, qcow2: &Qcow2Info) {
+fn qcow2_json(all: &mut Value, info: &ImageInfo, qcow2: &Qcow2Info) {
     let header = &qcow2.header;
     all["cluster-size"] = header.shape.cluster_len().into();
     let mut data = json!({
@@ -329,12 +331,12 @@ fn qcow2_json(all: &mut Value, info: &Info, qcow2: &Qcow2Info) {
     if !qcow2.bitmaps.is_empty() {
         data["bitmaps"] = qcow2.bitmaps.iter().map(bitmap_json).collect();
     }
-    all["journal"] = left_json(&qcow2.left);
+    all["journal"] = left_behind_json(&qcow2.left_behind);
     all["past-end"] = qcow2.past_end.into();
     all["format-specific"] = json!({"type": "qcow2", "data": data});
     if let Some(backing) = &header.backing_file {
         all["backing-filename"] = backing.clone().into();
-        let address = ImageAddress::beside(&info.image, backing);
+        let address = ImageAddress::relative_to(&info.image, backing);
         all["full-backing-filename"] = address
             .map_or_else(|_| backing.clone(), |image| image.to_string())
             .into();
@@ -368,18 +370,18 @@ fn bitmap_json(bitmap: &Bitmap) -> Value {
     json!({"name": bitmap.name, "granularity": bitmap.granularity, "flags": flags})
 }
 
-pub(crate) fn strings(images: &[ImageAddress]) -> Vec<String> {
+pub(crate) fn to_strings(images: &[ImageAddress]) -> Vec<String> {
     images.iter().map(ToString::to_string).collect()
 }
 
-fn layer_json(layer: &Layer) -> Value {
+fn layer_json(layer: &ChainLayer) -> Value {
     json!({
         "filename": layer.image.to_string(),
         "format": layer.format,
         "virtual-size": layer.virtual_size,
-        "error": layer.trouble,
+        "error": layer.error,
         "in-use": layer.in_use,
-        "journal": left_json(&layer.left),
-        "dirty-caches": strings(&layer.dirty_caches),
+        "journal": left_behind_json(&layer.left_behind),
+        "dirty-caches": to_strings(&layer.dirty_caches),
     })
 }

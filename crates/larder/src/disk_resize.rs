@@ -12,7 +12,7 @@ use larder_vm::image::{ChainPolicy, ImageAddress, ImageOptions};
 use serde_json::json;
 
 use crate::cli::{ImageArguments, NewSize, Output, ResizeArguments};
-use crate::disk_image::{close, exact};
+use crate::disk_image::{close, format_exact_size};
 use crate::output::print;
 
 /// Unit of a disk's size, in bytes.
@@ -34,8 +34,8 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
     let (was, is) = on.block_on(async {
         let disk = larder_vm::image::open(&on, &image, &options).await?.device;
         let was = disk.geometry().size;
-        let result = match wanted(&image, was, arguments.size) {
-            Ok(size) => disk.grow(size).await.map_err(|error| told_why(&image, &error)),
+        let result = match new_size(&image, was, arguments.size) {
+            Ok(size) => disk.grow(size).await.map_err(|error| with_advice(&image, &error)),
             Err(error) => Err(error),
         };
         match (result, close(&disk).await) {
@@ -46,12 +46,16 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         anyhow::Ok((was, disk.geometry().size))
     })?;
     print(&match output {
-        Output::Text if was == is => format!("{}: {} already\n", printable(&image.to_string()), exact(is.get())),
+        Output::Text if was == is => format!(
+            "{}: {} already\n",
+            printable(&image.to_string()),
+            format_exact_size(is.get())
+        ),
         Output::Text => format!(
             "{}: {}, was {}\n",
             printable(&image.to_string()),
-            exact(is.get()),
-            exact(was.get())
+            format_exact_size(is.get()),
+            format_exact_size(was.get())
         ),
         Output::Json => {
             let result =
@@ -63,7 +67,7 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
 }
 
 /// Adds advice to the error of a growth that failed.
-fn told_why(image: &ImageAddress, error: &IoError) -> anyhow::Error {
+fn with_advice(image: &ImageAddress, error: &IoError) -> anyhow::Error {
     let advice = match (error.failure(), image) {
         (Failure::NoSpace, ImageAddress::Nbd(_)) => {
             "an export has the size that its server gives it; make the image larger there"
@@ -90,10 +94,10 @@ fn is_block_device(path: &Path) -> bool {
         .is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-fn wanted(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<ByteLen> {
+fn new_size(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<ByteLen> {
     let size = match size {
-        NewSize::Is(size) => size,
-        NewSize::More(more) => match was.get().checked_add(more.get()) {
+        NewSize::Absolute(size) => size,
+        NewSize::Growth(more) => match was.get().checked_add(more.get()) {
             Some(size) => ByteLen::new(size),
             None => bail!("{image}: no disk can be that large"),
         },
@@ -101,8 +105,8 @@ fn wanted(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<B
     if size < was {
         bail!(
             "{image}: it has {}, and shrinking it would discard the data past {}: no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
-            exact(was.get()),
-            exact(size.get())
+            format_exact_size(was.get()),
+            format_exact_size(size.get())
         );
     }
     if !size.get().is_multiple_of(SECTOR) {

@@ -12,18 +12,18 @@ use larder_block::backend::image_lock::{LockError, LockMode};
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::event_loop::SocketAddress;
 use larder_block::filter::throttle::ThrottleLimits;
-use larder_export::vhost_user::{Serial, Stop, VhostUserOptions};
+use larder_export::vhost_user::{Serial, StopMode, VhostUserOptions};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
 use larder_vm::control::{ControlServer, Subject};
 use larder_vm::disk::{Disk, DiskConfig, DiskError, OnOpen};
-use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
+use larder_vm::exports::{ExportError, ExportsConfig, NbdExportConfig, VhostUserSource};
 use larder_vm::image::{
-    CacheWish, ChainPart, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, PinnedBy, PinnedChain,
-    PrefetchWish, is_same,
+    CacheSpec, ChainPart, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, PinnedBy, PinnedChain,
+    PrefetchSpec, is_same_image,
 };
 use larder_vm::latch::Latch;
-use larder_vm::listen::same_place;
+use larder_vm::listen::find_same_path;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::config::ChainFile;
 
@@ -41,21 +41,21 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let (pidfile, control) = (arguments.pidfile.clone(), arguments.control.clone());
-    let serial_note = Serial::note_on(&arguments.serial);
-    let config = config_of(arguments)?;
+    let serial_note = Serial::truncation_warning(&arguments.serial);
+    let config = config_from_arguments(arguments)?;
     if config.exports.is_empty() {
         bail!("nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both");
     }
-    refuse_same_places(&config, control.as_deref(), pidfile.as_deref())?;
+    check_distinct_paths(&config, control.as_deref(), pidfile.as_deref())?;
     if let Some(note) = serial_note {
         tracing::info!("{note}");
     }
-    let (cancel, stop) = (Latch::default(), Arc::new(OnceLock::<Latch<Stop>>::new()));
-    let (to_cancel, to_stop) = (cancel.clone(), Arc::clone(&stop));
-    crate::signals::block()?.stop_by(move || {
-        to_cancel.set(());
-        if let Some(stop) = to_stop.get() {
-            stop.set(Stop::Leave);
+    let (cancel, stop) = (Latch::default(), Arc::new(OnceLock::<Latch<StopMode>>::new()));
+    let (cancel_start, stop_disk) = (cancel.clone(), Arc::clone(&stop));
+    crate::signals::block()?.on_stop(move || {
+        cancel_start.set(());
+        if let Some(stop) = stop_disk.get() {
+            stop.set(StopMode::HandOver);
         }
     })?;
     let pidfile = pidfile.as_deref().map(pid_file::prepare).transpose()?;
@@ -71,14 +71,14 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     };
     let stop = stop.get_or_init(|| disk.stop_signal());
     if cancel.get().is_some() {
-        stop.set(Stop::Leave);
+        stop.set(StopMode::HandOver);
     }
     let started = control
         .as_deref()
-        .map(|path| ControlServer::start(path, Arc::new(Subject::disk(disk.inquiry()))))
+        .map(|path| ControlServer::start(path, Arc::new(Subject::disk(disk.handle()))))
         .transpose()
         .map_err(anyhow::Error::from)
-        .and_then(|control| Ok((control, pidfile.map(pid_file::Prepared::publish).transpose()?)));
+        .and_then(|control| Ok((control, pidfile.map(pid_file::PreparedPidFile::publish).transpose()?)));
     let _until_it_ends = match started {
         Ok(started) => started,
         Err(error) => {
@@ -86,11 +86,11 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
             return Err(error);
         }
     };
-    let (geometry, places) = (disk.geometry(), disk.places().clone());
+    let (geometry, addresses) = (disk.geometry(), disk.addresses().clone());
     tracing::info!(
         %image,
-        vhost_user_blk = places.vhost_user.map(tracing::field::display),
-        nbd = places.nbd.map(tracing::field::display),
+        vhost_user_blk = addresses.vhost_user.map(tracing::field::display),
+        nbd = addresses.nbd.map(tracing::field::display),
         control = control.map(|path| tracing::field::display(command_line(&[path.into()]))),
         size = %geometry.size,
         read_only = geometry.read_only,
@@ -102,10 +102,10 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
 
 /// Logs the names of the image's other files, and writes them into the file of `--pin-chain` if that does not exist.
 fn report_chain(parts: &[ChainPart], read_only: bool, write_to: Option<&Path>) -> Result<(), String> {
-    let Some(chain) = ChainFile::of(parts) else {
+    let Some(chain) = ChainFile::from_parts(parts) else {
         return Ok(());
     };
-    for line in chain.files(read_only) {
+    for line in chain.describe_files(read_only) {
         tracing::info!("{line}");
     }
     match write_to {
@@ -117,7 +117,7 @@ fn report_chain(parts: &[ChainPart], read_only: bool, write_to: Option<&Path>) -
 }
 
 /// Other files that the image may have opened.
-struct Chain {
+struct ServedChain {
     policy: ChainPolicy,
     /// The image's format, if a file of `--pin-chain` gives it.
     format: Option<Format>,
@@ -125,7 +125,7 @@ struct Chain {
     write_to: Option<PathBuf>,
 }
 
-fn chain_of(arguments: &ServeArguments, image: &ImageAddress) -> anyhow::Result<Chain> {
+fn chain_from_arguments(arguments: &ServeArguments, image: &ImageAddress) -> anyhow::Result<ServedChain> {
     let pinned = |chain, by| ChainPolicy::Pinned {
         chain: Arc::new(chain),
         by,
@@ -136,7 +136,7 @@ fn chain_of(arguments: &ServeArguments, image: &ImageAddress) -> anyhow::Result<
     };
     let (policy, format, write_to) = match (found, arguments.backing_chain) {
         (Some((path, Some(found))), _) => {
-            if !is_same(&found.image, image) {
+            if !is_same_image(&found.image, image) {
                 bail!(
                     "--pin-chain {}: it belongs to {}, not to {image}; give another file, or remove it",
                     path.display(),
@@ -147,27 +147,27 @@ fn chain_of(arguments: &ServeArguments, image: &ImageAddress) -> anyhow::Result<
             (pinned(found.chain, by), Some(found.format), None)
         }
         (None, BackingChain::None) => (pinned(PinnedChain::default(), PinnedBy::NoChain), None, None),
-        (not_there, _) => {
+        (missing, _) => {
             let follow = ChainPolicy::Follow {
                 trust_image: arguments.trust_image,
             };
-            (follow, None, not_there.map(|(path, _)| path.clone()))
+            (follow, None, missing.map(|(path, _)| path.clone()))
         }
     };
-    Ok(Chain {
+    Ok(ServedChain {
         policy,
         format,
         write_to,
     })
 }
 
-fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
+fn config_from_arguments(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     let image = arguments
         .image
         .clone()
         .or(arguments.blk_file.clone())
         .context("no image")?;
-    let chain = chain_of(&arguments, &image)?;
+    let chain = chain_from_arguments(&arguments, &image)?;
     let format = arguments.format.map(Format::from);
     if let (Some(format), Some(pinned)) = (format, chain.format)
         && format != pinned
@@ -179,8 +179,8 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
         );
     }
     let vhost_user_at = match (arguments.socket, arguments.fd) {
-        (Some(path), _) => Some(VhostUserAt::Path(path)),
-        (None, Some(number)) => Some(VhostUserAt::Descriptor(Arc::new(inherited(number)?))),
+        (Some(path), _) => Some(VhostUserSource::Path(path)),
+        (None, Some(number)) => Some(VhostUserSource::Descriptor(Arc::new(inherited_descriptor(number)?))),
         (None, None) => None,
     };
     let caching = if arguments.buffered {
@@ -188,7 +188,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     } else {
         Caching::Auto
     };
-    let prefetch = PrefetchWish {
+    let prefetch = PrefetchSpec {
         memory: arguments.prefetch,
         ahead: arguments.prefetch_ahead,
         largest_read: arguments.prefetch_largest_read,
@@ -196,7 +196,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     let prefetch = prefetch
         .options(arguments.share)
         .map_err(|error| anyhow!("--{error}"))?;
-    let cache = CacheWish {
+    let cache = CacheSpec {
         file: arguments.cache,
         size: arguments.cache_size,
         line: arguments.cache_line,
@@ -228,14 +228,14 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             ..ImageOptions::default()
         },
         exports: ExportsConfig {
-            vhost_user_at,
+            vhost_user_source: vhost_user_at,
             vhost_user: VhostUserOptions {
                 queues: arguments.queues,
                 queue_size: arguments.queue_size,
                 serial: Serial::of(&arguments.serial),
                 block_size: arguments.block_size,
             },
-            nbd: arguments.nbd.map(|uri| NbdAt {
+            nbd: arguments.nbd.map(|uri| NbdExportConfig {
                 uri,
                 insecure: arguments.nbd_insecure,
                 description: arguments.nbd_description,
@@ -251,33 +251,33 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
 }
 
 /// Refuses two options that name the same path, since each creates its own file or socket there.
-fn refuse_same_places(config: &DiskConfig, control: Option<&Path>, pidfile: Option<&Path>) -> anyhow::Result<()> {
-    let socket = match &config.exports.vhost_user_at {
-        Some(VhostUserAt::Path(path)) => Some(path.as_path()),
+fn check_distinct_paths(config: &DiskConfig, control: Option<&Path>, pidfile: Option<&Path>) -> anyhow::Result<()> {
+    let socket = match &config.exports.vhost_user_source {
+        Some(VhostUserSource::Path(path)) => Some(path.as_path()),
         _ => None,
     };
     let nbd = config.exports.nbd.as_ref().and_then(|at| match &at.uri.address {
         SocketAddress::Unix(path) => Some(path.as_path()),
         SocketAddress::Tcp { .. } => None,
     });
-    let places = [
+    let options = [
         ("--socket", socket),
         ("--nbd", nbd),
         ("--control", control),
         ("--pidfile", pidfile),
     ];
-    let places: Vec<(&str, &Path)> = places
+    let options: Vec<(&str, &Path)> = options
         .into_iter()
         .filter_map(|(name, path)| Some((name, path?)))
         .collect();
-    match same_place(&places) {
+    match find_same_path(&options) {
         Some((one, other)) => bail!("{one} and {other} are the same path; give each its own"),
         None => Ok(()),
     }
 }
 
 /// Takes ownership of an inherited descriptor.
-fn inherited(number: RawFd) -> anyhow::Result<OwnedFd> {
+fn inherited_descriptor(number: RawFd) -> anyhow::Result<OwnedFd> {
     if (0..=2).contains(&number) {
         bail!(
             "--fd {number}: 0 to 2 are standard input, output and error, which cannot carry a disk; pass the socket \

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use larder_host::{Address, BalanceConfig, Host, HostConfig, Policy};
+use larder_host::{BalanceConfig, BalancePolicy, HostConfig, HostServer, ServerAddress};
 use larder_vm::listen::Access;
 
 use crate::cli::watch::HostArguments;
@@ -10,7 +10,7 @@ use crate::signals;
 
 pub(crate) fn run(arguments: HostArguments) -> anyhow::Result<ExitCode> {
     let signals = signals::block()?;
-    let host = Host::new(&HostConfig {
+    let host = HostServer::new(&HostConfig {
         listen: arguments.listen,
         socket: Access {
             mode: arguments.socket_mode,
@@ -21,7 +21,7 @@ pub(crate) fn run(arguments: HostArguments) -> anyhow::Result<ExitCode> {
         tls_certificates: arguments.tls_certificates,
         token_file: arguments.token_file,
         balance: arguments.balance_memory.then_some(BalanceConfig {
-            policy: Policy {
+            policy: BalancePolicy {
                 reserve: arguments.memory_reserve.get(),
                 stall: arguments.memory_stall,
             },
@@ -30,13 +30,13 @@ pub(crate) fn run(arguments: HostArguments) -> anyhow::Result<ExitCode> {
     })?;
     let token_file = host.token_file().map(|path| path.display().to_string());
     match host.address() {
-        Address::Url(url) => {
+        ServerAddress::Url(url) => {
             tracing::info!(dashboard = url, metrics = format!("{url}metrics"), token_file, "ready");
         }
-        Address::Socket(path) => tracing::info!(socket = %path.display(), token_file, "ready"),
+        ServerAddress::Socket(path) => tracing::info!(socket = %path.display(), token_file, "ready"),
     }
     let stop = host.stop();
-    signals.stop_by(move || stop.stop())?;
+    signals.on_stop(move || stop.stop())?;
     host.run();
     Ok(ExitCode::SUCCESS)
 }

@@ -7,7 +7,7 @@ use std::fmt::{self, Debug};
 use std::io::{self, IsTerminal, Write};
 
 use larder_block::printable;
-use limit::Limit;
+use limit::LogLimiter;
 use tracing::field::Field;
 use tracing::{Level, Metadata};
 use tracing_subscriber::field::MakeExt;
@@ -16,8 +16,8 @@ use tracing_subscriber::fmt::format::{Writer, debug_fn};
 use tracing_subscriber::fmt::writer::MakeWriterExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
-const VARIABLE: &str = "LARDER_LOG";
-const USUAL: &str = "info";
+const LOG_VARIABLE: &str = "LARDER_LOG";
+const FILTER_DEFAULT: &str = "info";
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
 /// Returns the layer that writes messages to stderr: on a terminal with colours; to systemd's journal without the
@@ -31,20 +31,20 @@ pub(crate) fn layer(filter: EnvFilter) -> Box<dyn Layer<Registry> + Send + Sync>
     match is_journal() {
         true => {
             let messages = messages.without_time().with_level(false).with_ansi(false);
-            let limit = Limit::new(|line| {
+            let limit = LogLimiter::new(|line| {
                 // The priority of a warning.
-                let _ = Line { priority: 4 }.write_all(format!("{line}\n").as_bytes());
+                let _ = PrefixedLine { priority: 4 }.write_all(format!("{line}\n").as_bytes());
             });
-            let journal = MakeWriterExt::with_filter(Journal, move |place| limit.passes(place));
+            let journal = MakeWriterExt::with_filter(Journal, move |metadata| limit.allows(metadata));
             messages.with_writer(journal).with_filter(filter).boxed()
         }
         false => {
             let has_colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
             let messages = messages.with_ansi(has_colours);
-            let limit = Limit::new(|line| {
+            let limit = LogLimiter::new(|line| {
                 let _ = writeln!(io::stderr(), "{line}");
             });
-            let stderr = MakeWriterExt::with_filter(io::stderr, move |place| limit.passes(place));
+            let stderr = MakeWriterExt::with_filter(io::stderr, move |metadata| limit.allows(metadata));
             messages.with_writer(stderr).with_filter(filter).boxed()
         }
     }
@@ -70,29 +70,29 @@ fn is_journal() -> bool {
 struct Journal;
 
 /// Writer of one line with its priority.
-struct Line {
+struct PrefixedLine {
     priority: u8,
 }
 
 impl<'a> MakeWriter<'a> for Journal {
-    type Writer = Line;
+    type Writer = PrefixedLine;
 
-    fn make_writer(&'a self) -> Line {
-        Line { priority: 6 }
+    fn make_writer(&'a self) -> PrefixedLine {
+        PrefixedLine { priority: 6 }
     }
 
-    fn make_writer_for(&'a self, about: &Metadata<'_>) -> Line {
-        let priority = match *about.level() {
+    fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> PrefixedLine {
+        let priority = match *metadata.level() {
             Level::ERROR => 3,
             Level::WARN => 4,
             Level::INFO => 6,
             _ => 7,
         };
-        Line { priority }
+        PrefixedLine { priority }
     }
 }
 
-impl Write for Line {
+impl Write for PrefixedLine {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let mut line = format!("<{}>", self.priority).into_bytes();
         line.extend_from_slice(text);
@@ -107,26 +107,26 @@ impl Write for Line {
 
 /// Returns the filter, and a message if the variable is invalid.
 pub(crate) fn filter() -> (EnvFilter, Option<String>) {
-    match std::env::var_os(VARIABLE) {
-        Some(value) if !value.is_empty() => match read(&value) {
+    match std::env::var_os(LOG_VARIABLE) {
+        Some(value) if !value.is_empty() => match parse_filter(&value) {
             Ok(filter) => (filter, None),
             Err(why) => {
                 let valid = LEVELS.join(", ");
-                let wrong = format!(
-                    "{VARIABLE}={}: {why}; give {valid}, or levels of parts as in info,larder_block=debug. Larder uses \
-                     {USUAL}",
+                let warning = format!(
+                    "{LOG_VARIABLE}={}: {why}; give {valid}, or levels of parts as in info,larder_block=debug. Larder uses \
+                     {FILTER_DEFAULT}",
                     value.to_string_lossy()
                 );
-                (USUAL.into(), Some(wrong))
+                (FILTER_DEFAULT.into(), Some(warning))
             }
         },
-        _ => (USUAL.into(), None),
+        _ => (FILTER_DEFAULT.into(), None),
     }
 }
 
 /// Parses a filter. A bare word must be a level here; the library would also take it for a target, which would hide a
 /// mistyped level.
-fn read(value: &OsStr) -> Result<EnvFilter, String> {
+fn parse_filter(value: &OsStr) -> Result<EnvFilter, String> {
     let text = value.to_str().ok_or("it is not UTF-8")?;
     let parts: Vec<&str> = text.split(',').map(str::trim).collect();
     for part in &parts {
@@ -152,7 +152,7 @@ mod tests {
             "info,larder_block=debug",
             "warn, larder_export::nbd=trace",
         ] {
-            assert!(read(text.as_ref()).is_ok(), "{text}");
+            assert!(parse_filter(text.as_ref()).is_ok(), "{text}");
         }
         for (text, word) in [
             ("chatty", "'chatty'"),
@@ -160,7 +160,7 @@ mod tests {
             ("debug,", "''"),
             ("larder_block", "'larder_block'"),
         ] {
-            let why = read(text.as_ref()).expect_err(text);
+            let why = parse_filter(text.as_ref()).expect_err(text);
             assert!(why.contains(word), "{text}: {why}");
         }
     }

@@ -16,18 +16,18 @@ mod disk_tune;
 mod host;
 mod libvirt;
 mod log;
-mod memories;
 mod memory;
+mod memory_table;
 mod migrate;
-mod moves;
+mod migration_table;
 mod open;
 mod output;
 mod pid_file;
 mod rates;
 mod run;
 mod signals;
-mod starter;
 mod status;
+mod systemd_notify;
 mod top;
 mod vm;
 mod vm_pin;
@@ -51,14 +51,15 @@ fn main() -> ExitCode {
     // Started as /proc/self/exe, the process would be listed as `exe`. A failure here changes nothing else.
     let _ = rustix::thread::set_name(c"larder");
     signals::fail_writes_past_size_limit();
-    let cli = Cli::try_parse().unwrap_or_else(|error| cli::name_what_is_no_text(run::explain(error)).exit());
-    let (filter, wrong) = log::filter();
+    let cli =
+        Cli::try_parse().unwrap_or_else(|error| cli::explain_non_utf8_argument(run::explain_usage_error(error)).exit());
+    let (filter, warning) = log::filter();
     tracing_subscriber::registry()
         .with(log::layer(filter))
         .with(events::layer())
         .init();
-    if let Some(wrong) = wrong {
-        tracing::warn!("{wrong}");
+    if let Some(warning) = warning {
+        tracing::warn!("{warning}");
     }
     abort_on_panic();
     let result = match cli.command {
@@ -91,7 +92,7 @@ fn main() -> ExitCode {
 }
 
 fn report(error: &anyhow::Error) {
-    output::complain(&message(error));
+    output::print_stderr(&message(error));
 }
 
 /// Returns the error and its causes, without causes that the text contains already.

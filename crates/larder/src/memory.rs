@@ -14,24 +14,24 @@ use larder_memory::service::DetachError;
 use larder_vm::control::memory::{BudgetRange, MemoryPatch, MemoryState, SwapState, SwapTier};
 use larder_vm::control::state::Latency;
 use larder_vm::control::{
-    ControlServer, FetchError, Subject, cancel_detach, detach_memory, fetch_memory, limit_memory,
+    ControlClientError, ControlServer, Subject, cancel_detach, detach_memory, fetch_memory, limit_memory,
 };
 use larder_vm::image::ImageAddress;
-use larder_vm::memory::approach::{Process, listening_at};
-use larder_vm::memory::wish::MemoryWish;
-use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig, tell_end};
-use larder_vm::vm::config::path_of;
+use larder_vm::memory::attach_retry::{QemuProcess, qmp_listener};
+use larder_vm::memory::spec::MemorySpec;
+use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig, log_end};
+use larder_vm::vm::config::vm_file_path;
 use larder_vm::vm::find::find_memory_control;
 use rustix::process::Pid;
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
 use crate::cli::memory::{
-    MemoryAtArguments, MemoryAttachArguments, MemoryCommand, MemoryDetachArguments, MemoryLimitArguments,
-    MemoryStatusArguments, Switch,
+    MemoryAttachArguments, MemoryCommand, MemoryDetachArguments, MemoryLimitArguments, MemoryStatusArguments,
+    MemoryTargetArguments, Switch,
 };
-use crate::disk_image::{human, percent};
-use crate::output::{Lines, complain, print};
+use crate::disk_image::{format_percent, format_size};
+use crate::output::{Lines, print, print_stderr};
 use crate::pid_file;
 use crate::rates::is_not_served;
 use crate::signals::Signals;
@@ -46,117 +46,117 @@ pub(crate) fn run(command: MemoryCommand) -> anyhow::Result<ExitCode> {
 }
 
 /// Error message if no option selects a process.
-const WHOSE: &str = "no process was selected: give --pid PID, --qmp PATH or --vm NAME";
+const NO_PROCESS_GIVEN: &str = "no process was selected: give --pid PID, --qmp PATH or --vm NAME";
 
-fn pid_of(number: u32) -> anyhow::Result<Pid> {
+fn parse_pid(number: u32) -> anyhow::Result<Pid> {
     let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
     pid.context("--pid: not a PID")
 }
 
 /// Returns the memory options of the command line.
-fn wish_of(arguments: &MemoryAttachArguments) -> anyhow::Result<MemoryWish> {
+fn spec_from_arguments(arguments: &MemoryAttachArguments) -> anyhow::Result<MemorySpec> {
     let disk = |address: &Option<ImageAddress>, size| {
         let address = address.clone()?;
         Some(SwapConfig { address, size })
     };
-    let wish = MemoryWish {
+    let spec = MemorySpec {
         compressed: arguments.compressed,
         swap: disk(&arguments.swap_cache, arguments.swap_size),
         slow: disk(&arguments.slow_store, arguments.slow_size),
         quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         prefetch: arguments.prefetch == Switch::On,
         encrypt: arguments.encrypt.map(|switch| switch == Switch::On),
-        range: arguments.range.over(BudgetRange::default()),
-        ..MemoryWish::new(arguments.budget.context("--budget is missing")?)
+        range: arguments.range.override_bounds(BudgetRange::default()),
+        ..MemorySpec::new(arguments.budget.context("--budget is missing")?)
     };
-    Ok(wish)
+    Ok(spec)
 }
 
 fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
     if let Some(name) = &arguments.vm {
-        return service::of_vm(name, &arguments);
+        return service::attach_vm(name, &arguments);
     }
-    let wish = wish_of(&arguments)?;
-    if wish.encrypt == Some(true) && wish.swap.is_none() && wish.slow.is_none() {
+    let spec = spec_from_arguments(&arguments)?;
+    if spec.encrypt == Some(true) && spec.swap.is_none() && spec.slow.is_none() {
         bail!("--encrypt on: there is nothing to encrypt without --swap-cache or --slow-store");
     }
     if arguments.wait {
-        wish.check()?;
-        return service::of_one(arguments, wish);
+        spec.check()?;
+        return service::attach_one(arguments, spec);
     }
     let (pid, started) = match (arguments.pid, &arguments.qmp) {
-        (Some(pid), _) => (pid_of(pid)?, None),
-        (None, Some(path)) => match listening_at(path)? {
+        (Some(pid), _) => (parse_pid(pid)?, None),
+        (None, Some(path)) => match qmp_listener(path)? {
             Some(process) => (process.pid, Some(process.started())),
             None => bail!("{}: the process that listened there has just ended", path.display()),
         },
-        (None, None) => bail!(WHOSE),
+        (None, None) => bail!(NO_PROCESS_GIVEN),
     };
     let signals = crate::signals::block()?;
     let pidfile = arguments.pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let config = MemoryConfig {
         started,
         poll_max: arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros),
-        ..wish.config(pid)
+        ..spec.config(pid)
     };
     let managed = ManagedMemory::start(config)?;
-    let inquiry = managed.inquiry();
+    let handle = managed.handle();
     let started = arguments
         .control
         .as_deref()
-        .map(|path| ControlServer::start(path, Arc::new(Subject::memory(inquiry.clone()))))
+        .map(|path| ControlServer::start(path, Arc::new(Subject::memory(handle.clone()))))
         .transpose()
         .map_err(anyhow::Error::from)
-        .and_then(|control| Ok((control, pidfile.map(pid_file::Prepared::publish).transpose()?)));
+        .and_then(|control| Ok((control, pidfile.map(pid_file::PreparedPidFile::publish).transpose()?)));
     let (control, _pidfile) = match started {
         Ok(started) => started,
         Err(error) => {
-            let _ = inquiry.detach_blocking();
+            let _ = handle.detach_blocking();
             managed.wait()?;
             return Err(error);
         }
     };
-    managed.began().tell(pid, wish.budget);
-    stop_by(signals, managed.inquiry())?;
+    managed.summary().log(pid, spec.budget);
+    detach_on_signals(signals, managed.handle())?;
     let end = managed.wait()?;
     if let Some(control) = control {
-        control.end_after_answers();
+        control.shut_down_gracefully();
     }
-    tell_end(end);
+    log_end(end);
     Ok(ExitCode::SUCCESS)
 }
 
 /// Signals within this time of the first one are ignored: a shell and `timeout` send one to a process and to its
 /// group.
-const SAME_SIGNAL: Duration = Duration::from_secs(1);
+const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_secs(1);
 
 /// Detaches at the first signal, and cancels the detach at a later SIGINT. If this process is killed, the guest waits
 /// for the next pager.
-fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow::Result<()> {
+fn detach_on_signals(signals: Signals, memory: larder_vm::memory::MemoryHandle) -> anyhow::Result<()> {
     let thread = std::thread::Builder::new().name("larder-signals".to_owned());
-    let began: Arc<Mutex<Option<Instant>>> = Arc::default();
+    let detach_started: Arc<Mutex<Option<Instant>>> = Arc::default();
     thread.spawn(move || {
         loop {
             let signal = signals.wait();
-            let since = *lock(&began);
+            let since = *lock(&detach_started);
             match since {
-                Some(since) if signal == libc::SIGINT && since.elapsed() >= SAME_SIGNAL => {
+                Some(since) if signal == libc::SIGINT && since.elapsed() >= DUPLICATE_SIGNAL_WINDOW => {
                     memory.cancel_detach_blocking();
                 }
-                Some(since) if since.elapsed() >= SAME_SIGNAL => tracing::warn!(
+                Some(since) if since.elapsed() >= DUPLICATE_SIGNAL_WINDOW => tracing::warn!(
                     "a detach is already running (SIGINT cancels it); if this process is killed meanwhile, the guest blocks \
                      until larder memory attach is started again"
                 ),
                 Some(_) => {}
                 None => {
-                    *lock(&began) = Some(Instant::now());
-                    let (memory, began) = (memory.clone(), Arc::clone(&began));
+                    *lock(&detach_started) = Some(Instant::now());
+                    let (memory, detach_started) = (memory.clone(), Arc::clone(&detach_started));
                     // The detach runs in its own thread, so that further signals are handled meanwhile.
                     std::thread::spawn(move || {
                         let ended = memory.detach_blocking();
-                        *lock(&began) = None;
+                        *lock(&detach_started) = None;
                         match ended {
-                            Some(Err(DetachError::UnderWay)) => tracing::warn!("a detach is already running"),
+                            Some(Err(DetachError::InProgress)) => tracing::warn!("a detach is already running"),
                             Some(Err(error)) => tracing::error!("not detached, and the memory is still managed: {error}"),
                             Some(Ok(())) | None => {}
                         }
@@ -173,27 +173,29 @@ fn lock(began: &Mutex<Option<Instant>>) -> std::sync::MutexGuard<'_, Option<Inst
 }
 
 /// Control socket of a pager, and the VM's name for the error message if no process listens there.
-struct At {
+struct PagerTarget {
     control: PathBuf,
     vm: Option<String>,
 }
 
-impl At {
-    fn of(arguments: &MemoryAtArguments) -> anyhow::Result<Self> {
-        let MemoryAtArguments { vm, control } = arguments;
-        let word = vm.as_ref().map(|word| (word, word.to_string_lossy().into_owned()));
-        Ok(match (control, word) {
+impl PagerTarget {
+    fn from_arguments(arguments: &MemoryTargetArguments) -> anyhow::Result<Self> {
+        let MemoryTargetArguments { vm, control } = arguments;
+        let argument = vm
+            .as_ref()
+            .map(|argument| (argument, argument.to_string_lossy().into_owned()));
+        Ok(match (control, argument) {
             (Some(path), _) => Self {
                 control: path.clone(),
                 vm: None,
             },
-            (None, Some((word, text))) if text.contains('/') => Self {
-                control: word.into(),
+            (None, Some((argument, text))) if text.contains('/') => Self {
+                control: argument.into(),
                 vm: None,
             },
-            (None, Some((word, text))) => {
+            (None, Some((argument, text))) => {
                 // Checks that the word is a valid name of a VM.
-                path_of(Path::new(word))?;
+                vm_file_path(Path::new(argument))?;
                 Self {
                     control: find_memory_control(&text),
                     vm: Some(text),
@@ -203,7 +205,7 @@ impl At {
         })
     }
 
-    fn explain(&self, error: FetchError) -> anyhow::Error {
+    fn explain(&self, error: ControlClientError) -> anyhow::Error {
         match &self.vm {
             Some(vm) if is_not_served(&error) => anyhow!(
                 "the memory of {vm} is not managed: no process listens on {}; is its QEMU running, and `larder memory attach --vm \
@@ -216,24 +218,27 @@ impl At {
 }
 
 fn status(arguments: &MemoryStatusArguments) -> anyhow::Result<ExitCode> {
-    let at = At::of(&arguments.at)?;
-    let (said, state) = fetch_memory(&at.control).map_err(|error| at.explain(error))?;
+    let at = PagerTarget::from_arguments(&arguments.at)?;
+    let (json, state) = fetch_memory(&at.control).map_err(|error| at.explain(error))?;
     print(&match arguments.output {
-        Output::Text => text(&state),
-        Output::Json => format!("{said:#}\n"),
+        Output::Text => format_text(&state),
+        Output::Json => format!("{json:#}\n"),
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
-    let at = At::of(&arguments.at)?;
-    let range = match (arguments.budget_fixed, arguments.range.over(BudgetRange::default())) {
+    let at = PagerTarget::from_arguments(&arguments.at)?;
+    let range = match (
+        arguments.budget_fixed,
+        arguments.range.override_bounds(BudgetRange::default()),
+    ) {
         (true, _) => Some(BudgetRange::default()),
-        (false, none) if !none.is_some() => None,
+        (false, none) if !none.is_set() => None,
         // Bounds that the command line does not give stay as they are.
         (false, _) => {
             let before = fetch_memory(&at.control).map_err(|error| at.explain(error))?;
-            Some(arguments.range.over(before.1.range.unwrap_or_default()))
+            Some(arguments.range.override_bounds(before.1.range.unwrap_or_default()))
         }
     };
     let state = limit_memory(
@@ -247,47 +252,47 @@ fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
     .map_err(|error| at.explain(error))?;
     print(&format!(
         "budget {}, of which up to {} for compressed pages; {} in use{}\n",
-        human(state.budget),
-        human(state.compressed.limit),
-        human(state.used),
-        range_text(&state).map_or_else(String::new, |range| format!("; the budget moves: {range}"))
+        format_size(state.budget),
+        format_size(state.compressed.limit),
+        format_size(state.used),
+        format_range(&state).map_or_else(String::new, |range| format!("; the budget moves: {range}"))
     ))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
-    let at = At::of(&arguments.at)?;
+    let at = PagerTarget::from_arguments(&arguments.at)?;
     if arguments.cancel {
         cancel_detach(&at.control).map_err(|error| at.explain(error))?;
-        return still_managed(&at, ExitCode::SUCCESS);
+        return wait_until_cancelled(&at, ExitCode::SUCCESS);
     }
     // Blocked before the detach begins, so that a signal from then on cancels it.
     let signals = crate::signals::block()?;
     let pid = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1.pid;
-    let process = Pid::from_raw(pid).and_then(Process::alive);
+    let process = Pid::from_raw(pid).and_then(QemuProcess::find_alive);
     let mut detached = detach_memory(&at.control)?.detached;
-    let mut told = None;
+    let mut reported_problem = None;
     while !detached {
         let answer = fetch_memory(&at.control);
-        let is_late = answer.is_err();
+        let is_unanswered = answer.is_err();
         match answer {
             Ok((_, state)) if state.detaching => {
-                if state.detach_problem != told {
-                    if let Some(waits) = &state.detach_problem {
-                        complain(&format!("process {pid}: {waits}; Ctrl-C stops the detach"));
+                if state.detach_problem != reported_problem {
+                    if let Some(problem) = &state.detach_problem {
+                        print_stderr(&format!("process {pid}: {problem}; Ctrl-C stops the detach"));
                     }
-                    told = state.detach_problem;
+                    reported_problem = state.detach_problem;
                 }
             }
-            Ok(_) => return still_managed(&at, ExitCode::from(EXIT_NEGATIVE)),
+            Ok(_) => return wait_until_cancelled(&at, ExitCode::from(EXIT_NEGATIVE)),
             Err(error) => {
                 detached = is_detached(process.as_ref(), &error)?;
             }
         }
-        if !detached && signals.wait_for(Duration::from_millis(100)).is_some() {
+        if !detached && signals.wait_timeout(Duration::from_millis(100)).is_some() {
             // The pager may have exited just now; but if it did not answer before either, the error is reported.
             match cancel_detach(&at.control) {
-                Err(error) if is_late => return Err(at.explain(error)),
+                Err(error) if is_unanswered => return Err(at.explain(error)),
                 _ => {}
             }
         }
@@ -300,7 +305,7 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// The pager has exited, and its process waits for the next one.
-fn is_detached(process: Option<&Process>, error: &FetchError) -> anyhow::Result<bool> {
+fn is_detached(process: Option<&QemuProcess>, error: &ControlClientError) -> anyhow::Result<bool> {
     let Some(process) = process.filter(|process| process.is_alive()) else {
         return Ok(true);
     };
@@ -317,7 +322,7 @@ fn is_detached(process: Option<&Process>, error: &FetchError) -> anyhow::Result<
 }
 
 /// Waits until a cancelled detach has stopped, and reports the reason. Returns `code`, the command's exit status.
-fn still_managed(at: &At, code: ExitCode) -> anyhow::Result<ExitCode> {
+fn wait_until_cancelled(at: &PagerTarget, code: ExitCode) -> anyhow::Result<ExitCode> {
     loop {
         let state = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1;
         if !state.detaching {
@@ -330,7 +335,7 @@ fn still_managed(at: &At, code: ExitCode) -> anyhow::Result<ExitCode> {
 }
 
 /// Formats the bounds of the budget; `None` if it may not be moved.
-fn range_text(state: &MemoryState) -> Option<String> {
+fn format_range(state: &MemoryState) -> Option<String> {
     let bounds = state.range?.bounds(state.size);
     let all = [
         ("min", bounds.min),
@@ -338,54 +343,61 @@ fn range_text(state: &MemoryState) -> Option<String> {
         ("high", bounds.high),
         ("max", bounds.max),
     ];
-    Some(all.map(|(name, bytes)| format!("{name} {}", human(bytes))).join(", "))
+    Some(
+        all.map(|(name, bytes)| format!("{name} {}", format_size(bytes)))
+            .join(", "),
+    )
 }
 
 /// Formats the whole state of managed memory, for people.
-pub(crate) fn text(state: &MemoryState) -> String {
-    let mut said = Lines::default();
-    said.line("process", format!("{} ({})", state.process, state.pid));
-    said.line("memory", human(state.size));
-    said.line(
+pub(crate) fn format_text(state: &MemoryState) -> String {
+    let mut output = Lines::default();
+    output.line("process", format!("{} ({})", state.process, state.pid));
+    output.line("memory", format_size(state.size));
+    output.line(
         "resident",
-        format!("{}{}", human(state.resident), percent(state.resident, state.size)),
+        format!(
+            "{}{}",
+            format_size(state.resident),
+            format_percent(state.resident, state.size)
+        ),
     );
-    said.line(
+    output.line(
         "budget",
         format!(
             "{}, used {}{}",
-            human(state.budget),
-            human(state.used),
-            percent(state.used, state.budget)
+            format_size(state.budget),
+            format_size(state.used),
+            format_percent(state.used, state.budget)
         ),
     );
-    if let Some(range) = range_text(state) {
-        said.line("  bounds", range);
+    if let Some(range) = format_range(state) {
+        output.line("  bounds", range);
     }
     let compressed = &state.compressed;
     let ratio = state
         .compression_ratio()
         .map_or_else(String::new, |ratio| format!(", {ratio:.2} to 1"));
-    said.line(
+    output.line(
         "compressed",
         format!(
             "{} in {} of at most {}{ratio}",
-            human(compressed.pages * 4096),
-            human(compressed.used),
-            human(compressed.limit)
+            format_size(compressed.pages * 4096),
+            format_size(compressed.used),
+            format_size(compressed.limit)
         ),
     );
     for disk in &state.disks {
-        said.line(
+        output.line(
             match disk.tier {
                 SwapTier::SwapCache => "swap cache",
                 SwapTier::SlowStore => "slow store",
             },
             format!(
                 "{} in {} of at most {} ({}{}){}",
-                human(disk.pages * 4096),
-                human(disk.live),
-                human(disk.limit),
+                format_size(disk.pages * 4096),
+                format_size(disk.live),
+                format_size(disk.limit),
                 disk.name,
                 if disk.encrypted { ", encrypted" } else { "" },
                 match disk {
@@ -395,25 +407,25 @@ pub(crate) fn text(state: &MemoryState) -> String {
                 }
             ),
         );
-        said.line(
+        output.line(
             "  written",
             format!(
                 "{} so far, {} a day",
-                human(disk.written_bytes),
-                human(per_day(disk.written_bytes, state.time_ns))
+                format_size(disk.written_bytes),
+                format_size(per_day(disk.written_bytes, state.time_ns))
             ),
         );
     }
-    said.line("uniform", human(state.uniform_pages * 4096));
+    output.line("uniform", format_size(state.uniform_pages * 4096));
     if state.lost_pages > 0 {
-        said.line("lost", format!("{} pages", state.lost_pages));
+        output.line("lost", format!("{} pages", state.lost_pages));
     }
-    said.line(
+    output.line(
         "evicted",
         format!("{} pages, {} refaults", state.evicted_pages, state.refaults),
     );
     for (name, lost) in [("some", &state.pressure.some), ("full", &state.pressure.full)] {
-        said.line(
+        output.line(
             &format!("pressure, {name}"),
             format!(
                 "{:.2} % of 10 s, {:.2} % of 60 s, {:.2} % of 300 s; {:.1?} in all",
@@ -431,12 +443,12 @@ pub(crate) fn text(state: &MemoryState) -> String {
         ("disk", &state.faults.disk),
         ("write", &state.faults.write),
     ];
-    said.line("faults", "");
+    output.line("faults", "");
     for (name, latency) in faults {
-        said.row(format!("{name:<12}{}", latency_text(latency)));
+        output.row(format!("{name:<12}{}", format_latency(latency)));
     }
     if state.stalled > 0 {
-        said.line(
+        output.line(
             "stalled",
             format!(
                 "{} for a page that cannot be provided now",
@@ -448,15 +460,15 @@ pub(crate) fn text(state: &MemoryState) -> String {
         );
     }
     if let Some(problem) = state.problem {
-        said.line("problem", format!("{}: the budget is exceeded", problem.words()));
+        output.line("problem", format!("{}: the budget is exceeded", problem.description()));
     }
     if state.detaching {
-        said.line("state", "detaching");
+        output.line("state", "detaching");
     }
     if let Some(why) = &state.detach_problem {
-        said.line("detach", why);
+        output.line("detach", why);
     }
-    said.into_text()
+    output.into_text()
 }
 
 /// Returns the daily rate of bytes that were written in `time_ns` nanoseconds.
@@ -464,7 +476,7 @@ fn per_day(bytes: u64, time_ns: u64) -> u64 {
     (bytes as f64 * 86_400e9 / time_ns.max(1) as f64) as u64
 }
 
-fn latency_text(latency: &Latency) -> String {
+fn format_latency(latency: &Latency) -> String {
     let micros = |share| match latency.quantile(share) {
         Some(time) => format!("{:.0} us", time.as_nanos() as f64 / 1000.0),
         None => "-".to_owned(),

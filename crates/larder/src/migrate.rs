@@ -1,11 +1,11 @@
 //! `larder migrate`: moves a running VM to another host.
 
-pub(crate) mod at;
+pub(crate) mod control_target;
 mod disks;
 mod fault_handlers;
+mod move_monitor;
+mod orchestrate;
 mod peers;
-mod watched;
-mod whole;
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::net::UnixListener;
@@ -18,30 +18,30 @@ use anyhow::{Context, anyhow, bail};
 use larder_block::ByteLen;
 use larder_block::tls::TlsError;
 use larder_codec::batch::Method;
-use larder_migrate::limits::{InForce, Limits};
+use larder_migrate::limits::{Limits, SharedLimits};
 use larder_migrate::moving::available_memory;
-use larder_migrate::moving::destination::{Destination, NotReady};
+use larder_migrate::moving::destination::{DestinationMover, NotReady};
 use larder_migrate::moving::source::MoveError;
-use larder_migrate::moving::watch::Watch;
-use larder_migrate::progress::{Progress, Totals};
+use larder_migrate::moving::watch::MigrationMonitor;
+use larder_migrate::progress::{SenderProgress, SenderTotals};
 use larder_migrate::qmp::QmpError;
 use larder_migrate::receive;
 use larder_migrate::send::{self, Accelerators, SendError, Sender, Steering};
 use larder_migrate::tls::{PeerRecords, ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
-use larder_vm::runtime_folder::migration_folder;
-use larder_vm::user::become_user;
+use larder_vm::runtime_directory::migration_state_directory;
+use larder_vm::user::switch_user;
 use serde_json::json;
 
-use self::watched::{Moved, Watched, by, delivered_state, evidence_state, sent_state};
+use self::move_monitor::{MoveMonitor, MoveSource, cancel_by_flag, delivered_state, method_choice_state, sent_state};
 use crate::cli::Output;
-use crate::cli::address::Address;
+use crate::cli::address::ReceiverAddress;
 use crate::cli::migrate::{
     AcceleratorsArgument, MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments,
-    SendingArguments, TrustArguments,
+    SendLimitArguments, TrustArguments,
 };
-use crate::disk_image::human;
-use crate::moves;
+use crate::disk_image::format_size;
+use crate::migration_table;
 use crate::output::{Lines, print};
 
 /// By default, old pages may take this fraction (1/n) of the available memory.
@@ -49,56 +49,60 @@ const DELTA_MEMORY_SHARE: u64 = 8;
 /// Upper bound of the default memory for old pages, in bytes.
 const DELTA_MEMORY_MAX: u64 = 4 << 30;
 /// Maximum number of lanes by default: four lanes saturate 10 Gbit/s.
-const LANES_MAX: usize = 4;
+const LANES_DEFAULT_MAX: usize = 4;
 /// Bytes per channel that may wait for the destination's QEMU: it takes at most a hundred times as much per second.
-const WINDOW: u32 = 32 << 20;
+const CHANNEL_WINDOW_BYTES: u32 = 32 << 20;
 
 pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
     let result = match arguments.command {
-        None => whole::run(&arguments.whole),
+        None => orchestrate::run(&arguments.whole),
         Some(MigrateCommand::Send(arguments)) => send(&arguments),
         Some(MigrateCommand::Receive(arguments)) => receive(&arguments),
-        Some(MigrateCommand::Status(arguments)) => at::status(&arguments),
-        Some(MigrateCommand::Limit(arguments)) => at::limit(&arguments),
-        Some(MigrateCommand::Cancel(arguments)) => at::cancel(&arguments),
+        Some(MigrateCommand::Status(arguments)) => control_target::status(&arguments),
+        Some(MigrateCommand::Limit(arguments)) => control_target::limit(&arguments),
+        Some(MigrateCommand::Cancel(arguments)) => control_target::cancel(&arguments),
     };
-    result.map_err(name_its_mover)
+    result.map_err(explain_busy_qmp)
 }
 
 /// Explains a busy QMP socket whose one client is Larder, with the move that is running.
-fn name_its_mover(error: anyhow::Error) -> anyhow::Error {
+fn explain_busy_qmp(error: anyhow::Error) -> anyhow::Error {
     let qmp = match (error.downcast_ref(), error.downcast_ref()) {
         (Some(MoveError::Qmp(QmpError::Busy { path })), _) | (_, Some(NotReady::Qmp(QmpError::Busy { path }))) => path,
         _ => return error,
     };
-    match moves::of_qemu(qmp) {
+    match migration_table::find_by_qemu(qmp) {
         Some(state) => anyhow!(
             "the virtual machine of the QEMU at {} is already being moved: {}; larder migrate status, limit and cancel apply to \
              that move",
             qmp.display(),
-            moves::line(&state)
+            migration_table::format_line(&state)
         ),
         None => error,
     }
 }
 
 /// Returns the options of a sender, once the trust options allow sending.
-fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments) -> anyhow::Result<send::Options> {
+fn sender_options(
+    address: &ReceiverAddress,
+    trust: &TrustArguments,
+    sending: &SendLimitArguments,
+) -> anyhow::Result<send::Options> {
     let to = address.to_string();
-    trusts(trust, || {
+    check_encrypted(trust, || {
         let mut addresses = to.to_socket_addrs().ok()?;
         Some(addresses.all(|address| address.ip().is_loopback()))
     })?;
     let tls = trust
         .tls
         .as_deref()
-        .map(|folder| SenderTls::load(folder, address.host()).map_err(|error| without_files(&error, "client")))
+        .map(|folder| SenderTls::load(folder, address.host()).map_err(|error| with_required_files(&error, "client")))
         .transpose()?;
     let tls = match tls {
         None => None,
         Some(tls) => {
-            let directory = peers::directory(trust, None)?;
-            let accepted = peers::accepted(trust, directory.as_deref(), PeerRecords::of_receivers)?;
+            let directory = peers::peer_directory(trust, None)?;
+            let accepted = peers::accepted_peers(trust, directory.as_deref(), PeerRecords::of_receivers)?;
             Some(tls.with_peers(accepted))
         }
     };
@@ -106,10 +110,10 @@ fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments
     Ok(send::Options {
         to,
         tls,
-        lanes: sending.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
+        lanes: sending.lanes.unwrap_or(cpus.min(LANES_DEFAULT_MAX) as u16),
         delta_memory: delta_memory(sending.delta_memory),
         patience: Duration::from_secs(sending.patience),
-        limits: Arc::new(InForce::new(Limits {
+        limits: Arc::new(SharedLimits::new(Limits {
             bandwidth: sending.bandwidth.map(ByteLen::get),
             processors: sending.cpu,
             ..Limits::default()
@@ -123,31 +127,31 @@ fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments
 }
 
 fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
-    let options = sending(&arguments.to, &arguments.trust, &arguments.sending)?;
+    let options = sender_options(&arguments.to, &arguments.trust, &arguments.sending)?;
     let steering = Arc::new(Steering::default());
     let stopped = Arc::clone(&steering);
-    crate::signals::block()?.stop_by(move || stopped.stop.store(true, Ordering::Relaxed))?;
+    crate::signals::block()?.on_stop(move || stopped.stop.store(true, Ordering::Relaxed))?;
     let socket = SocketFile::bind(&arguments.listen)?;
     let listener = UnixListener::from(socket.descriptor()?);
-    let progress = Arc::new(Progress::new());
-    let moved = Moved::Sent {
+    let progress = Arc::new(SenderProgress::new());
+    let move_source = MoveSource::Sent {
         progress: Arc::clone(&progress),
         limits: Arc::clone(&options.limits),
-        whole: false,
+        controls_qemu: false,
     };
     let stopped = Arc::clone(&steering);
     let cancel = move || stopped.stop.store(true, Ordering::Relaxed);
-    let watched = Watched::new(None, &arguments.listen, Some(&options.to), moved, cancel);
-    let control = watched.listen(arguments.control.as_deref())?;
-    let result = carry(arguments, &options, &listener, &progress, &steering, &watched);
-    watched.is_over(result.as_ref().err().map(ToString::to_string), None);
+    let monitor = MoveMonitor::new(None, &arguments.listen, Some(&options.to), move_source, cancel);
+    let control = monitor.listen(arguments.control.as_deref())?;
+    let result = carry(arguments, &options, &listener, &progress, &steering, &monitor);
+    monitor.finish(result.as_ref().err().map(ToString::to_string), None);
     if result.is_ok() {
         print(&match arguments.output {
-            Output::Text => summary(&progress),
-            Output::Json => format!("{:#}\n", json_of(&progress)),
+            Output::Text => format_summary(&progress),
+            Output::Json => format!("{:#}\n", to_json(&progress)),
         })?;
     }
-    watched.is_heard();
+    monitor.wait_for_watchers();
     drop(control);
     result?;
     Ok(ExitCode::SUCCESS)
@@ -158,9 +162,9 @@ fn carry(
     arguments: &MigrateSendArguments,
     options: &send::Options,
     listener: &UnixListener,
-    progress: &Progress,
+    progress: &SenderProgress,
     steering: &Steering,
-    watched: &Watched,
+    watched: &MoveMonitor,
 ) -> Result<(), SendError> {
     let sender = Sender::connect(options)?;
     let devices: Vec<&str> = sender.accelerators().collect();
@@ -173,13 +177,13 @@ fn carry(
         } else {
             format!(" and {}", devices.join(" and "))
         },
-        human(sender.delta_memory()),
+        format_size(sender.delta_memory()),
         arguments.listen.display()
     );
     // This process does not know the guest or its migration rounds.
-    let mut watch = Watch::new(0);
-    Watched::while_seen(
-        || watched.see(&watch.report(&serde_json::Value::Null, progress, progress.elapsed())),
+    let mut watch = MigrationMonitor::new(0);
+    MoveMonitor::run_with_sampling(
+        || watched.update(&watch.report(&serde_json::Value::Null, progress, progress.elapsed())),
         || sender.carry(listener, progress, steering),
     )
 }
@@ -190,21 +194,21 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         .to_socket_addrs()
         .with_context(|| format!("--listen {listen}: this host has no such address"))?
         .collect();
-    trusts(&arguments.trust, || {
+    check_encrypted(&arguments.trust, || {
         Some(addresses.iter().map(SocketAddr::ip).all(|ip: IpAddr| ip.is_loopback()))
     })?;
-    let folder = arguments.trust.tls.as_deref();
-    let tls = folder
-        .map(|folder| ReceiverTls::load(folder).map_err(|error| without_files(&error, "server")))
+    let directory = arguments.trust.tls.as_deref();
+    let tls = directory
+        .map(|directory| ReceiverTls::load(directory).map_err(|error| with_required_files(&error, "server")))
         .transpose()?;
-    let stop = stop_by_signal()?;
+    let stop = stop_flag_on_signal()?;
     let destination = match &arguments.qmp {
         Some(qmp) => {
-            let records = migration_folder().context("the record of the move cannot be saved")?;
-            let destination = Destination::new(
+            let records = migration_state_directory().context("the record of the move cannot be saved")?;
+            let destination = DestinationMover::new(
                 qmp,
                 &records,
-                Arc::new(disks::LocalServers::default()),
+                Arc::new(disks::LocalDiskServers::default()),
                 Arc::new(fault_handlers::Pagers),
             );
             Some(Arc::new(destination?))
@@ -219,42 +223,42 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
     let port = receive::Port::new(listener).with_context(|| format!("cannot listen on {listen}"))?;
     // Opened as root, before root's rights may be given up below.
-    let peers_directory = peers::directory(&arguments.trust, arguments.user.as_deref())?;
+    let peers_directory = peers::peer_directory(&arguments.trust, arguments.user.as_deref())?;
     let user = match (&destination, &arguments.user) {
         (Some(destination), _) => Some(destination.user()),
-        (None, Some(name)) => Some(become_user(name)?),
+        (None, Some(name)) => Some(switch_user(name)?),
         (None, None) => None,
     };
-    let accepted = peers::accepted(&arguments.trust, peers_directory.as_deref(), PeerRecords::of_senders)?;
+    let accepted = peers::accepted_peers(&arguments.trust, peers_directory.as_deref(), PeerRecords::of_senders)?;
     let tls = tls.map(|tls| tls.with_peers(accepted));
     let options = receive::Options {
         connect,
         user,
         tls,
         delta_memory: delta_memory(arguments.delta_memory),
-        window: WINDOW,
+        window: CHANNEL_WINDOW_BYTES,
         channels: arguments.channels,
         lanes: arguments.lanes,
-        watched: Arc::default(),
+        progress: Arc::default(),
     };
-    let moved = Moved::Received {
-        watched: Arc::clone(&options.watched),
+    let move_source = MoveSource::Received {
+        incoming: Arc::clone(&options.progress),
         destination: destination.clone(),
     };
     let qemu = arguments.qmp.as_ref().unwrap_or(&options.connect);
-    let watched = Watched::new(None, qemu, None, moved, by(&stop));
+    let watched = MoveMonitor::new(None, qemu, None, move_source, cancel_by_flag(&stop));
     let control = watched.listen(arguments.control.as_deref())?;
     tracing::info!("ready to receive on {}", port.local_addr()?);
-    let result = Watched::while_seen(
-        || watched.see_what_came(),
+    let result = MoveMonitor::run_with_sampling(
+        || watched.sample_delivered(),
         || match &destination {
-            Some(destination) => whole::receive(&port, &options, &stop, destination, arguments.output),
+            Some(destination) => orchestrate::receive(&port, &options, &stop, destination, arguments.output),
             None => receive_stream(&port, &options, &stop, arguments.output),
         },
     );
-    let place = result.is_ok().then_some("here").filter(|_| arguments.qmp.is_some());
-    watched.is_over(result.as_ref().err().map(ToString::to_string), place);
-    watched.is_heard();
+    let location = result.is_ok().then_some("here").filter(|_| arguments.qmp.is_some());
+    watched.finish(result.as_ref().err().map(ToString::to_string), location);
+    watched.wait_for_watchers();
     drop(control);
     result
 }
@@ -270,8 +274,8 @@ fn receive_stream(
     print(&match output {
         Output::Text => format!(
             "delivered {} of QEMU's stream from {} on the link\n",
-            human(delivered.raw),
-            human(delivered.wire)
+            format_size(delivered.raw),
+            format_size(delivered.wire)
         ),
         Output::Json => format!("{:#}\n", json!(delivered_state(&delivered))),
     })?;
@@ -279,12 +283,12 @@ fn receive_stream(
 }
 
 /// Extends a TLS error with the files that `--tls` needs.
-fn without_files(error: &TlsError, whose: &str) -> anyhow::Error {
-    anyhow!("{error}; --tls DIR must contain ca-cert.pem, {whose}-cert.pem and {whose}-key.pem")
+fn with_required_files(error: &TlsError, role: &str) -> anyhow::Error {
+    anyhow!("{error}; --tls DIR must contain ca-cert.pem, {role}-cert.pem and {role}-key.pem")
 }
 
 /// Refuses to send a guest's memory unencrypted over a network, unless the user asked for it.
-fn trusts(trust: &TrustArguments, is_loopback: impl FnOnce() -> Option<bool>) -> anyhow::Result<()> {
+fn check_encrypted(trust: &TrustArguments, is_loopback: impl FnOnce() -> Option<bool>) -> anyhow::Result<()> {
     if trust.tls.is_some() || trust.insecure || is_loopback() != Some(false) {
         return Ok(());
     }
@@ -294,10 +298,10 @@ fn trusts(trust: &TrustArguments, is_loopback: impl FnOnce() -> Option<bool>) ->
     );
 }
 
-fn stop_by_signal() -> anyhow::Result<Arc<AtomicBool>> {
+fn stop_flag_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
-    crate::signals::block()?.stop_by(move || stopped.store(true, Ordering::Relaxed))?;
+    crate::signals::block()?.on_stop(move || stopped.store(true, Ordering::Relaxed))?;
     Ok(stop)
 }
 
@@ -308,28 +312,28 @@ fn delta_memory(given: Option<ByteLen>) -> u64 {
     )
 }
 
-fn ratio(totals: &Totals) -> f64 {
+fn ratio(totals: &SenderTotals) -> f64 {
     totals.raw_bytes as f64 / totals.wire_bytes.max(1) as f64
 }
 
-fn summary(progress: &Progress) -> String {
+fn format_summary(progress: &SenderProgress) -> String {
     let totals = progress.totals();
     let mut lines = Lines::default();
-    lines.line("carried", human(totals.raw_bytes));
+    lines.line("carried", format_size(totals.raw_bytes));
     lines.line(
         "on the link",
-        format!("{} ({:.1} times less)", human(totals.wire_bytes), ratio(&totals)),
+        format!("{} ({:.1} times less)", format_size(totals.wire_bytes), ratio(&totals)),
     );
     lines.line("zero pages", totals.zero_pages);
     lines.line("uniform pages", totals.same_pages);
     lines.line(
         "deltas",
-        format!("{} pages in {}", totals.delta_pages, human(totals.delta_bytes)),
+        format!("{} pages in {}", totals.delta_pages, format_size(totals.delta_bytes)),
     );
     for method in Method::ALL {
         let pages = totals.encoded_pages[method.index()];
         if pages > 0 {
-            let bytes = human(totals.encoded_bytes[method.index()]);
+            let bytes = format_size(totals.encoded_bytes[method.index()]);
             lines.line(method.name(), format!("{pages} pages in {bytes}"));
         }
     }
@@ -350,9 +354,9 @@ fn summary(progress: &Progress) -> String {
 }
 
 /// Returns the statistics that the control socket reports, with the elapsed time.
-fn json_of(progress: &Progress) -> serde_json::Value {
+fn to_json(progress: &SenderProgress) -> serde_json::Value {
     let mut sent = json!(sent_state(&progress.totals()));
     sent["seconds"] = progress.elapsed().as_secs_f64().into();
-    sent["evidence"] = json!(evidence_state(&progress.choice()));
+    sent["evidence"] = json!(method_choice_state(&progress.choice()));
     sent
 }

@@ -25,7 +25,7 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 /// Writes a message to standard error in one write, because a guest's console may be on the same terminal. Names in
 /// it, which the author of an image or a peer may have chosen, produce neither control sequences nor a line that looks
 /// like a message of its own. An error is ignored: the exit status reports the result.
-pub(crate) fn complain(message: &str) {
+pub(crate) fn print_stderr(message: &str) {
     let text = printable_lines(message).replace('\n', "\n  ");
     let _ = io::stderr().write_all(format!("larder: {text}\n").as_bytes());
 }

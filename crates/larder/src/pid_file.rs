@@ -15,9 +15,9 @@ use larder_block::small_file;
 const PID_BYTES_MAX: u64 = 32;
 
 /// A PID file under its temporary name; removed on drop.
-pub(crate) struct Prepared {
+pub(crate) struct PreparedPidFile {
     path: PathBuf,
-    written: PathBuf,
+    temporary: PathBuf,
 }
 
 /// The published PID file; removed on drop.
@@ -31,17 +31,17 @@ fn content() -> String {
 ///
 /// # Errors
 /// The file cannot be written, or `path` is in use.
-pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
+pub(crate) fn prepare(path: &Path) -> anyhow::Result<PreparedPidFile> {
     check_free(path)?;
     let Some(name) = path.file_name() else {
         bail!("--pidfile '{}' is not a file name", path.display());
     };
-    let mut other = std::ffi::OsString::from(".");
-    other.push(name);
-    other.push(format!(".{}", std::process::id()));
-    let prepared = Prepared {
+    let mut temporary_name = std::ffi::OsString::from(".");
+    temporary_name.push(name);
+    temporary_name.push(format!(".{}", std::process::id()));
+    let prepared = PreparedPidFile {
         path: path.to_owned(),
-        written: path.with_file_name(other),
+        temporary: path.with_file_name(temporary_name),
     };
     let failed = |error: io::Error| {
         let why = match error.kind() {
@@ -57,7 +57,7 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
         .truncate(true)
         .mode(0o644)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(&prepared.written);
+        .open(&prepared.temporary);
     file.and_then(|mut file| file.write_all(content().as_bytes()))
         .map_err(failed)?;
     Ok(prepared)
@@ -65,21 +65,21 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
 
 /// Checks that `path` is free, or has only an earlier process's PID file.
 fn check_free(path: &Path) -> anyhow::Result<()> {
-    let left_alone = |what| {
+    let refuse = |what| {
         bail!(
             "--pidfile {}: it exists and is {what}; it was not changed",
             path.display()
         )
     };
     match fs::symlink_metadata(path) {
-        Ok(found) if !found.is_file() => left_alone("not a file"),
-        Ok(found) if found.len() > PID_BYTES_MAX => left_alone("not a pid file"),
+        Ok(found) if !found.is_file() => refuse("not a file"),
+        Ok(found) if found.len() > PID_BYTES_MAX => refuse("not a pid file"),
         Ok(_) => {
             let bytes = small_file::read(path, PID_BYTES_MAX)
                 .with_context(|| format!("cannot read --pidfile {}", path.display()))?;
             match bytes.trim_ascii().iter().all(u8::is_ascii_digit) {
                 true => Ok(()),
-                false => left_alone("not a pid file"),
+                false => refuse("not a pid file"),
             }
         }
         // Writing the file reports the error.
@@ -87,23 +87,23 @@ fn check_free(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-impl Prepared {
+impl PreparedPidFile {
     /// Renames the file to its final name.
     ///
     /// # Errors
     /// Another file has appeared at the path since.
     pub(crate) fn publish(self) -> anyhow::Result<PidFile> {
         check_free(&self.path)?;
-        fs::rename(&self.written, &self.path)
+        fs::rename(&self.temporary, &self.path)
             .with_context(|| format!("cannot write --pidfile {}", self.path.display()))?;
         Ok(PidFile(self.path.clone()))
     }
 }
 
-impl Drop for Prepared {
+impl Drop for PreparedPidFile {
     fn drop(&mut self) {
         // By now the file has its final name, or is not wanted any more.
-        let _ = fs::remove_file(&self.written);
+        let _ = fs::remove_file(&self.temporary);
     }
 }
 

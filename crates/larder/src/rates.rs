@@ -2,55 +2,55 @@
 
 use std::collections::HashMap;
 
-use larder_vm::control::rates::{KindRates, Rates};
+use larder_vm::control::rates::{DiskRates, RequestRates};
 use larder_vm::control::state::DiskState;
-use larder_vm::control::{FetchError, fetch_disks};
-use larder_vm::vm::find::Found;
+use larder_vm::control::{ControlClientError, fetch_disks};
+use larder_vm::vm::find::KnownVm;
 use serde::Serialize;
 
 use crate::output::Table;
 
 /// Activity of one disk.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct DiskRates {
+pub(crate) struct VmDiskRates {
     pub(crate) vm: String,
     pub(crate) disk: String,
     #[serde(flatten)]
-    pub(crate) rates: Rates,
+    pub(crate) rates: DiskRates,
 }
 
 /// Turns successive states of disks into activity rates.
 #[derive(Default)]
-pub(crate) struct Sampler {
+pub(crate) struct DiskSampler {
     before: HashMap<(String, String), DiskState>,
 }
 
 /// Result of one sampling.
 #[derive(Default)]
-pub(crate) struct Sample {
+pub(crate) struct DiskSample {
     /// Activity of each disk since the previous sample, or since its server's start.
-    pub(crate) rates: Vec<DiskRates>,
+    pub(crate) rates: Vec<VmDiskRates>,
     /// The disks' states, in the same order, with their previous states if these are known.
     pub(crate) disks: Vec<(DiskState, Option<DiskState>)>,
 }
 
-impl Sampler {
+impl DiskSampler {
     /// Samples the disks that each VM has now.
-    pub(crate) fn sample(&mut self, asked: Vec<(String, Vec<DiskState>)>) -> Sample {
+    pub(crate) fn sample(&mut self, states: Vec<(String, Vec<DiskState>)>) -> DiskSample {
         let mut before = std::mem::take(&mut self.before);
-        let mut sample = Sample::default();
-        for (vm, disks) in asked {
-            for (place, disk) in disks.into_iter().enumerate() {
-                let name = disk.name.clone().unwrap_or_else(|| place.to_string());
+        let mut sample = DiskSample::default();
+        for (vm, disks) in states {
+            for (index, disk) in disks.into_iter().enumerate() {
+                let name = disk.name.clone().unwrap_or_else(|| index.to_string());
                 let key = (vm.clone(), name);
                 let old = before.remove(&key);
-                let rates = old.as_ref().and_then(|old| Rates::between(old, &disk));
+                let rates = old.as_ref().and_then(|old| DiskRates::between(old, &disk));
                 // The counters of a restarted server begin at 0, so its old state does not count.
                 let old = old.filter(|_| rates.is_some());
-                sample.rates.push(DiskRates {
+                sample.rates.push(VmDiskRates {
                     vm: key.0.clone(),
                     disk: key.1.clone(),
-                    rates: rates.unwrap_or_else(|| Rates::since_start(&disk)),
+                    rates: rates.unwrap_or_else(|| DiskRates::since_start(&disk)),
                 });
                 self.before.insert(key, disk.clone());
                 sample.disks.push((disk, old));
@@ -61,8 +61,8 @@ impl Sampler {
 }
 
 /// Queries all VMs concurrently, so that one that hangs does not delay the others. VMs without a server are left out.
-pub(crate) fn ask_all(vms: &[Found]) -> Vec<(String, Result<Vec<DiskState>, FetchError>)> {
-    let asked: Vec<_> = std::thread::scope(|scope| {
+pub(crate) fn query_disks(vms: &[KnownVm]) -> Vec<(String, Result<Vec<DiskState>, ControlClientError>)> {
+    let results: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = vms
             .iter()
             .map(|vm| scope.spawn(move || fetch_disks(&vm.control)))
@@ -70,7 +70,7 @@ pub(crate) fn ask_all(vms: &[Found]) -> Vec<(String, Result<Vec<DiskState>, Fetc
         // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     });
-    let all = vms.iter().zip(asked).filter_map(|(vm, asked)| match asked {
+    let all = vms.iter().zip(results).filter_map(|(vm, results)| match results {
         Ok((_, disks)) => Some((vm.name.clone(), Ok(disks.disks))),
         Err(error) if is_not_served(&error) => None,
         Err(error) => Some((vm.name.clone(), Err(error))),
@@ -79,23 +79,26 @@ pub(crate) fn ask_all(vms: &[Found]) -> Vec<(String, Result<Vec<DiskState>, Fetc
 }
 
 /// Returns true if no server listens at the socket, which need not be a problem.
-pub(crate) fn is_not_served(error: &FetchError) -> bool {
-    matches!(error, FetchError::Missing { .. } | FetchError::Dead { .. })
+pub(crate) fn is_not_served(error: &ControlClientError) -> bool {
+    matches!(
+        error,
+        ControlClientError::Missing { .. } | ControlClientError::NoListener { .. }
+    )
 }
 
 const MIB: f64 = (1 << 20) as f64;
 const KIB: f64 = 1024.0;
 
 /// Formats the activity as a table.
-pub(crate) fn table(disks: &[DiskRates]) -> String {
+pub(crate) fn rates_table(disks: &[VmDiskRates]) -> String {
     let mut table = Table::new([
         "vm", "disk", "r/s", "rMiB/s", "r_await", "rareq-sz", "w/s", "wMiB/s", "w_await", "wareq-sz", "f/s", "f_await",
         "aqu-sz", "%util", "%hit", "%ahead",
     ]);
     let or_none =
         |value: Option<f64>, unit: f64| value.map_or_else(|| "-".to_owned(), |value| format!("{:.2}", value * unit));
-    for DiskRates { vm, disk, rates: it } in disks {
-        let of = |kind: &KindRates| {
+    for VmDiskRates { vm, disk, rates: it } in disks {
+        let of = |kind: &RequestRates| {
             [
                 format!("{:.1}", kind.per_second),
                 format!("{:.2}", kind.bytes_per_second / MIB),

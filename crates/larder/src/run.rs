@@ -6,13 +6,13 @@ use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use larder_vm::image::{ChainPolicy, ImageAddress};
-use larder_vm::memory::wish::MemoryWish;
-use larder_vm::memory::{SwapConfig, look_at_disk};
-use larder_vm::run::check::{Findings, check};
-use larder_vm::run::hold::Hold;
-use larder_vm::run::lease::{Lease, Places};
+use larder_vm::memory::spec::MemorySpec;
+use larder_vm::memory::{SwapConfig, check_swap_disk};
+use larder_vm::run::check::{DiskCheckReport, check_disks};
+use larder_vm::run::disk_locks::DiskLocks;
+use larder_vm::run::lease::{Lease, LeasePaths};
 use larder_vm::run::memory::PlannedMemory;
-use larder_vm::run::plan::{Plan, PlanError, PlannedDisk, Setting, guest_name, plan, program};
+use larder_vm::run::plan::{PlanEnvironment, PlanError, PlannedDisk, RunPlan, guest_name, plan, program};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::supervise::{ServerProgram, supervise};
 use larder_vm::run::version::QemuVersion;
@@ -20,106 +20,111 @@ use larder_vm::run::version::QemuVersion;
 use crate::EXIT_ERROR;
 use crate::cli::RunArguments;
 use crate::cli::memory::Switch;
-use crate::output::{complain, print};
+use crate::output::{print, print_stderr};
 
 /// Path of this program, even if its file has been replaced: a restarted server then has the same version as the
 /// others.
-const OURSELVES: &str = "/proc/self/exe";
+const PROGRAM_PATH: &str = "/proc/self/exe";
 
 /// Exit status of a dry run that found problems.
 const EXIT_NEGATIVE: u8 = 1;
 
 pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
-    let memory = memory_of(&arguments);
+    let memory = memory_spec(&arguments);
     let command = arguments.qemu;
     let guest = guest_name(&command);
-    let places = match arguments.dry_run {
-        true => Places::for_commands(&guest)?,
-        false => Places::choose(&guest)?,
+    let paths = match arguments.dry_run {
+        true => LeasePaths::for_commands(&guest)?,
+        false => LeasePaths::for_run(&guest)?,
     };
     let version = QemuVersion::probe(program(&command)?)?;
-    let planned = |left: &[_]| {
-        let setting = Setting {
+    let plan_with = |left: &[_]| {
+        let setting = PlanEnvironment {
             version,
-            sockets: &places.folder,
-            ram: &places.ram,
-            left,
+            sockets: &paths.directory,
+            ram: &paths.ram,
+            left_to_qemu: left,
             memory: memory.as_ref(),
         };
-        let mut planned = plan(&command, &arguments.disk, &setting)?;
-        for planned in &mut planned.disks {
-            planned.disk.chain = ChainPolicy::Follow {
+        let mut plan_with = plan(&command, &arguments.disk, &setting)?;
+        for plan_with in &mut plan_with.disks {
+            plan_with.disk.chain = ChainPolicy::Follow {
                 trust_image: arguments.trust_image,
             };
         }
-        Ok::<_, PlanError>(planned)
+        Ok::<_, PlanError>(plan_with)
     };
-    let mut plan = planned(&[])?;
-    let disks: Vec<_> = plan.disks.iter().map(PlannedDisk::to_check).collect();
+    let mut plan = plan_with(&[])?;
+    let disks: Vec<_> = plan.disks.iter().map(PlannedDisk::check_input).collect();
     let mut found = match arguments.dry_run {
-        true => check(&disks),
+        true => check_disks(&disks),
         // The servers log messages about the images themselves, so this check does not.
-        false => tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check(&disks)),
+        false => tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check_disks(&disks)),
     };
-    if !found.left.is_empty() {
-        plan = planned(&found.left)?;
+    if !found.left_to_qemu.is_empty() {
+        plan = plan_with(&found.left_to_qemu)?;
         // QEMU itself locks the images that it keeps.
-        let is_served = |hold: &Hold| plan.disks.iter().any(|planned| planned.disk.image == hold.image);
-        found.holds.retain(is_served);
+        let is_served = |hold: &DiskLocks| plan.disks.iter().any(|plan_with| plan_with.disk.image == hold.image);
+        found.disk_locks.retain(is_served);
     }
     if arguments.dry_run {
-        return dry_run(&plan, &places, &found);
+        return dry_run(&plan, &paths, &found);
     }
     let of_memory = memory_problems(&plan);
     for problem in found.problems.iter().map(ToString::to_string).chain(of_memory.clone()) {
-        say(&problem);
+        show_message(&problem);
     }
     if !found.problems.is_empty() || !of_memory.is_empty() {
         return Ok(ExitCode::from(EXIT_ERROR));
     }
-    let _lease = Lease::take(&places, &plan)?;
+    let _lease = Lease::acquire(&paths, &plan)?;
     for change in &plan.changes {
-        say(change);
+        show_message(change);
     }
     if arguments.verbose {
-        for line in server_commands(&plan, PlannedDisk::kept_serve_arguments) {
-            say(&line);
+        for line in server_commands(&plan, PlannedDisk::proxied_serve_arguments) {
+            show_message(&line);
         }
         if let Some(memory) = &plan.memory {
-            say(&command_line(&pager_words(memory, "PID")));
+            show_message(&command_line(&pager_command(memory, "PID")));
         }
-        say(&command_line(&plan.qemu));
+        show_message(&command_line(&plan.qemu));
     }
     let server = ServerProgram {
-        path: PathBuf::from(OURSELVES),
+        path: PathBuf::from(PROGRAM_PATH),
         // Amid the guest's console output only warnings and errors are of interest.
         log: (!arguments.verbose && std::env::var_os("LARDER_LOG").is_none()).then(|| "warn".to_owned()),
     };
-    Ok(ExitCode::from(supervise(&plan, &found.holds, &server, &say)?))
+    Ok(ExitCode::from(supervise(
+        &plan,
+        &found.disk_locks,
+        &server,
+        &show_message,
+    )?))
 }
 
 /// Returns the options of memory management, if it is requested.
-fn memory_of(arguments: &RunArguments) -> Option<MemoryWish> {
+fn memory_spec(arguments: &RunArguments) -> Option<MemorySpec> {
     let disk = |address: &Option<ImageAddress>, size| {
         let address = address.clone()?;
         Some(SwapConfig { address, size })
     };
-    Some(MemoryWish {
+    Some(MemorySpec {
         compressed: arguments.memory_compressed,
         swap: disk(&arguments.memory_swap_cache, arguments.memory_swap_size),
         slow: disk(&arguments.memory_slow_store, arguments.memory_slow_size),
         encrypt: arguments.memory_encrypt.map(|switch| switch == Switch::On),
-        ..MemoryWish::new(arguments.memory_budget?)
+        ..MemorySpec::new(arguments.memory_budget?)
     })
 }
 
 /// Prints commands that do by hand what a run does, and reports problems that the run would have.
-fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<ExitCode> {
+fn dry_run(plan: &RunPlan, places: &LeasePaths, found: &DiskCheckReport) -> anyhow::Result<ExitCode> {
     for change in &plan.changes {
-        say(change);
+        show_message(change);
     }
     for image in &found.unchecked {
-        say(&format!(
+        show_message(&format!(
             "disk {image}: not checked completely: its NBD server may accept one client only"
         ));
     }
@@ -127,15 +132,15 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
     let of_disks = found.problems.iter().map(ToString::to_string);
     let problems: Vec<String> = of_disks.chain(memory_problems(plan)).chain(lease).collect();
     for problem in &problems {
-        say(problem);
+        show_message(problem);
     }
-    if let (false, Some(name)) = (needs_nothing(plan), places.folder.file_name()) {
-        say(&format!(
+    if let (false, Some(name)) = (needs_no_resources(plan), places.directory.file_name()) {
+        show_message(&format!(
             "{} stands for a name that each run chooses at random, so that no other user can create it first",
             name.display()
         ));
     }
-    let mut lines = preparations(plan, &places.folder);
+    let mut lines = preparation_commands(plan, &places.directory);
     lines.extend(
         server_commands(plan, PlannedDisk::serve_arguments)
             .into_iter()
@@ -151,58 +156,58 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
 
 /// Returns commands that create, for this user alone, the directory of the sockets and the files of the RAM, as a run
 /// does.
-fn preparations(plan: &Plan, folder: &Path) -> Vec<String> {
-    if needs_nothing(plan) {
+fn preparation_commands(plan: &RunPlan, directory: &Path) -> Vec<String> {
+    if needs_no_resources(plan) {
         return Vec::new();
     }
     let words = |words: &[&OsStr]| command_line(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
-    let folder = words(&[
+    let directory = words(&[
         "mkdir".as_ref(),
         "-p".as_ref(),
         "-m".as_ref(),
         "700".as_ref(),
-        folder.as_ref(),
+        directory.as_ref(),
     ]);
-    let folder = format!("(umask 022; {folder})");
+    let directory = format!("(umask 022; {directory})");
     let files = plan.ram.iter().map(|file| {
         let size = file.bytes.to_string();
         let file = words(&["truncate".as_ref(), "-s".as_ref(), size.as_ref(), file.path.as_os_str()]);
         format!("(umask 077; {file})")
     });
-    std::iter::once(folder).chain(files).collect()
+    std::iter::once(directory).chain(files).collect()
 }
 
-fn needs_nothing(plan: &Plan) -> bool {
+fn needs_no_resources(plan: &RunPlan) -> bool {
     plan.disks.is_empty() && plan.memory.is_none()
 }
 
 /// Returns the problems of the disks for evicted pages.
-fn memory_problems(plan: &Plan) -> Vec<String> {
-    let wish = plan.memory.as_ref().map(|memory| &memory.wish);
-    let disks = wish.into_iter().flat_map(|wish| [&wish.swap, &wish.slow]).flatten();
+fn memory_problems(plan: &RunPlan) -> Vec<String> {
+    let spec = plan.memory.as_ref().map(|memory| &memory.spec);
+    let disks = spec.into_iter().flat_map(|spec| [&spec.swap, &spec.slow]).flatten();
     disks
-        .filter_map(|disk| Some(format!("memory: {}", look_at_disk(disk).err()?)))
+        .filter_map(|disk| Some(format!("memory: {}", check_swap_disk(disk).err()?)))
         .collect()
 }
 
 /// Returns QEMU's command. The pager, which needs QEMU's PID, is started by a shell that becomes QEMU by `exec`.
-fn qemu_command(plan: &Plan) -> String {
+fn qemu_command(plan: &RunPlan) -> String {
     let qemu = command_line(&plan.qemu);
     let Some(memory) = &plan.memory else {
         return qemu;
     };
     // `$$` must stay unquoted for the shell, while all other words are quoted.
-    let pager = command_line(&pager_words(memory, "PID")).replacen("--pid PID", "--pid $$", 1);
+    let pager = command_line(&pager_command(memory, "PID")).replacen("--pid PID", "--pid $$", 1);
     command_line(&["sh".into(), "-c".into(), format!("{pager} & exec {qemu}").into()])
 }
 
-fn pager_words(memory: &PlannedMemory, pid: &str) -> Vec<OsString> {
+fn pager_command(memory: &PlannedMemory, pid: &str) -> Vec<OsString> {
     let program = std::env::args_os().next().unwrap_or_else(|| "larder".into());
     std::iter::once(program).chain(memory.attach_arguments(pid)).collect()
 }
 
 /// Returns the command of each disk's server.
-fn server_commands(plan: &Plan, arguments: fn(&PlannedDisk) -> Vec<OsString>) -> Vec<String> {
+fn server_commands(plan: &RunPlan, arguments: fn(&PlannedDisk) -> Vec<OsString>) -> Vec<String> {
     let program = std::env::args_os().next().unwrap_or_else(|| "larder".into());
     let commands = plan.disks.iter().map(|planned| {
         let words: Vec<OsString> = std::iter::once(program.clone()).chain(arguments(planned)).collect();
@@ -212,23 +217,25 @@ fn server_commands(plan: &Plan, arguments: fn(&PlannedDisk) -> Vec<OsString>) ->
 }
 
 /// Reports a message; the guest continues without a reader.
-fn say(line: &str) {
-    complain(line);
+fn show_message(line: &str) {
+    print_stderr(line);
 }
 
 /// Adds a tip to a command line error where the likely mistake is known.
-pub(crate) fn explain(mut error: clap::Error) -> clap::Error {
+pub(crate) fn explain_usage_error(mut error: clap::Error) -> clap::Error {
     let words: Vec<_> = std::env::args_os().skip(1).collect();
-    let is_of = |command: &str| words.first().is_some_and(|word| word == command);
-    let is_split = words.iter().any(|word| word == "--");
+    let is_command = |command: &str| words.first().is_some_and(|word| word == command);
+    let has_separator = words.iter().any(|word| word == "--");
     let tip = match (error.kind(), error.get(ContextKind::InvalidArg)) {
         (ErrorKind::UnknownArgument, Some(ContextValue::String(word)))
-            if is_of("run") && !is_split && !word.starts_with('-') =>
+            if is_command("run") && !has_separator && !word.starts_with('-') =>
         {
             format!("put -- before the QEMU command: larder run -- {word} ...")
         }
         // clap took the word for the name of a virtual machine.
-        (ErrorKind::ArgumentConflict, _) if is_of("migrate") && error.get(ContextKind::InvalidSubcommand).is_some() => {
+        (ErrorKind::ArgumentConflict, _)
+            if is_command("migrate") && error.get(ContextKind::InvalidSubcommand).is_some() =>
+        {
             "the subcommands are send, receive, status, limit and cancel".to_owned()
         }
         _ => return error,

@@ -5,18 +5,18 @@ use std::time::{Duration, Instant};
 
 /// Signals within this time of the first one belong to the same request: `timeout` signals a process and its group,
 /// and a signal from a terminal may be forwarded as well.
-const SAME_STOP: Duration = Duration::from_secs(1);
+const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_secs(1);
 
 /// Makes a write past the limit of a file's size (RLIMIT_FSIZE) fail with EFBIG, which is reported like any other
 /// error, instead of ending the process by SIGXFSZ. An empty handler does that, because child programs do not inherit
 /// it; they would inherit an ignored signal.
 pub(crate) fn fail_writes_past_size_limit() {
-    extern "C" fn nothing(_: libc::c_int) {}
+    extern "C" fn ignore_signal(_: libc::c_int) {}
     // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler does nothing, so it may interrupt any
     // code.
     let done = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
+        action.sa_sigaction = ignore_signal as extern "C" fn(libc::c_int) as usize;
         action.sa_flags = libc::SA_RESTART;
         libc::sigaction(libc::SIGXFSZ, &raw const action, std::ptr::null_mut())
     };
@@ -45,22 +45,22 @@ pub(crate) fn block() -> io::Result<Signals> {
 
 impl Signals {
     /// Starts a thread that calls `stop` at the first signal, and ends the process at a later one.
-    pub(crate) fn stop_by(self, stop: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        self.stop_by_all_but(None, || {}, stop)
+    pub(crate) fn on_stop(self, stop: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        self.spawn_handler(None, || {}, stop)
     }
 
     /// Starts a thread that calls `stop` at the first signal, ends the process at a later one, and calls `act` at
     /// every signal `other`.
-    pub(crate) fn stop_by_or(
+    pub(crate) fn on_stop_or(
         self,
         other: i32,
         act: impl Fn() + Send + 'static,
         stop: impl FnOnce() + Send + 'static,
     ) -> io::Result<()> {
-        self.stop_by_all_but(Some(other), act, stop)
+        self.spawn_handler(Some(other), act, stop)
     }
 
-    fn stop_by_all_but(
+    fn spawn_handler(
         self,
         other: Option<i32>,
         act: impl Fn() + Send + 'static,
@@ -79,7 +79,7 @@ impl Signals {
             tracing::info!("stopping: completing requests in flight; another signal after one second or more ends this process at once");
             loop {
                 wait();
-                if stopping.elapsed() >= SAME_STOP {
+                if stopping.elapsed() >= DUPLICATE_SIGNAL_WINDOW {
                     break;
                 }
             }
@@ -89,14 +89,14 @@ impl Signals {
         Ok(())
     }
 
-    /// Waits up to `limit` for one of the signals, and returns it.
-    pub(crate) fn wait_for(&self, limit: Duration) -> Option<i32> {
-        let limit = libc::timespec {
-            tv_sec: limit.as_secs() as _,
-            tv_nsec: limit.subsec_nanos() as _,
+    /// Waits up to `timeout` for one of the signals, and returns it.
+    pub(crate) fn wait_timeout(&self, timeout: Duration) -> Option<i32> {
+        let timeout = libc::timespec {
+            tv_sec: timeout.as_secs() as _,
+            tv_nsec: timeout.subsec_nanos() as _,
         };
         // SAFETY: the set and the time are valid, and the null pointer has no information stored.
-        let signal = unsafe { libc::sigtimedwait(&raw const self.0, std::ptr::null_mut(), &raw const limit) };
+        let signal = unsafe { libc::sigtimedwait(&raw const self.0, std::ptr::null_mut(), &raw const timeout) };
         (signal > 0).then_some(signal)
     }
 

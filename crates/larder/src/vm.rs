@@ -10,33 +10,33 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use larder_block::{Loop, printable};
 use larder_vm::control;
-use larder_vm::control::FetchError;
+use larder_vm::control::ControlClientError;
 use larder_vm::control::state::ServerState;
 use larder_vm::disk::DiskError;
 use larder_vm::image::{ChainPolicy, named_chain};
 use larder_vm::inherited::Inherited;
 use larder_vm::latch::Latch;
 use larder_vm::opener;
-use larder_vm::run::check::{advice, check, check_served};
-use larder_vm::run::plan::GivenBy;
+use larder_vm::run::check::{advice, check_disks, check_served};
+use larder_vm::run::plan::OptionSource;
 use larder_vm::run::shell::command_line;
-use larder_vm::vm::away::AwayNote;
-use larder_vm::vm::config::{VmConfig, VmDisk, path_of};
-use larder_vm::vm::look::problems;
-use larder_vm::vm::{Progress, Vm, VmError, VmMove, VmOrders, check_places};
+use larder_vm::vm::config::{VmConfig, VmDisk, vm_file_path};
+use larder_vm::vm::inactive_marker::InactiveMarker;
+use larder_vm::vm::problems::find_problems;
+use larder_vm::vm::{MoveStep, Vm, VmError, VmHandle, VmProgress, check_socket_paths};
 
 use crate::cli::VmArguments;
-use crate::output::{complain, print};
+use crate::output::{print, print_stderr};
 use crate::rates::is_not_served;
-use crate::starter::{News, Starter, manager};
 use crate::status::not_served;
+use crate::systemd_notify::{Notifier, ServiceState, connect_manager};
 use crate::vm_pin::pin;
 use crate::{EXIT_ERROR, EXIT_NEGATIVE, report, signals};
 
 pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
-    let path = path_of(&arguments.name)?;
+    let path = vm_file_path(&arguments.name)?;
     if arguments.check {
-        return look(&VmConfig::read(&path)?, &path, &arguments);
+        return check_config(&VmConfig::read(&path)?, &path, &arguments);
     }
     if arguments.pin {
         return pin(&path);
@@ -45,40 +45,40 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         return reload(&VmConfig::read(&path)?, &path);
     }
     if arguments.take || arguments.expect {
-        return move_by_hand(&path, &VmConfig::read(&path)?, arguments.take);
+        return move_manually(&path, &VmConfig::read(&path)?, arguments.take);
     }
-    let inherited = inherited()?;
-    if let Err(error) = have_opener(&arguments, &path) {
-        return Ok(not_started(&error, false));
+    let inherited = inherited_sockets()?;
+    if let Err(error) = ensure_opener(&arguments, &path) {
+        return Ok(report_start_failure(&error, false));
     }
     let config = match VmConfig::read(&path) {
         Ok(config) => config,
-        Err(error) => return Ok(not_started(&error.into(), !inherited.has_connections())),
+        Err(error) => return Ok(report_start_failure(&error.into(), !inherited.has_connections())),
     };
     if config.disks.is_empty() {
-        return Ok(not_started(&VmError::no_disk(&path).into(), true));
+        return Ok(report_start_failure(&VmError::no_disk(&path).into(), true));
     }
     // Signals are blocked first: a thread that was started before would receive them.
     let signals = signals::block()?;
     // Connected early, because a confined process cannot create sockets.
-    let starter = Starter::new()?;
+    let notifier = Notifier::new()?;
     let (cancel, reload) = (Latch::default(), Latch::default());
-    let orders = Arc::new(OnceLock::<VmOrders>::new());
-    let (to_cancel, to_stop) = (cancel.clone(), Arc::clone(&orders));
-    let (wants_reload, to_reload) = (reload.clone(), Arc::clone(&orders));
-    signals.stop_by_or(
+    let handle = Arc::new(OnceLock::<VmHandle>::new());
+    let (cancel_start, stop_handle) = (cancel.clone(), Arc::clone(&handle));
+    let (reload_requested, reload_handle) = (reload.clone(), Arc::clone(&handle));
+    signals.on_stop_or(
         libc::SIGHUP,
         move || {
             // In this order, at least one of the two threads sees the other's update, so no reload is lost.
-            wants_reload.set(());
-            if let Some(orders) = to_reload.get() {
-                orders.reload();
+            reload_requested.set(());
+            if let Some(handle) = reload_handle.get() {
+                handle.reload();
             }
         },
         move || {
-            to_cancel.set(());
-            if let Some(orders) = to_stop.get() {
-                orders.stop();
+            cancel_start.set(());
+            if let Some(handle) = stop_handle.get() {
+                handle.stop();
             }
         },
     )?;
@@ -93,9 +93,9 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let vm = match started {
         Ok(vm) => vm,
         Err(_) if cancel.get().is_some() => return Ok(ExitCode::SUCCESS),
-        Err(error) => return Ok(not_started(&explain(error, &config, &path), false)),
+        Err(error) => return Ok(report_start_failure(&with_advice(error, &config, &path), false)),
     };
-    for (name, places) in vm.places() {
+    for (name, places) in vm.disk_addresses() {
         tracing::info!(
             disk = name,
             vhost_user_blk = places.vhost_user.as_ref().map(tracing::field::display),
@@ -104,29 +104,29 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         );
     }
     tracing::info!(vm = config.name, control = %command_line(&[config.control.clone().into()]), "ready");
-    if vm.is_away() {
+    if vm.is_inactive() {
         tracing::info!(
             "another host has its disks, or had them last: they are opened when the VM arrives from there (larder migrate), or \
              by `larder vm {} --take`, if no other host has them",
-            called(&config, &path)
+            command_argument(&config, &path)
         );
     }
-    let orders = orders.get_or_init(|| vm.orders());
-    // Signals may have come before `orders` was set.
+    let handle = handle.get_or_init(|| vm.handle());
+    // Signals may have come before `handle` was set.
     if reload.get().is_some() {
-        orders.reload();
+        handle.reload();
     }
     if cancel.get().is_some() {
-        orders.stop();
+        handle.stop();
     }
-    let ended = vm.run(|progress| starter.tell(news(progress)));
-    starter.end();
+    let ended = vm.run(|progress| notifier.notify(service_state(progress)));
+    notifier.finish();
     ended?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Connects this process to an opener for its files, if it will be confined.
-fn have_opener(arguments: &VmArguments, path: &Path) -> anyhow::Result<()> {
+fn ensure_opener(arguments: &VmArguments, path: &Path) -> anyhow::Result<()> {
     match (&arguments.opener, arguments.confine) {
         (_, false) => Ok(()),
         (None, true) => opener::start(path).context("the process that opens files for this server cannot be started"),
@@ -145,34 +145,34 @@ const EXIT_CONFIG: u8 = 78;
 
 /// Delay before a service that cannot start exits. systemd restarts the service at once, which a guest needs after a
 /// kill; the delay limits how often that repeats.
-const BEFORE_NEXT: Duration = Duration::from_secs(3);
+const RESTART_DELAY: Duration = Duration::from_secs(3);
 
-pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode {
+pub(crate) fn report_start_failure(error: &anyhow::Error, is_permanent: bool) -> ExitCode {
     report(error);
-    match (std::env::var_os("NOTIFY_SOCKET"), is_hopeless) {
+    match (std::env::var_os("NOTIFY_SOCKET"), is_permanent) {
         (None, _) => ExitCode::from(EXIT_ERROR),
         (Some(_), true) => ExitCode::from(EXIT_CONFIG),
         (Some(_), false) => {
-            std::thread::sleep(BEFORE_NEXT);
+            std::thread::sleep(RESTART_DELAY);
             ExitCode::from(EXIT_ERROR)
         }
     }
 }
 
 /// Interval between two attempts of a step that is not done yet.
-const ASK_AGAIN: Duration = Duration::from_millis(50);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Returns the VM's name, if it stands for the file at `path`, or else that path, as the argument of a command.
-fn called(config: &VmConfig, path: &Path) -> String {
-    match path_of(Path::new(&config.name)) {
-        Ok(usual) if usual == path => config.name.clone(),
+fn command_argument(config: &VmConfig, path: &Path) -> String {
+    match vm_file_path(Path::new(&config.name)) {
+        Ok(default_path) if default_path == path => config.name.clone(),
         _ => command_line(&[path.into()]),
     }
 }
 
 /// Checks that a server serves the VM that the file at `path` describes. Another VM's file may have the same name, or
 /// name the same control socket.
-fn is_of_file(server: &ServerState, config: &VmConfig, path: &Path) -> anyhow::Result<()> {
+fn check_serves_file(server: &ServerState, config: &VmConfig, path: &Path) -> anyhow::Result<()> {
     let path = std::path::absolute(path)?;
     let is_same = server.file.as_ref().is_some_and(|file| {
         let whole = |path: &Path| path.canonicalize().ok();
@@ -181,12 +181,12 @@ fn is_of_file(server: &ServerState, config: &VmConfig, path: &Path) -> anyhow::R
     if is_same {
         return Ok(());
     }
-    let theirs = match &server.file {
+    let served_vm = match &server.file {
         Some(file) => format!("the VM of {}", printable(file)),
         None => "no VM's file".to_owned(),
     };
     bail!(
-        "the server that listens on {} serves {theirs}, not that of {}; two VMs need files of different names, and sockets of their own",
+        "the server that listens on {} serves {served_vm}, not that of {}; two VMs need files of different names, and sockets of their own",
         config.control.display(),
         path.display()
     )
@@ -195,7 +195,7 @@ fn is_of_file(server: &ServerState, config: &VmConfig, path: &Path) -> anyhow::R
 /// Has the running server reread the VM's file, and prints the result.
 fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     let server = control::fetch_server(&config.control).map_err(|error| {
-        let called = called(config, path);
+        let called = command_argument(config, path);
         match is_not_served(&error) {
             true if called == config.name => anyhow!(
                 "{}; a server reads its file when it starts",
@@ -208,7 +208,7 @@ fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
             false => error.into(),
         }
     })?;
-    is_of_file(&server, config, path)?;
+    check_serves_file(&server, config, path)?;
     let (_, done) = control::reload(&config.control)?;
     let mut text = String::new();
     let parts = [
@@ -233,22 +233,22 @@ fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
 }
 
 /// Moves the disks without movers: opens them on this host, or closes them until the VM arrives from another host.
-fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
-    let step = if take { VmMove::Keep } else { VmMove::Expect };
+fn move_manually(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
+    let step = if take { MoveStep::Keep } else { MoveStep::Expect };
     if let Ok(server) = control::fetch_server(&config.control) {
-        is_of_file(&server, config, path)?;
+        check_serves_file(&server, config, path)?;
     }
     let is_served = match move_until_done(&config.control, step) {
         Ok(()) => true,
         Err(error) if is_not_served(&error) => false,
         Err(error) => return Err(error.into()),
     };
-    let note = AwayNote::of(path);
+    let marker = InactiveMarker::for_vm(path);
     let name = &config.name;
     if !is_served && take {
-        note.remove()?;
+        marker.remove()?;
     } else if !is_served {
-        note.make("the VM is incoming from another host")?;
+        marker.create("the VM is incoming from another host")?;
     }
     print(&match (take, is_served) {
         (true, true) => format!("{name}: its disks are open here\n"),
@@ -260,9 +260,9 @@ fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<Ex
 }
 
 /// Repeats a step until it is done.
-fn move_until_done(control: &Path, step: VmMove) -> Result<(), FetchError> {
-    while !control::move_vm(control, step)?.done {
-        std::thread::sleep(ASK_AGAIN);
+fn move_until_done(control: &Path, step: MoveStep) -> Result<(), ControlClientError> {
+    while !control::request_move_step(control, step)?.done {
+        std::thread::sleep(RETRY_INTERVAL);
     }
     Ok(())
 }
@@ -276,28 +276,28 @@ fn disks(count: usize) -> String {
 
 /// Checks whether all disks could be served. Disks that the VM's server already serves are in use: they are checked
 /// without locks, as far as that is possible.
-fn look(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyhow::Result<ExitCode> {
-    check_places(config, &Inherited::default())?;
+fn check_config(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyhow::Result<ExitCode> {
+    check_socket_paths(config, &Inherited::default())?;
     let server = control::fetch_server(&config.control).ok();
-    let of_another = server.map(|server| is_of_file(&server, config, path));
-    let images = match of_another {
-        Some(Ok(())) => images_at(&config.control),
+    let server_check = server.map(|server| check_serves_file(&server, config, path));
+    let images = match server_check {
+        Some(Ok(())) => served_images(&config.control),
         _ => HashSet::new(),
     };
-    let of_another = of_another.and_then(Result::err).map(|error| error.to_string());
-    let is_served = |disk: &VmDisk| images.contains(&disk.wish.image.to_string());
+    let server_check = server_check.and_then(Result::err).map(|error| error.to_string());
+    let is_served = |disk: &VmDisk| images.contains(&disk.spec.image.to_string());
     let (served, others): (Vec<&VmDisk>, Vec<&VmDisk>) = config.disks.iter().partition(|disk| is_served(disk));
-    let served: Vec<_> = served.iter().map(|disk| &disk.wish).collect();
-    let others: Vec<_> = others.iter().map(|disk| (&disk.wish, GivenBy::File)).collect();
+    let served: Vec<_> = served.iter().map(|disk| &disk.spec).collect();
+    let others: Vec<_> = others.iter().map(|disk| (&disk.spec, OptionSource::File)).collect();
     // A confined server's opener opens neither the memory's disks nor files that are yet to be added.
-    let of_vm = problems(config, &is_served);
-    let lines = lines_to_add(config, path);
-    have_opener(arguments, path)?;
-    let found = [check_served(&served), check(&others)];
+    let of_vm = find_problems(config, &is_served);
+    let lines = missing_chain_lines(config, path);
+    ensure_opener(arguments, path)?;
+    let found = [check_served(&served), check_disks(&others)];
     let of_images = found.iter().flat_map(|found| &found.problems).map(ToString::to_string);
-    let problems: Vec<String> = of_images.chain(of_vm).chain(of_another).collect();
+    let problems: Vec<String> = of_images.chain(of_vm).chain(server_check).collect();
     for problem in &problems {
-        complain(problem);
+        print_stderr(problem);
     }
     if !problems.is_empty() {
         print(&lines)?;
@@ -313,7 +313,7 @@ fn look(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyhow::Resu
         });
     }
     if let Some(memory) = &config.memory {
-        let budget = memory.wish.budget;
+        let budget = memory.spec.budget;
         text.push_str(&format!(
             "{}: its memory can be managed, within {budget}\n",
             config.name
@@ -330,17 +330,17 @@ fn look(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyhow::Resu
 }
 
 /// Returns the lines that would have the VM's file allow the other files of its disks, where it does not yet.
-fn lines_to_add(config: &VmConfig, path: &Path) -> String {
+fn missing_chain_lines(config: &VmConfig, path: &Path) -> String {
     let Ok(on) = Loop::new(Duration::ZERO) else {
         return String::new();
     };
     let mut text = String::new();
     for disk in &config.disks {
-        let (ChainPolicy::Pinned { chain, .. }, Some(format)) = (&disk.wish.chain, disk.wish.format) else {
+        let (ChainPolicy::Pinned { chain, .. }, Some(format)) = (&disk.spec.chain, disk.spec.format) else {
             continue;
         };
         // The reason why a file cannot be read is among the problems already.
-        let Ok(named) = on.block_on(named_chain(&on, &disk.wish.image, format)) else {
+        let Ok(named) = on.block_on(named_chain(&on, &disk.spec.image, format)) else {
             continue;
         };
         if !named.is_allowed_by(chain) {
@@ -356,49 +356,49 @@ fn lines_to_add(config: &VmConfig, path: &Path) -> String {
 }
 
 /// Returns the images that the server with this control socket serves.
-fn images_at(control: &Path) -> HashSet<String> {
+fn served_images(control: &Path) -> HashSet<String> {
     let disks = control::fetch_disks(control).map_or_else(|_| Vec::new(), |(_, disks)| disks.disks);
     disks.into_iter().map(|disk| disk.image).collect()
 }
 
 /// Returns the sockets that systemd, or another service manager, has passed to this process.
-fn inherited() -> anyhow::Result<Inherited> {
+fn inherited_sockets() -> anyhow::Result<Inherited> {
     let named = sd_notify::listen_fds_with_names().context("$LISTEN_FDS")?;
     let files = named.map(|(number, name)| {
         // SAFETY: $LISTEN_PID names this process, so the descriptors were passed to it; no other code here takes
         // them.
         (name, unsafe { OwnedFd::from_raw_fd(number) })
     });
-    Inherited::new(files.collect(), manager()).context("an inherited socket ($LISTEN_FDS)")
+    Inherited::new(files.collect(), connect_manager()).context("an inherited socket ($LISTEN_FDS)")
 }
 
-fn news(progress: Progress) -> News {
+fn service_state(progress: VmProgress) -> ServiceState {
     match progress {
-        Progress::Ready(count) => News::Ready(format!("serving {}", disks(count))),
-        Progress::Reloading => News::Reloading,
-        Progress::Stopping => News::Stopping,
+        VmProgress::Ready(count) => ServiceState::Ready(format!("serving {}", disks(count))),
+        VmProgress::Reloading => ServiceState::Reloading,
+        VmProgress::Stopping => ServiceState::Stopping,
     }
 }
 
 /// Adds advice for the user to an error.
-fn explain(error: VmError, config: &VmConfig, path: &Path) -> anyhow::Error {
+fn with_advice(error: VmError, config: &VmConfig, path: &Path) -> anyhow::Error {
     match &error {
         VmError::Disk {
             disk,
             source: DiskError::Image(source),
         } => {
-            let wish = config.disks.iter().find(|it| it.name == *disk);
+            let vm_disk = config.disks.iter().find(|it| it.name == *disk);
             // The advice names keys of the VM's file.
-            let advice = wish.map_or("", |it| advice(source, &it.wish, GivenBy::File));
+            let advice = vm_disk.map_or("", |it| advice(source, &it.spec, OptionSource::File));
             anyhow!("{error}{advice}")
         }
         VmError::Control(_) => match control::fetch_server(&config.control) {
-            Ok(server) if server.vm.is_some() => match is_of_file(&server, config, path) {
+            Ok(server) if server.vm.is_some() => match check_serves_file(&server, config, path) {
                 Ok(()) => anyhow!(
                     "{} is served already, by process {}; `larder vm {} --reload` makes it reload its file",
                     config.name,
                     server.pid,
-                    called(config, path)
+                    command_argument(config, path)
                 ),
                 Err(other) => other,
             },

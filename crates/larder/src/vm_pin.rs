@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::Loop;
-use larder_vm::image::{Format, ImageAddress, named_chain, not_utf8, probe};
-use larder_vm::vm::config::{Unsaid, VmConfig, read_text, unsaid, with_lines};
+use larder_vm::image::{Format, ImageAddress, named_chain, not_utf8_message, probe};
+use larder_vm::vm::config::{DiskMissingKeys, VmConfig, find_missing_keys, insert_lines, read_text};
 
 use crate::output::print;
 
@@ -20,33 +20,33 @@ pub(crate) fn pin(path: &Path) -> anyhow::Result<ExitCode> {
     let config = VmConfig::parse(path, &text)?;
     let on = Loop::new(Duration::ZERO)?;
     let mut added = Vec::new();
-    for disk in unsaid(path, &text, &config) {
+    for disk in find_missing_keys(path, &text, &config) {
         let lines = on
-            .block_on(lines_of(&on, &disk))
+            .block_on(missing_lines(&on, &disk))
             .with_context(|| format!("disk {}", disk.name))?;
         if !lines.is_empty() {
             added.push((disk, lines));
         }
     }
-    let mut told = String::new();
+    let mut output = String::new();
     for (disk, lines) in &added {
         for line in lines.lines() {
-            told.push_str(&format!("{}: disk {}: {line}\n", config.name, disk.name));
+            output.push_str(&format!("{}: disk {}: {line}\n", config.name, disk.name));
         }
     }
     if added.is_empty() {
-        told = format!("{}: there is nothing to add\n", config.name);
+        output = format!("{}: there is nothing to add\n", config.name);
     } else {
-        let with_lines = with_lines(&text, &added).with_context(|| format!("{}:\n{told}", path.display()))?;
+        let with_lines = insert_lines(&text, &added).with_context(|| format!("{}:\n{output}", path.display()))?;
         // Checks that the file is still valid with the additions.
         VmConfig::parse(path, &with_lines)?;
-        replace(path, &with_lines).with_context(|| path.display().to_string())?;
+        replace_file(path, &with_lines).with_context(|| path.display().to_string())?;
     }
-    print(&told)?;
+    print(&output)?;
     Ok(ExitCode::SUCCESS)
 }
 
-async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
+async fn missing_lines(on: &Loop, disk: &DiskMissingKeys) -> anyhow::Result<String> {
     let mut lines = String::new();
     let format = match disk.format {
         Some(format) => format,
@@ -66,7 +66,7 @@ async fn lines_of(on: &Loop, disk: &Unsaid) -> anyhow::Result<String> {
         }
         named.files().try_for_each(check_kind)?;
         if let Some(path) = named.path_not_utf8() {
-            bail!("{}", not_utf8(path));
+            bail!("{}", not_utf8_message(path));
         }
         for (key, value) in named.keys() {
             lines.push_str(&format!("{key} = {value}\n"));
@@ -93,7 +93,7 @@ fn check_kind(image: &ImageAddress) -> anyhow::Result<()> {
 }
 
 /// Replaces a file's content durably, keeping its owner and permissions; a symbolic link is followed.
-fn replace(path: &Path, text: &str) -> std::io::Result<()> {
+fn replace_file(path: &Path, text: &str) -> std::io::Result<()> {
     let path = path.canonicalize()?;
     let before = path.metadata()?;
     let mut new = path.clone().into_os_string();

@@ -17,7 +17,7 @@ const SHORT: [&str; 6] = ["--sample", "1MiB", "--seconds", "0.001", "--batch", "
 
 /// Runs the command; returns exit status, standard output and standard error.
 fn bench(arguments: &[&str]) -> (i32, String, String) {
-    let mut command = Command::new(support::larder());
+    let mut command = Command::new(support::larder_path());
     let output = command.args(["bench", "codec"]).args(arguments).output();
     let output = output.expect("larder starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -225,7 +225,7 @@ fn text_table_has_requested_methods() {
 /// A sample covers a memory file evenly, and leaves out a partial page at its end.
 #[test]
 fn memory_file_is_sampled_evenly() {
-    let folder = support::on_tmpfs();
+    let folder = support::temp_dir_on_tmpfs();
     let path = folder.path().join("web.mem");
     let mut bytes = numbered(1024);
     bytes.extend(random(1024 * PAGE));
@@ -331,7 +331,7 @@ fn dumps(folder: &Path) {
 /// Raw and ELF dumps that QEMU writes yield the same pages, aligned as in the guest.
 #[test]
 fn qemu_dumps_yield_guest_memory() {
-    let folder = support::on_tmpfs();
+    let folder = support::temp_dir_on_tmpfs();
     dumps(folder.path());
     let raw = of_file(&folder.path().join("raw"), "1GiB");
     assert_eq!(raw["file-bytes"], 16 << 20);
@@ -382,7 +382,7 @@ fn elf(class: u8, kind: u16, load: u32, pages: usize) -> Vec<u8> {
 /// A core dump's pages are read at the offsets of its segments; another ELF file is read as plain bytes.
 #[test]
 fn core_dump_pages_come_from_segments() {
-    let folder = support::on_tmpfs();
+    let folder = support::temp_dir_on_tmpfs();
     let path = folder.path().join("core");
     std::fs::write(&path, elf(2, 4, 1, 100)).expect("a file");
     for sample in ["1GiB", "400KiB"] {
@@ -397,7 +397,7 @@ fn core_dump_pages_come_from_segments() {
 
 #[test]
 fn file_without_memory_is_refused() {
-    let folder = support::on_tmpfs();
+    let folder = support::temp_dir_on_tmpfs();
     let path = folder.path().join("memory");
     let name = path.to_str().expect("text");
     let mut cut_off = elf(2, 4, 1, 10);

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 /// Runs the command; returns exit status, standard output and standard error.
 fn bench(arguments: &[&str], trace: &Path) -> (i32, String, String) {
-    let mut command = Command::new(support::larder());
+    let mut command = Command::new(support::larder_path());
     let output = command.args(["bench", "policy"]).args(arguments).arg(trace).output();
     let output = output.expect("larder starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -43,7 +43,7 @@ fn result<'a>(size: &'a Value, policy: &str) -> &'a Value {
 /// Larder's policy keeps part of a loop that is larger than the cache, where LRU has no hits.
 #[test]
 fn loop_hits_where_lru_thrashes() {
-    let folder = support::on_tmpfs();
+    let folder = support::temp_dir_on_tmpfs();
     let path = folder.path().join("loop.lis");
     std::fs::write(&path, loop_trace()).expect("a trace");
     let (code, out, err) = bench(&["--sizes", "50,100", "--output", "json"], &path);
@@ -77,7 +77,7 @@ fn loop_hits_where_lru_thrashes() {
 
 #[test]
 fn text_output_has_tables() {
-    let folder = support::on_tmpfs();
+    let folder = support::temp_dir_on_tmpfs();
     let path = folder.path().join("loop.lis");
     std::fs::write(&path, loop_trace()).expect("a trace");
     let (code, out, err) = bench(&["--sizes", "50"], &path);
@@ -99,7 +99,7 @@ fn text_output_has_tables() {
 
 #[test]
 fn invalid_trace_is_refused() {
-    let folder = support::on_tmpfs();
+    let folder = support::temp_dir_on_tmpfs();
     let path = folder.path().join("trace");
     let cases: [(&[u8], &[&str], &str); 5] = [
         (b"", &[], "trace has no requests"),

@@ -4,12 +4,12 @@ mod support;
 
 use std::time::Duration;
 
-use larder_bench::campaign::cached::{CacheChoice, CacheMode};
+use larder_bench::campaign::cached::{CacheMode, TestCacheOptions};
 use larder_bench::campaign::disk::{Format, Victim};
 use larder_bench::campaign::foreign::{Campaign, Outcome};
 use larder_bench::campaign::front_end::Options;
 use larder_bench::campaign::{Random, boot_kills, fio_kills, flush_kills, guest_kills};
-use support::{larder, on_disk, on_tmpfs};
+use support::{larder_path, temp_dir_on_disk, temp_dir_on_tmpfs};
 
 const MODES: [CacheMode; 4] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt, CacheMode::Wb];
 
@@ -18,9 +18,9 @@ const MODES: [CacheMode; 4] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt, Cach
 /// `larder-bench foreign-writes` runs the same for longer.
 #[test]
 fn foreign_write_after_kill_is_served() {
-    let (on_disk, in_memory) = (on_disk(), on_tmpfs());
+    let (on_disk, in_memory) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let report = Campaign {
-        larder: larder(),
+        larder: larder_path(),
         folders: &[on_disk.path().to_owned(), in_memory.path().to_owned()],
         tries: 24,
         controls: 12,
@@ -42,11 +42,11 @@ fn foreign_write_after_kill_is_served() {
 /// Returns a server whose cache is too small for the load's working set.
 fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {
     Victim {
-        cache: Some(CacheChoice {
+        cache: Some(TestCacheOptions {
             mode,
             size: working_set / 4 * 3,
         }),
-        ..Victim::from(larder())
+        ..Victim::from(larder_path())
     }
 }
 
@@ -54,7 +54,7 @@ fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {
 #[test]
 fn killed_cached_disk_loses_nothing() {
     for (seed, mode) in (1..).zip(MODES) {
-        let (folder, sockets) = (on_disk(), on_tmpfs());
+        let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
         let image = folder.path().join("disk.raw");
         let victim = cached(mode, flush_kills::DISK);
         let options = Options {
@@ -75,7 +75,7 @@ fn killed_cached_disk_loses_nothing() {
 /// No read returns stale data after kills of a server with all layers: qcow2, cache and read-ahead.
 #[test]
 fn killed_full_stack_returns_current_data() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.qcow2");
     let victim = Victim {
         format: Format::Qcow2,
@@ -93,7 +93,7 @@ fn killed_full_stack_returns_current_data() {
 #[test]
 fn fio_verifies_after_cached_server_kill() {
     for (seed, mode) in (1..).zip(MODES) {
-        let (folder, sockets) = (on_disk(), on_tmpfs());
+        let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
         let image = folder.path().join("disk.raw");
         let victim = cached(mode, fio_kills::DISK);
         let report = fio_kills::run(victim, &image, sockets.path(), 2, &mut Random::new(seed)).expect("survives");
@@ -105,12 +105,12 @@ fn fio_verifies_after_cached_server_kill() {
 /// Guests whose disks have caches notice only a pause when their servers are killed.
 #[test]
 fn guest_survives_kills_of_cached_server() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.raw");
-    let (victim, mut random) = (cached(CacheMode::Wt, guest_kills::WORKING_SET), Random::new(2));
+    let (victim, mut random) = (cached(CacheMode::Wt, guest_kills::WORKING_SET_BYTES), Random::new(2));
     guest_kills::run(victim, &image, sockets.path(), "num-queues=2", 5, &mut random).expect("survives");
     let cache = cached(CacheMode::Wt, boot_kills::DISK / 2).cache;
-    let report = boot_kills::run(larder(), folder.path(), cache, 1, &mut random).expect("starts");
+    let report = boot_kills::run(larder_path(), folder.path(), cache, 1, &mut random).expect("starts");
     assert!(report.kills > 0, "{report:?}");
     assert!(report.failures.is_empty(), "{}", report.failures.join("\n"));
 }

@@ -14,7 +14,10 @@ use std::process::Command;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::process::Process;
 
-use support::{LIMIT, disk_serve, larder, need_root, on_disk, on_tmpfs, run, serve, tool, works};
+use support::{
+    TEST_TIMEOUT, assert_io_works, disk_serve_command, larder_path, require_root, run_command, run_tool, start_server,
+    temp_dir_on_disk, temp_dir_on_tmpfs,
+};
 use tempfile::TempDir;
 
 fn text(path: &Path) -> &str {
@@ -29,8 +32,8 @@ struct Place {
 impl Place {
     fn new() -> Self {
         Self {
-            images: on_disk(),
-            sockets: on_tmpfs(),
+            images: temp_dir_on_disk(),
+            sockets: temp_dir_on_tmpfs(),
         }
     }
 
@@ -61,7 +64,7 @@ impl Place {
             text(&path),
             "1M",
         ];
-        tool("qemu-img", &options);
+        run_tool("qemu-img", &options);
         path
     }
 
@@ -69,7 +72,7 @@ impl Place {
     fn with_data_file(&self, name: &str, data_file: &Path) -> PathBuf {
         let path = self.image(name);
         let option = format!("data_file={}", text(data_file));
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "qcow2", "-o", &option, text(&path), "1M"],
         );
@@ -81,7 +84,7 @@ impl Place {
         let file = self.sockets.path().join("web.toml");
         let all = format!("control = \"control\"\n[[disk]]\nsocket = \"vda\"\n{lines}\n");
         fs::write(&file, all).expect("room");
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("vm").arg(file);
         command
     }
@@ -89,7 +92,7 @@ impl Place {
 
 /// Asserts that the command fails with an error that contains all of `words`; returns the output.
 fn refused(command: Command, words: &[&str]) -> String {
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert_eq!(code, Some(2), "{said}");
     for word in words {
         assert!(said.contains(word), "no '{word}' in: {said}");
@@ -100,9 +103,9 @@ fn refused(command: Command, words: &[&str]) -> String {
 /// Asserts that the command serves; stops it, and returns its output.
 fn serves(command: Command) -> String {
     let mut process = Process::start(command).expect("starts");
-    process.wait_for("serving", LIMIT).expect("serves");
+    process.wait_for("serving", TEST_TIMEOUT).expect("serves");
     process.signal(libc::SIGTERM);
-    process.wait(LIMIT).expect("ends");
+    process.wait(TEST_TIMEOUT).expect("ends");
     process.output()
 }
 
@@ -148,7 +151,7 @@ fn service_opens_only_configured_files() {
     let lines = format!("image = \"{}\"\nformat = \"qcow2\"\n{line}", text(&by_file));
     serves(place.vm(&lines));
     // A line for a backing file that the header does not name.
-    tool("qemu-img", &["rebase", "-u", "-b", "", text(&by_file)]);
+    run_tool("qemu-img", &["rebase", "-u", "-b", "", text(&by_file)]);
     refused(
         place.vm(&lines),
         &["its header names no backing file, but the VM's file names"],
@@ -207,7 +210,7 @@ fn check_prints_lines_for_chain() {
     let all = format!("{lines}\n{line}");
     let mut check = place.vm(&all);
     check.arg("--check");
-    let (code, said) = run(check);
+    let (code, said) = run_command(check);
     assert_eq!(code, Some(0), "{said}");
     serves(place.vm(&all));
 }
@@ -224,7 +227,7 @@ fn pin_adds_missing_lines() {
         pin.arg("--pin");
         pin
     };
-    let (code, said) = run(pin());
+    let (code, said) = run_command(pin());
     let added = format!(
         "format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]",
         text(&base)
@@ -238,18 +241,18 @@ fn pin_adds_missing_lines() {
         "{now}"
     );
     let again = || {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("vm").arg(&file);
         command
     };
     serves(again());
     let mut pin_again = again();
     pin_again.arg("--pin");
-    let (code, said) = run(pin_again);
+    let (code, said) = run_command(pin_again);
     assert!(code == Some(0) && said.contains("there is nothing to add"), "{said}");
     assert_eq!(fs::read_to_string(&file).expect("is there"), now);
     // A format that no header names has to be added by the user.
-    tool(
+    run_tool(
         "qemu-img",
         &[
             "create",
@@ -330,7 +333,7 @@ fn check_makes_no_connections() {
     refused(check, &[&line]);
     let mut check = place.vm(&format!("{lines}\n{line}"));
     check.arg("--check");
-    let (code, said) = run(check);
+    let (code, said) = run_command(check);
     assert!(
         code == Some(0) && said.contains("NBD servers are not contacted"),
         "{said}"
@@ -349,7 +352,7 @@ fn command_line_follows_and_pins_chains() {
     let command = |options: &[&str]| {
         let mut all = vec![text(&image), "--socket", text(&socket)];
         all.extend(options);
-        disk_serve(&all)
+        disk_serve_command(&all)
     };
     let said = serves(command(&[]));
     assert!(
@@ -367,7 +370,7 @@ fn command_line_follows_and_pins_chains() {
         "{written}"
     );
     serves(command(&["--pin-chain", text(&pin)]));
-    tool(
+    run_tool(
         "qemu-img",
         &["rebase", "-u", "-b", text(&other), "-F", "raw", text(&image)],
     );
@@ -378,7 +381,7 @@ fn command_line_follows_and_pins_chains() {
         &[text(&other), text(&pin), "does not name", &advice],
     );
     refused(
-        disk_serve(&[text(&base), "--socket", text(&socket), "--pin-chain", text(&pin)]),
+        disk_serve_command(&[text(&base), "--socket", text(&socket), "--pin-chain", text(&pin)]),
         &["it belongs to", text(&image)],
     );
     // The file of the chain is writable by others, or is invalid.
@@ -399,7 +402,7 @@ fn command_line_follows_and_pins_chains() {
         &["--pin-chain", "No such file"],
     );
     assert!(!socket.exists(), "nothing was served");
-    drop(serve(&image, place.sockets.path(), &[]));
+    drop(start_server(&image, place.sockets.path(), &[]));
     let mut relative = command(&["--pin-chain", "relative.chain"]);
     relative.current_dir(place.images.path());
     serves(relative);
@@ -417,7 +420,7 @@ fn chain_outside_utf8_is_refused() {
     fs::rename(place.overlay("top.qcow2", "base.raw", "raw"), &image).expect("moves");
     fs::rename(place.raw("base.raw", 7), folder.join("base.raw")).expect("moves");
     let (pin, socket) = (place.image("top.chain"), place.sockets.path().join("socket"));
-    let mut serve = disk_serve(&["top.qcow2", "--socket", text(&socket), "--pin-chain", text(&pin)]);
+    let mut serve = disk_serve_command(&["top.qcow2", "--socket", text(&socket), "--pin-chain", text(&pin)]);
     serve.current_dir(&folder);
     refused(
         serve,
@@ -428,7 +431,7 @@ fn chain_outside_utf8_is_refused() {
     let lines = "control = \"control\"\n[[disk]]\nsocket = \"vda\"\nimage = \"top.qcow2\"\nformat = \"qcow2\"\n";
     fs::write(&file, lines).expect("room");
     for option in ["--pin", "--check"] {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.args(["vm", "./web.toml", option]).current_dir(&folder);
         let said = refused(command, &["is not UTF-8"]);
         assert!(!said.contains("backing = ["), "{said}");
@@ -455,10 +458,10 @@ fn header_names_are_escaped() {
     let mut pin = place.vm(&format!("image = \"{}\"", text(&image)));
     pin.arg("--pin");
     no_control(&refused(pin, &[escaped]));
-    let mut dry_run = Command::new(larder());
+    let mut dry_run = Command::new(larder_path());
     let drive = format!("if=virtio,format=qcow2,file={}", text(&image));
     dry_run.args(["run", "--dry-run", "--", "qemu-system-x86_64", "-drive", &drive]);
-    let (_, said) = run(dry_run);
+    let (_, said) = run_command(dry_run);
     assert!(said.contains(escaped), "{said}");
     no_control(&said);
     // A format that no driver has.
@@ -485,12 +488,12 @@ fn pin_advice_has_absolute_paths() {
     fs::create_dir(&pins).expect("room");
     let (pin, socket) = (pins.join("top.chain"), place.sockets.path().join("socket"));
     let command = || {
-        let mut serve = disk_serve(&["top.qcow2", "--socket", text(&socket), "--pin-chain", text(&pin)]);
+        let mut serve = disk_serve_command(&["top.qcow2", "--socket", text(&socket), "--pin-chain", text(&pin)]);
         serve.current_dir(place.images.path());
         serve
     };
     serves(command());
-    tool(
+    run_tool(
         "qemu-img",
         &["rebase", "-u", "-b", "other.raw", "-F", "raw", text(&image)],
     );
@@ -501,15 +504,15 @@ fn pin_advice_has_absolute_paths() {
     serves(command());
 }
 
-/// A name with its driver is relative to the working directory, as in QEMU. A command line follows it there; a VM's file
-/// cannot allow it, and one line says so.
+/// A name with its driver is relative to the working directory, as in QEMU. A command line follows it there; a VM's
+/// file cannot allow it, and one line says so.
 #[test]
 fn vm_file_refuses_working_directory_names() {
     let place = Place::new();
     place.raw("base.raw", 7);
     let image = place.overlay("top.qcow2", "file:base.raw", "raw");
     let socket = place.sockets.path().join("socket");
-    let mut serve = disk_serve(&[text(&image), "--socket", text(&socket)]);
+    let mut serve = disk_serve_command(&[text(&image), "--socket", text(&socket)]);
     serve.current_dir(place.images.path());
     serves(serve);
     let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&image));
@@ -519,7 +522,7 @@ fn vm_file_refuses_working_directory_names() {
         let said = refused(command, &["'file:base.raw' names its driver", "qemu-img rebase -u"]);
         assert!(!said.contains("backing = ["), "{option:?}: {said}");
     }
-    tool(
+    run_tool(
         "qemu-img",
         &[
             "rebase",
@@ -533,14 +536,14 @@ fn vm_file_refuses_working_directory_names() {
     );
     let mut pin = place.vm(&lines);
     pin.arg("--pin");
-    let (code, said) = run(pin);
+    let (code, said) = run_command(pin);
     assert_eq!(code, Some(0), "{said}");
 }
 
 /// A refusal advises nothing that the next start would refuse as well.
 #[test]
 fn refusal_has_no_useless_advice() {
-    need_root("link of another user");
+    require_root("link of another user");
     let place = Place::new();
     let base = place.raw("base.raw", 7);
     let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&base));
@@ -587,7 +590,7 @@ fn pin_reports_loop_of_chain() {
 /// Root opens the files that another user's image names only with `--trust-image`.
 #[test]
 fn root_distrusts_other_users_image() {
-    need_root("image of another user");
+    require_root("image of another user");
     let place = Place::new();
     let base = place.raw("base.raw", 7);
     let image = place.overlay("top.qcow2", text(&base), "raw");
@@ -595,14 +598,14 @@ fn root_distrusts_other_users_image() {
     let socket = place.sockets.path().join("socket");
     let mut all = vec![text(&image), "--socket", text(&socket)];
     refused(
-        disk_serve(&all),
+        disk_serve_command(&all),
         &["it belongs to user nobody", text(&base), "--trust-image"],
     );
     all.push("--trust-image");
-    serves(disk_serve(&all));
+    serves(disk_serve_command(&all));
 
     let disk = |arguments: &[&str]| {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("disk").args(arguments);
         command
     };
@@ -610,25 +613,25 @@ fn root_distrusts_other_users_image() {
         disk(&["resize", text(&image), "2M"]),
         &["it belongs to user nobody", "--trust-image"],
     );
-    let (code, said) = run(disk(&["resize", text(&image), "2M", "--trust-image"]));
+    let (code, said) = run_command(disk(&["resize", text(&image), "2M", "--trust-image"]));
     assert_eq!(code, Some(0), "{said}");
-    let (code, said) = run(disk(&["check", text(&image)]));
+    let (code, said) = run_command(disk(&["check", text(&image)]));
     assert!(code == Some(0) && said.contains("not inspected"), "{said}");
-    let (_, said) = run(disk(&["check", text(&image), "--trust-image"]));
+    let (_, said) = run_command(disk(&["check", text(&image), "--trust-image"]));
     assert!(!said.contains("not inspected"), "{said}");
 
     // The same holds if anybody could have written the header.
     std::os::unix::fs::chown(&image, Some(0), None).expect("we are root");
     fs::set_permissions(&image, fs::Permissions::from_mode(0o666)).expect("is ours");
     all.pop();
-    refused(disk_serve(&all), &["any user may write to it", "--trust-image"]);
+    refused(disk_serve_command(&all), &["any user may write to it", "--trust-image"]);
 }
 
 /// Root follows the names in its own images through no link of another user, wherever that user has put the image. It
 /// does not trust an image that a group may write to.
 #[test]
 fn root_follows_no_foreign_link() {
-    need_root("links of another user");
+    require_root("links of another user");
     let place = Place::new();
     let secret = place.raw("secret", 7);
     place.raw("base.raw", 9);
@@ -651,7 +654,7 @@ fn root_follows_no_foreign_link() {
     let command = |image: &Path, options: &[&str]| {
         let mut all = vec![text(image), "--socket", text(&socket)];
         all.extend(options);
-        disk_serve(&all)
+        disk_serve_command(&all)
     };
     serves(command(&golden, &[]));
     let by_alice = [
@@ -686,7 +689,7 @@ fn root_follows_no_foreign_link() {
 /// of the chain names it.
 #[test]
 fn root_inspects_no_foreign_choice() {
-    need_root("images of another user");
+    require_root("images of another user");
     let place = Place::new();
     let secret = place.raw("secret", 7);
     let theirs = place.overlay("theirs.qcow2", text(&secret), "raw");
@@ -698,7 +701,7 @@ fn root_inspects_no_foreign_choice() {
     let over_link = place.overlay("linked.qcow2", text(&link), "raw");
     let uri = format!("nbd+unix:///?socket={}", text(&place.sockets.path().join("nbd")));
     let served = place.overlay("served.qcow2", text(&secret), "raw");
-    let _server = serve(&served, place.sockets.path(), &["--format", "raw", "--nbd", &uri]);
+    let _server = start_server(&served, place.sockets.path(), &["--format", "raw", "--nbd", &uri]);
     for (image, depth, why) in [
         (text(&theirs), 1, "it belongs to user nobody"),
         (text(&over_theirs), 2, "it belongs to user nobody"),
@@ -706,13 +709,13 @@ fn root_inspects_no_foreign_choice() {
         (&uri, 1, "it comes from an NBD server"),
     ] {
         let disk = |what: &[&str], more: &[&str]| {
-            let mut command = Command::new(larder());
+            let mut command = Command::new(larder_path());
             command
                 .arg("disk")
                 .args(what)
                 .args(["--format", "qcow2", image])
                 .args(more);
-            run(command)
+            run_command(command)
         };
         let info = |more: &[&str]| disk(&["info", "--backing-chain"], more);
         let (code, said) = info(&[]);
@@ -733,19 +736,19 @@ fn root_inspects_no_foreign_choice() {
 /// Another user's cache names the image to which root would write, so root has to name the same image.
 #[test]
 fn foreign_cache_flush_needs_confirmation() {
-    need_root("cache of another user");
+    require_root("cache of another user");
     let place = Place::new();
     let image = place.raw("disk.raw", 7);
     let cache = place.image("disk.cache");
     let options = ["--cache", text(&cache), "--cache-size", "16MiB", "--cache-mode", "wb"];
-    let server = serve(&image, place.sockets.path(), &options);
+    let server = start_server(&image, place.sockets.path(), &options);
     let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     // Dropping the server kills it.
     drop(server);
     std::os::unix::fs::chown(&cache, Some(65534), None).expect("we are root");
     let flush = |options: &[&str]| {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.args(["disk", "cache", "flush", text(&cache)]).args(options);
         command
     };
@@ -755,7 +758,7 @@ fn foreign_cache_flush_needs_confirmation() {
         flush(&["--image", text(&image), "--format", "qcow2"]),
         &["it is the cache of a raw disk"],
     );
-    let (code, said) = run(flush(&["--image", text(&image), "--format", "raw"]));
+    let (code, said) = run_command(flush(&["--image", text(&image), "--format", "raw"]));
     assert_eq!(code, Some(0), "{said}");
 }
 
@@ -768,14 +771,14 @@ fn disk_info_opens_the_image_alone() {
     listener.set_nonblocking(true).expect("is set");
     let uri = format!("nbd+unix:///x?socket={}", text(&server));
     let image = place.overlay("top.qcow2", &uri, "raw");
-    let said = tool(text(larder()), &["disk", "info", text(&image)]);
+    let said = run_tool(text(larder_path()), &["disk", "info", text(&image)]);
     assert!(said.contains(&uri) && !said.contains("backing chain"), "{said}");
     assert!(listener.accept().is_err(), "nobody connected");
     let base = place.raw("base.raw", 7);
-    tool(
+    run_tool(
         "qemu-img",
         &["rebase", "-u", "-b", text(&base), "-F", "raw", text(&image)],
     );
-    let said = tool(text(larder()), &["disk", "info", text(&image), "--backing-chain"]);
+    let said = run_tool(text(larder_path()), &["disk", "info", text(&image), "--backing-chain"]);
     assert!(said.contains("1 deep"), "{said}");
 }

@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use larder_bench::campaign::process::Process;
 use serde_json::{Value, json};
-use support::{LIMIT, disk_serve, image, larder, on_disk, on_tmpfs, run, tool};
+use support::{
+    TEST_TIMEOUT, create_image, disk_serve_command, larder_path, run_command, run_tool, temp_dir_on_disk,
+    temp_dir_on_tmpfs,
+};
 use tempfile::TempDir;
 
 /// A server with its sockets in its own directory.
@@ -23,14 +26,14 @@ struct Served {
 impl Served {
     /// Serves `image`.
     fn start(folder: TempDir, image: &Path, options: &[&str]) -> Self {
-        let mut command = disk_serve(&["--nbd", &nbd(folder.path())]);
+        let mut command = disk_serve_command(&["--nbd", &nbd(folder.path())]);
         command
             .arg(image)
             .arg("--control")
             .arg(control(folder.path()))
             .args(options);
         let process = Process::start(command).expect("larder starts");
-        process.wait_for("serving", LIMIT).expect("it serves");
+        process.wait_for("serving", TEST_TIMEOUT).expect("it serves");
         Self { folder, process }
     }
 
@@ -38,9 +41,9 @@ impl Served {
     /// prefetched.
     fn of_data(folder: &TempDir) -> Self {
         let image = folder.path().join("disk.qcow2");
-        tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
-        tool("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 64M", text(&image)]);
-        Self::start(on_tmpfs(), &image, &[])
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
+        run_tool("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 64M", text(&image)]);
+        Self::start(temp_dir_on_tmpfs(), &image, &[])
     }
 
     fn control(&self) -> PathBuf {
@@ -76,7 +79,7 @@ impl Served {
             "bench", "-f", "raw", "-s", "4096", "-S", "4096", "-d", "1", "-c", &count,
         ];
         let uri = nbd(self.folder.path());
-        tool("qemu-img", &[of_bench.as_slice(), &[&uri]].concat());
+        run_tool("qemu-img", &[of_bench.as_slice(), &[&uri]].concat());
     }
 
     /// Runs commands of qemu-io.
@@ -84,7 +87,7 @@ impl Served {
         let commands = commands.iter().flat_map(|command| ["-c", command]);
         let all: Vec<&str> = ["-f", "raw"].into_iter().chain(commands).collect();
         let uri = nbd(self.folder.path());
-        tool("qemu-io", &[all.as_slice(), &[&uri]].concat());
+        run_tool("qemu-io", &[all.as_slice(), &[&uri]].concat());
     }
 
     /// Sends an invalid request, and returns the answer.
@@ -101,7 +104,7 @@ impl Served {
     fn curl(&self, arguments: &[&str]) -> (String, String) {
         let control = self.control();
         let all = ["--silent", "--include", "--unix-socket", text(&control)];
-        let said = tool("curl", &[&all, arguments].concat());
+        let said = run_tool("curl", &[&all, arguments].concat());
         let (head, body) = said.split_once("\r\n\r\n").unwrap_or((&said, ""));
         (head.to_owned(), body.to_owned())
     }
@@ -140,14 +143,14 @@ fn control(folder: &Path) -> PathBuf {
 
 /// Runs `larder status`; returns the exit status and the output.
 fn status(control: &Path, options: &[&str]) -> (Option<i32>, String) {
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.arg("status").arg(control).args(options);
-    run(command)
+    run_command(command)
 }
 
 #[test]
 fn prefetch_statistics_match_client_reads() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let served = Served::of_data(&disk);
     let at_first = served.prefetch();
     assert_eq!((at_first.reads(), at_first.get("fetched")), (0, 0));
@@ -182,10 +185,10 @@ fn prefetch_statistics_match_client_reads() {
 /// Prefetched data is dropped between clients, so that other programs' writes to an export are seen.
 #[test]
 fn next_client_sees_foreign_writes() {
-    let (disk, sockets) = (on_disk(), on_tmpfs());
+    let (disk, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = disk.path().join("disk.raw");
-    tool("qemu-img", &["create", "-q", "-f", "raw", text(&image), "64M"]);
-    tool("qemu-io", &["-f", "raw", "-c", "write -P 7 0 64M", text(&image)]);
+    run_tool("qemu-img", &["create", "-q", "-f", "raw", text(&image), "64M"]);
+    run_tool("qemu-io", &["-f", "raw", "-c", "write -P 7 0 64M", text(&image)]);
     let socket = sockets.path().join("export");
     let mut command = Command::new("qemu-nbd");
     command.args([
@@ -198,25 +201,25 @@ fn next_client_sees_foreign_writes() {
         text(&image),
     ]);
     let _export = Process::start(command).expect("qemu-nbd starts");
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while UnixStream::connect(&socket).is_err() {
         assert!(Instant::now() < give_up, "qemu-nbd does not listen");
         std::thread::yield_now();
     }
     let export = format!("nbd+unix:///?socket={}", text(&socket));
-    let served = Served::start(on_tmpfs(), Path::new(&export), &[]);
+    let served = Served::start(temp_dir_on_tmpfs(), Path::new(&export), &[]);
     served.read_in_order(256);
     let after = served.prefetch();
     assert!(after.get("fetched") > after.get("used"), "{}", after.0);
     assert_eq!(after.get("unread"), 0, "{}", after.0);
     // The write is after the data that was read, within the prefetched range.
-    tool("qemu-io", &["-f", "raw", "-c", "write -P 9 1M 64k", &export]);
+    run_tool("qemu-io", &["-f", "raw", "-c", "write -P 9 1M 64k", &export]);
     served.io(&["read -P 9 1M 4k", "read -P 9 1028k 4k", "read -P 9 1032k 4k"]);
 }
 
 #[test]
 fn text_output_matches_json() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let mut served = Served::of_data(&disk);
     served.read_in_order(256);
     served.prefetch();
@@ -242,14 +245,14 @@ fn text_output_matches_json() {
     assert!(line("wasted").starts_with("0 B ("), "{said}");
     assert_eq!(line("streams so far"), "1 forward, 0 backward, 0 strided");
     served.process.signal(libc::SIGTERM);
-    served.process.wait(LIMIT).expect("it ends");
+    served.process.wait(TEST_TIMEOUT).expect("it ends");
     assert!(served.process.output().contains(": read ahead "));
 }
 
 #[test]
 fn status_reports_disk_options() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &["--prefetch", "off", "--block-size", "4096"]);
     let told = served.disk();
     assert_eq!(told["image"], text(&disk));
@@ -264,8 +267,8 @@ fn status_reports_disk_options() {
         (["--share", "--read-only"].as_slice(), true, None),
         (&["--prefetch", "8MiB", "--read-only"], true, Some(8 << 20)),
     ] {
-        let folder = on_tmpfs();
-        let disk = image(folder.path(), 1 << 20);
+        let folder = temp_dir_on_tmpfs();
+        let disk = create_image(folder.path(), 1 << 20);
         let told = Served::start(folder, &disk, options).disk();
         assert_eq!(told["read_only"], read_only, "{options:?}");
         assert_eq!(told["prefetch"]["memory_limit"].as_u64(), memory, "{options:?}");
@@ -274,8 +277,8 @@ fn status_reports_disk_options() {
 
 #[test]
 fn invalid_request_gets_explanation() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &[]);
     for (arguments, status, part) in [
         (["http://localhost/", "--get"].as_slice(), "404 ", "there is /v1/disks"),
@@ -324,8 +327,8 @@ fn invalid_request_gets_explanation() {
 
 #[test]
 fn impossible_patch_is_refused_with_reason() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &[]);
     let patch = |path: &str, body: &str| {
         let url = format!("http://localhost{path}");
@@ -399,8 +402,8 @@ fn impossible_patch_is_refused_with_reason() {
 
 #[test]
 fn guest_requests_are_counted_exactly() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 16 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 16 << 20);
     let served = Served::start(folder, &disk, &[]);
     served.io(&[
         "read 0 4k",
@@ -433,7 +436,7 @@ fn guest_requests_are_counted_exactly() {
 
 #[test]
 fn limits_and_prefetch_change_at_runtime() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let served = Served::of_data(&disk);
     let patch = |body: Value| {
         let (head, answer) = served.curl(&[
@@ -470,14 +473,14 @@ fn limits_and_prefetch_change_at_runtime() {
 /// Events are streamed as they happen; a client that reconnects gets the ones it missed, without duplicates.
 #[test]
 fn events_are_streamed_and_resumed() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let mut served = Served::start(folder, &disk, &[]);
     let listen = |last: &str| {
         let mut client = UnixStream::connect(served.control()).expect("connects");
         let request = format!("GET /v1/events HTTP/1.1\r\nhost: x\r\nlast-event-id: {last}\r\n\r\n");
         client.write_all(request.as_bytes()).expect("takes it");
-        client.set_read_timeout(Some(LIMIT)).expect("can be set");
+        client.set_read_timeout(Some(TEST_TIMEOUT)).expect("can be set");
         BufReader::new(client)
     };
     let mut id = String::new();
@@ -520,7 +523,7 @@ fn events_are_streamed_and_resumed() {
     drop(crowd);
     let crowd: Vec<_> = (0..40).map(|_| listen("")).collect();
     served.process.signal(libc::SIGTERM);
-    let ended = served.process.wait(LIMIT).expect("it ends");
+    let ended = served.process.wait(TEST_TIMEOUT).expect("it ends");
     assert!(ended.success(), "{}", served.process.output());
     drop(crowd);
 }
@@ -528,7 +531,7 @@ fn events_are_streamed_and_resumed() {
 /// Hostile clients of the control socket block neither queries of the disk nor the server's exit.
 #[test]
 fn hostile_clients_block_nothing() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let mut served = Served::of_data(&disk);
     let connect = || UnixStream::connect(served.control()).expect("connects");
     let mut crowd: Vec<UnixStream> = (0..300).map(|_| connect()).collect();
@@ -557,7 +560,7 @@ fn hostile_clients_block_nothing() {
         .collect();
     served.disk();
     served.process.signal(libc::SIGTERM);
-    let ended = served.process.wait(LIMIT).expect("it ends");
+    let ended = served.process.wait(TEST_TIMEOUT).expect("it ends");
     assert!(ended.success(), "{}", served.process.output());
     assert!(matches!(crowd[0].read(&mut [0]), Ok(0) | Err(_)));
     assert!(!served.control().exists());
@@ -566,8 +569,8 @@ fn hostile_clients_block_nothing() {
 /// Idle clients do not keep others from an answer: they are disconnected for newer ones, or after a timeout.
 #[test]
 fn idle_clients_are_disconnected() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &[]);
     let connect = || UnixStream::connect(served.control()).expect("connects");
     let idle: Vec<UnixStream> = (0..64).map(|_| connect()).collect();
@@ -585,7 +588,7 @@ fn idle_clients_are_disconnected() {
 /// `larder status` retries when the server closes the connection without an answer, and in the end reports that.
 #[test]
 fn status_retries_closed_connection() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = control(folder.path());
     let listener = UnixListener::bind(&path).expect("binds");
     let hangs_up = |times: usize| {
@@ -624,18 +627,18 @@ fn status_retries_closed_connection() {
 #[test]
 fn socket_is_private_whatever_the_umask() {
     for umask in ["0", "022", "077"] {
-        let folder = on_tmpfs();
-        let disk = image(folder.path(), 1 << 20);
+        let folder = temp_dir_on_tmpfs();
+        let disk = create_image(folder.path(), 1 << 20);
         let mut command = Command::new("sh");
         command
             .args(["-c", "umask $0; exec \"$@\"", umask])
-            .arg(larder())
+            .arg(larder_path())
             .args(["disk", "serve", "--nbd", &nbd(folder.path())])
             .arg(&disk)
             .arg("--control")
             .arg(control(folder.path()));
         let process = Process::start(command).expect("starts");
-        process.wait_for("serving", LIMIT).expect("it serves");
+        process.wait_for("serving", TEST_TIMEOUT).expect("it serves");
         let mode = control(folder.path())
             .metadata()
             .expect("is there")
@@ -648,13 +651,13 @@ fn socket_is_private_whatever_the_umask() {
 /// A file at the socket's path is left alone, unless it is the socket of a server that has exited.
 #[test]
 fn only_dead_servers_socket_is_replaced() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let path = control(folder.path());
     let refused = |part: &str| {
-        let mut command = disk_serve(&["--nbd", &nbd(folder.path())]);
+        let mut command = disk_serve_command(&["--nbd", &nbd(folder.path())]);
         command.arg(&disk).arg("--control").arg(&path);
-        let (code, said) = run(command);
+        let (code, said) = run_command(command);
         assert_eq!(code, Some(2), "{said}");
         assert!(said.contains(part), "{said}");
         assert!(!said.contains("INFO serving"), "{said}");
@@ -680,8 +683,8 @@ fn only_dead_servers_socket_is_replaced() {
 
 #[test]
 fn wrong_socket_error_names_right_one() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let dead = folder.path().join("dead");
     drop(UnixListener::bind(&dead).expect("binds"));
     let missing = folder.path().join("missing");

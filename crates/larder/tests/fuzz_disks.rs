@@ -6,12 +6,12 @@ mod support;
 use std::ops::Range;
 
 use larder_bench::fuzz_disks::short;
-use support::larder;
+use support::larder_path;
 
 /// Asserts that the fuzzer finds no error in the images of these seeds.
 fn finds_nothing(seeds: Range<u64>, data_files_only: bool, kills: bool) {
     let images = seeds.end - seeds.start;
-    let report = short(larder(), seeds, data_files_only, kills).expect("the fuzzer runs");
+    let report = short(larder_path(), seeds, data_files_only, kills).expect("the fuzzer runs");
     assert!(report.findings.is_empty(), "{}", report.findings.join("\n"));
     assert_eq!(report.images + report.skipped, images);
     assert!(report.skipped * 10 < images, "{report:?}");

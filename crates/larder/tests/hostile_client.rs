@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::Command;
 
-use support::{LIMIT, image, on_tmpfs, serve, tool, wait_until};
+use support::{TEST_TIMEOUT, create_image, run_tool, start_server, temp_dir_on_tmpfs, wait_until};
 
 const MIB: u64 = 1 << 20;
 
@@ -18,7 +18,7 @@ fn silent_client(address: [u8; 4], port: u16) -> TcpStream {
     rustix::net::bind(&socket, &SocketAddr::from((address, 0))).expect("an address of this host");
     rustix::net::connect(&socket, &SocketAddr::from(([127, 0, 0, 1], port))).expect("connects");
     let mut client = TcpStream::from(socket);
-    client.set_read_timeout(Some(LIMIT)).expect("a time limit");
+    client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a time limit");
     let mut greeting = [0; 18];
     client.read_exact(&mut greeting).expect("is greeted");
     // NBD_FLAG_C_FIXED_NEWSTYLE and NBD_FLAG_C_NO_ZEROES; then NBD_OPT_EXPORT_NAME of the default export.
@@ -39,16 +39,16 @@ fn silent_client(address: [u8; 4], port: u16) -> TcpStream {
 #[test]
 fn silent_nbd_clients_give_way() {
     const CLIENTS_MAX: usize = 64;
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), MIB);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), MIB);
     let port = TcpListener::bind("127.0.0.1:0").and_then(|port| port.local_addr());
     let port = port.expect("a free port").port();
     let uri = format!("nbd://127.0.0.1:{port}");
-    let server = serve(&disk, folder.path(), &["--nbd", &uri]);
+    let server = start_server(&disk, folder.path(), &["--nbd", &uri]);
     for address in [[127, 0, 0, 2], [127, 0, 0, 1]] {
         let _silent: Vec<TcpStream> = (0..CLIENTS_MAX).map(|_| silent_client(address, port)).collect();
         match address {
-            [.., 2] => assert_eq!(tool("nbdinfo", &["--size", &uri]).trim(), "1048576"),
+            [.., 2] => assert_eq!(run_tool("nbdinfo", &["--size", &uri]).trim(), "1048576"),
             _ => wait_until("a client of the same address gets in", || {
                 let size = Command::new("nbdinfo")
                     .args(["--size", &uri])

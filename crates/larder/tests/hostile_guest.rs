@@ -15,7 +15,10 @@ use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::server::Server;
-use support::{LIMIT, image, on_disk, on_tmpfs, serve, tool, wait_until, works};
+use support::{
+    TEST_TIMEOUT, assert_io_works, create_image, run_tool, start_server, temp_dir_on_disk, temp_dir_on_tmpfs,
+    wait_until,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -96,12 +99,12 @@ fn caches(folder: &Path) -> Vec<Vec<String>> {
 fn huge_request_takes_bounded_memory() {
     const LEN: u64 = 512 * MIB;
     const PIECE: u64 = 2 * MIB;
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), LEN);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), LEN);
     for cache in caches(folder.path()) {
         let mut words = vec!["--queue-size", "1024"];
         words.extend(cache.iter().map(String::as_str));
-        let server = serve(&disk, folder.path(), &words);
+        let server = start_server(&disk, folder.path(), &words);
         let options = Options {
             size: 1024,
             data_bytes: PIECE as usize,
@@ -109,7 +112,7 @@ fn huge_request_takes_bounded_memory() {
         };
         let mut guest = FrontEnd::connect(&server.socket, options).expect("connects");
         let data = guest.data();
-        let pattern = support::pattern(1, PIECE as usize);
+        let pattern = support::test_pattern(1, PIECE as usize);
         guest.memory.write(data, &pattern);
         // All buffers are the same memory.
         let buffers: Vec<Buffer> = (0..LEN / PIECE)
@@ -138,12 +141,12 @@ fn many_fragmented_requests_take_bounded_memory() {
     const LEN: u64 = MIB;
     const DISK: u64 = 64 * MIB;
     // The disk is not on tmpfs, whose requests end before the next one begins.
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), DISK);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), DISK);
     for cache in caches(folder.path()) {
         let mut words = vec!["--queues", "64"];
         words.extend(cache.iter().map(String::as_str));
-        let server = serve(&disk, sockets.path(), &words);
+        let server = start_server(&disk, sockets.path(), &words);
         let options = Options {
             queues: QUEUES,
             size: SIZE,
@@ -159,13 +162,13 @@ fn many_fragmented_requests_take_bounded_memory() {
         }];
         for at in (0..DISK / 512).step_by(2).take(16 << 10) {
             while !guest.queue().has_room(1) {
-                assert_eq!(guest.queue().complete(LIMIT).expect("writes").status, 0);
+                assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("writes").status, 0);
             }
             guest.queue().add(&Request::write(at, &sector));
             guest.queue().go();
         }
         while guest.queue().ring.free_slots() < usize::from(SIZE) {
-            assert_eq!(guest.queue().complete(LIMIT).expect("writes").status, 0);
+            assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("writes").status, 0);
         }
         let watched = Watched::new(&server);
         let long = [Buffer {
@@ -189,7 +192,7 @@ fn many_fragmented_requests_take_bounded_memory() {
         assert!(asked >= 64 * 42, "{asked}");
         for queue in &mut guest.queues {
             while queue.ring.free_slots() < usize::from(SIZE) {
-                assert_eq!(queue.complete(LIMIT).expect("comes back").status, 0, "{cache:?}");
+                assert_eq!(queue.complete(TEST_TIMEOUT).expect("comes back").status, 0, "{cache:?}");
             }
         }
         let growth = watched.growth();
@@ -208,14 +211,14 @@ fn shortened_file_ends_its_session_only() {
     /// A sector that is never written, so that the server itself fills the guest's memory. Reads by the kernel into
     /// truncated memory would fail instead, and be reported to the guest.
     const HOLE: u64 = 1 << 16;
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let disk = folder.path().join("disk.qcow2");
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", disk.to_str().expect("UTF-8"), "64M"],
     );
     let uri = format!("nbd+unix:///?socket={}", folder.path().join("nbd").display());
-    let server = serve(&disk, folder.path(), &["--nbd", &uri]);
+    let server = start_server(&disk, folder.path(), &["--nbd", &uri]);
     let sessions_lost = || server.process.output().matches(" is lost: ").count();
     for (round, packed) in [false, true].into_iter().enumerate() {
         let options = Options {
@@ -252,7 +255,7 @@ fn shortened_file_ends_its_session_only() {
         guest
             .reconnect(UnixStream::connect(&server.socket).expect("connects"))
             .expect("goes on");
-        assert_eq!(guest.queue().complete(LIMIT).expect("comes back").status, 0);
+        assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("comes back").status, 0);
         assert!(guest.memory.read_vec(data, 4096) == [0; 4096]);
         drop(guest);
 
@@ -265,8 +268,8 @@ fn shortened_file_ends_its_session_only() {
         wait_until("the session with no notes ends", || sessions_lost() == lost_before + 3);
         drop(guest);
 
-        assert_eq!(tool("nbdinfo", &["--size", &uri]).trim(), "67108864");
-        works(&mut connect(), round as u64);
+        assert_eq!(run_tool("nbdinfo", &["--size", &uri]).trim(), "67108864");
+        assert_io_works(&mut connect(), round as u64);
     }
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
@@ -275,15 +278,15 @@ fn shortened_file_ends_its_session_only() {
 /// device.
 #[test]
 fn cache_survives_read_into_truncated_memory() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 64 * MIB);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 64 * MIB);
     let cache = folder.path().join("cache");
     let options = ["--cache", cache.to_str().expect("UTF-8"), "--cache-size", "16MiB"];
-    let server = serve(&disk, folder.path(), &options);
+    let server = start_server(&disk, folder.path(), &options);
     let connect = || FrontEnd::connect(&server.socket, Options::default()).expect("connects");
     let mut guest = connect();
     let data = guest.data();
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     let page = [Buffer {
         address: data,
         len: 4096,
@@ -294,7 +297,7 @@ fn cache_survives_read_into_truncated_memory() {
     guest.queue().go();
     wait_until("its session ends", || server.process.output().contains(" is lost: "));
     drop(guest);
-    works(&mut connect(), 2);
+    assert_io_works(&mut connect(), 2);
     let said = server.process.output();
     assert!(!said.contains("its cache does not work"), "{said}");
     assert_eq!(server.stop().expect("stops"), Some(0));
@@ -305,12 +308,12 @@ fn cache_survives_read_into_truncated_memory() {
 fn forged_inflight_request_stops_its_queue() {
     const HEAD: u64 = 5;
     const NEXT: u16 = 1;
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), MIB);
-    let server = serve(&disk, folder.path(), &[]);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), MIB);
+    let server = start_server(&disk, folder.path(), &[]);
     let connect = || UnixStream::connect(&server.socket).expect("connects");
     let mut guest = FrontEnd::over(connect(), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     // vhost-user, "Inflight I/O tracking", split virtqueue: a header of 16 bytes, then 16 for each descriptor, the
     // first of which says whether its request is in flight.
     let (_, region) = guest.inflight.as_ref().expect("a region");
@@ -326,6 +329,6 @@ fn forged_inflight_request_stops_its_queue() {
         server.process.output().contains("corrupted its virtqueue")
     });
     drop(guest);
-    works(&mut FrontEnd::over(connect(), Options::default()).expect("connects"), 2);
+    assert_io_works(&mut FrontEnd::over(connect(), Options::default()).expect("connects"), 2);
     assert_eq!(server.stop().expect("stops"), Some(0));
 }

@@ -14,7 +14,10 @@ use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::server::Server;
-use support::{LoopDevice, disk_serve, image, on_disk, on_tmpfs, pattern, run, serve, tool};
+use support::{
+    LoopDevice, create_image, disk_serve_command, run_command, run_tool, start_server, temp_dir_on_disk,
+    temp_dir_on_tmpfs, test_pattern,
+};
 
 const READ: u16 = 0;
 const WRITE: u16 = 1;
@@ -87,7 +90,7 @@ fn served(image: &Path, folder: &Path, options: &[&str]) -> (Server, PathBuf, St
     let uri = format!("nbd+unix:///disk?socket={}", socket.display());
     let mut all = vec!["--nbd", &uri];
     all.extend(options);
-    (serve(image, folder, &all), socket, uri)
+    (start_server(image, folder, &all), socket, uri)
 }
 
 fn text(path: &Path) -> &str {
@@ -97,7 +100,7 @@ fn text(path: &Path) -> &str {
 /// Compares random requests of any bytes with a model in memory, and then the image with the model.
 fn check_any_bytes(image: &Path, options: &[&str], seed: u64) {
     const DISK: usize = 1 << 20;
-    let sockets = on_tmpfs();
+    let sockets = temp_dir_on_tmpfs();
     let (server, socket, _) = served(image, sockets.path(), options);
     let mut client = Client::connect(&socket, "disk");
     assert_eq!(client.size, DISK as u64);
@@ -110,7 +113,7 @@ fn check_any_bytes(image: &Path, options: &[&str], seed: u64) {
         let range = start..start + len;
         match random.below(8) {
             0..=3 => {
-                let bytes = pattern(step, len);
+                let bytes = test_pattern(step, len);
                 let flags = if random.below(4) == 0 { FUA } else { 0 };
                 client.write(flags, start, &bytes);
                 model[range].copy_from_slice(&bytes);
@@ -138,7 +141,7 @@ fn check_any_bytes(image: &Path, options: &[&str], seed: u64) {
     drop(client);
     assert_eq!(server.stop().expect("stops"), Some(0));
     let plain = sockets.path().join("plain.raw");
-    tool("qemu-img", &["convert", "-O", "raw", text(image), text(&plain)]);
+    run_tool("qemu-img", &["convert", "-O", "raw", text(image), text(&plain)]);
     assert!(
         fs::read(&plain).expect("a copy") == model,
         "the image holds something else"
@@ -148,16 +151,16 @@ fn check_any_bytes(image: &Path, options: &[&str], seed: u64) {
 /// Any bytes of a raw image can be read and changed.
 #[test]
 fn raw_image_serves_any_bytes() {
-    let folder = on_disk();
-    check_any_bytes(&image(folder.path(), 1 << 20), &["--format", "raw"], 1);
+    let folder = temp_dir_on_disk();
+    check_any_bytes(&create_image(folder.path(), 1 << 20), &["--format", "raw"], 1);
 }
 
 /// Any bytes of a qcow2 image with read-ahead and a cache can be read and changed.
 #[test]
 fn cached_image_serves_any_bytes() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = folder.path().join("disk.qcow2");
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "1M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "1M"]);
     let cache = folder.path().join("cache");
     let options = ["--cache", text(&cache), "--cache-size", "64M", "--cache-mode", "wb"];
     check_any_bytes(&image, &options, 2);
@@ -166,8 +169,8 @@ fn cached_image_serves_any_bytes() {
 /// Any bytes of a device with blocks of 4096 bytes can be changed, by two layers that read, modify and write.
 #[test]
 fn large_blocks_serve_any_bytes() {
-    let folder = on_disk();
-    let device = LoopDevice::new(&image(folder.path(), 1 << 20), 4096);
+    let folder = temp_dir_on_disk();
+    let device = LoopDevice::new(&create_image(folder.path(), 1 << 20), 4096);
     check_any_bytes(&device.0, &["--format", "raw"], 3);
 }
 
@@ -175,17 +178,21 @@ fn large_blocks_serve_any_bytes() {
 /// directions.
 #[test]
 fn tools_copy_files_of_odd_lengths() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let (server, _, uri) = served(&image(folder.path(), 1 << 20), sockets.path(), &["--format", "raw"]);
-    let told = tool("nbdinfo", &["--json", &uri]);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let (server, _, uri) = served(
+        &create_image(folder.path(), 1 << 20),
+        sockets.path(),
+        &["--format", "raw"],
+    );
+    let told = run_tool("nbdinfo", &["--json", &uri]);
     for part in [r#""block_size_minimum": 1,"#, r#""block_size_preferred": 4096,"#] {
         assert!(told.contains(part), "no {part} in {told}");
     }
     for len in [1, 1000, 70_001] {
         let (from, back) = (sockets.path().join("from"), sockets.path().join("back"));
-        fs::write(&from, pattern(len as u64, len)).expect("a file");
-        tool("nbdcopy", &[text(&from), &uri]);
-        tool("nbdcopy", &[&uri, text(&back)]);
+        fs::write(&from, test_pattern(len as u64, len)).expect("a file");
+        run_tool("nbdcopy", &[text(&from), &uri]);
+        run_tool("nbdcopy", &[&uri, text(&back)]);
         let back = fs::read(&back).expect("a copy");
         assert!(back[..len] == fs::read(&from).expect("the file"), "{len} bytes");
     }
@@ -193,13 +200,13 @@ fn tools_copy_files_of_odd_lengths() {
     let mut io = vec!["-f", "raw"];
     command.lines().for_each(|line| io.extend(["-c", line.trim()]));
     io.push(&uri);
-    let told = tool("qemu-io", &io);
+    let told = run_tool("qemu-io", &io);
     assert!(
         !told.contains("verification failed") && !told.contains("error"),
         "{told}"
     );
     // The range begins inside a sector.
-    let map = tool(
+    let map = run_tool(
         "qemu-img",
         &[
             "map",
@@ -223,8 +230,12 @@ const PART: std::ops::Range<usize> = 100..300;
 #[test]
 fn guest_write_survives_parts_written_concurrently() {
     const SECTORS: usize = 4;
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let (server, socket, _) = served(&image(folder.path(), 1 << 20), sockets.path(), &["--format", "raw"]);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let (server, socket, _) = served(
+        &create_image(folder.path(), 1 << 20),
+        sockets.path(),
+        &["--format", "raw"],
+    );
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for half in [0, 1] {
@@ -237,7 +248,7 @@ fn guest_write_survives_parts_written_concurrently() {
         let piece = |address| [Buffer { address, len: 512 }];
         for round in 1..1500u64 {
             let sector = round % SECTORS as u64;
-            let wrote = pattern(round, 512);
+            let wrote = test_pattern(round, 512);
             guest.memory.write(out, &wrote);
             let written = guest.queue().run(&Request::write(sector, &piece(out)));
             assert_eq!(written.expect("writes").status, 0);
@@ -263,7 +274,7 @@ fn write_parts(socket: &Path, half: usize, sectors: usize, is_over: &AtomicBool)
     while !is_over.load(Ordering::Relaxed) {
         round += 1;
         let sector = round % sectors;
-        let bytes = pattern((round * 2 + half) as u64, 256);
+        let bytes = test_pattern((round * 2 + half) as u64, 256);
         client.write(0, sector * 512 + PART.start + half, &bytes[..PART.len() - 1]);
         let own = (sectors + sector) * 512 + half * 256;
         client.write(0, own, &bytes);
@@ -279,8 +290,8 @@ fn write_parts(socket: &Path, half: usize, sectors: usize, is_over: &AtomicBool)
 #[test]
 fn part_keeps_what_another_client_wrote() {
     const BLOCK: usize = 4096;
-    let (folder, sockets, others) = (on_disk(), on_tmpfs(), on_tmpfs());
-    let image = image(folder.path(), 4 << 20);
+    let (folder, sockets, others) = (temp_dir_on_disk(), temp_dir_on_tmpfs(), temp_dir_on_tmpfs());
+    let image = create_image(folder.path(), 4 << 20);
     let (store, socket, uri) = served(&image, others.path(), &["--format", "raw"]);
     let mut other = Client::connect(&socket, "disk");
     let (server, socket, _) = served(Path::new(&uri), sockets.path(), &["--format", "raw"]);
@@ -301,8 +312,8 @@ fn part_keeps_what_another_client_wrote() {
 /// The description is shown as given, and one that is too long for the protocol is refused.
 #[test]
 fn export_has_the_description_given() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let image = image(folder.path(), 1 << 20);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let image = create_image(folder.path(), 1 << 20);
     let words = [
         "--format",
         "raw",
@@ -310,15 +321,21 @@ fn export_has_the_description_given() {
         "the web server's disk, \u{e9}t\u{e9}",
     ];
     let (server, _, uri) = served(&image, sockets.path(), &words);
-    let told = tool("nbdinfo", &[&uri]);
+    let told = run_tool("nbdinfo", &[&uri]);
     assert!(told.contains("the web server's disk"), "{told}");
-    let told = tool("nbdinfo", &["--list", &uri]);
+    let told = run_tool("nbdinfo", &["--list", &uri]);
     assert!(told.contains("the web server's disk"), "{told}");
     assert_eq!(server.stop().expect("stops"), Some(0));
     let long = "x".repeat(4097);
-    let (code, told) = run(disk_serve(&[text(&image), "--nbd", &uri, "--nbd-description", &long]));
+    let (code, told) = run_command(disk_serve_command(&[
+        text(&image),
+        "--nbd",
+        &uri,
+        "--nbd-description",
+        &long,
+    ]));
     assert!(code == Some(2) && told.contains("4096"), "{code:?} {told}");
-    let (code, told) = run(disk_serve(&[
+    let (code, told) = run_command(disk_serve_command(&[
         text(&image),
         "--socket",
         "/nowhere",

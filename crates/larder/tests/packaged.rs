@@ -6,7 +6,7 @@ mod support;
 
 use std::path::{Path, PathBuf};
 
-use support::{larder, on_disk, tool};
+use support::{larder_path, run_tool, temp_dir_on_disk};
 
 fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -18,9 +18,9 @@ fn text(path: &Path) -> &str {
 
 #[test]
 fn sample_is_a_valid_vm_file() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = folder.path().join("web.qcow2");
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
     let sample = std::fs::read_to_string(project().join("packaging/vms/example.toml.sample")).expect("the sample");
     let file = folder.path().join("web.toml");
     // The lines that are commented out are valid, too.
@@ -36,7 +36,7 @@ fn sample_is_a_valid_vm_file() {
         .replace("/ssd", text(folder.path()))
         .replace("20GiB", "20MiB");
     std::fs::write(&file, said).expect("writes the file");
-    tool(text(larder()), &["vm", text(&file), "--check"]);
+    run_tool(text(larder_path()), &["vm", text(&file), "--check"]);
 }
 
 /// Output of `cargo test --no-fail-fast` in which a test, a program and an example fail.

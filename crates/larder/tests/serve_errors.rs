@@ -17,7 +17,10 @@ use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::process::{Process, install_program};
 use larder_bench::campaign::server::Server;
-use support::{LIMIT, disk_serve, image, larder, need_root, on_disk, on_tmpfs, pattern, run, serve, tool, works};
+use support::{
+    TEST_TIMEOUT, assert_io_works, create_image, disk_serve_command, larder_path, require_root, run_command, run_tool,
+    start_server, temp_dir_on_disk, temp_dir_on_tmpfs, test_pattern,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -27,7 +30,7 @@ fn text(path: &Path) -> &str {
 
 /// Asserts that `larder disk serve` with these arguments fails with all of `words` in its output.
 fn refused(arguments: &[&str], words: &[&str]) -> String {
-    let (code, said) = run(disk_serve(arguments));
+    let (code, said) = run_command(disk_serve_command(arguments));
     assert_eq!(code, Some(2), "{arguments:?}: {said}");
     for word in words {
         assert!(said.contains(word), "{arguments:?} says nothing of '{word}': {said}");
@@ -39,7 +42,7 @@ fn refused(arguments: &[&str], words: &[&str]) -> String {
 
 #[test]
 fn unsuitable_image_is_refused_with_reason() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let socket = sockets.path().join("s");
     let serve = |image: &Path, words: &[&str]| {
         refused(&[text(image), "--socket", text(&socket)], words);
@@ -49,7 +52,7 @@ fn unsuitable_image_is_refused_with_reason() {
     serve(&missing, &["missing.raw", "No such file", "create the image first"]);
     serve(folder.path(), &[text(folder.path()), "directory"]);
     let fifo = folder.path().join("fifo");
-    tool("mkfifo", &[text(&fifo)]);
+    run_tool("mkfifo", &[text(&fifo)]);
     serve(&fifo, &["fifo", "FIFO"]);
     serve(Path::new("/dev/zero"), &["/dev/zero", "character device"]);
     let empty = folder.path().join("empty.raw");
@@ -70,7 +73,7 @@ fn unsuitable_image_is_refused_with_reason() {
     ] {
         let image = folder.path().join(format!("a.{format}"));
         let create = [&["create", "-q", "-f", format], options, &[text(&image), "1M"]].concat();
-        tool("qemu-img", &create);
+        run_tool("qemu-img", &create);
         let looks = format!("a.{format} looks like a {name} image");
         serve(&image, &[&looks, "qemu-img convert -O qcow2", "--format raw"]);
     }
@@ -83,12 +86,12 @@ fn unsuitable_image_is_refused_with_reason() {
 
 #[test]
 fn missing_permission_is_reported() {
-    need_root("to run larder as nobody");
+    require_root("to run larder as nobody");
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("chmod");
     let program = folder.path().join("larder");
-    install_program(larder(), &program);
-    let disk = image(folder.path(), MIB);
+    install_program(larder_path(), &program);
+    let disk = create_image(folder.path(), MIB);
     fs::set_permissions(&disk, Permissions::from_mode(0o644)).expect("chmod");
     let as_nobody = |socket: &str| {
         let mut command = Command::new(&program);
@@ -96,7 +99,7 @@ fn missing_permission_is_reported() {
             .args(["disk", "serve", text(&disk), "--socket", socket])
             .uid(65534)
             .gid(65534);
-        run(command)
+        run_command(command)
     };
     let (code, said) = as_nobody("/tmp/never");
     assert_eq!(code, Some(2), "{said}");
@@ -112,8 +115,8 @@ fn missing_permission_is_reported() {
 /// A disk in use by QEMU is refused, and QEMU refuses a disk that Larder serves.
 #[test]
 fn locks_exclude_qemu_both_ways() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), MIB);
     let socket = sockets.path().join("s");
     let (pid_file, nbd) = (sockets.path().join("pid"), sockets.path().join("nbd"));
     struct Nbd(i32);
@@ -124,7 +127,7 @@ fn locks_exclude_qemu_both_ways() {
         }
     }
     let pid_text = format!("--pid-file={}", text(&pid_file));
-    tool(
+    run_tool(
         "qemu-nbd",
         &[
             "--fork",
@@ -153,7 +156,7 @@ fn locks_exclude_qemu_both_ways() {
     assert!(!socket.exists());
     drop(theirs);
     // The server waits for the lock of the process that is ending.
-    let ours = serve(&disk, sockets.path(), &[]);
+    let ours = start_server(&disk, sockets.path(), &[]);
     let output = Command::new("qemu-io")
         .args(["-f", "raw", "-c", "write 0 512", text(&disk)])
         .output()
@@ -169,14 +172,14 @@ fn locks_exclude_qemu_both_ways() {
     assert!(!said.contains("pass --share"), "it was given: {said}");
     // Two readers can share the disk.
     ours.stop().expect("stops");
-    let _reader = serve(&disk, sockets.path(), &["--read-only"]);
-    tool("qemu-io", &["-r", "-f", "raw", "-c", "read 0 512", text(&disk)]);
+    let _reader = start_server(&disk, sockets.path(), &["--read-only"]);
+    run_tool("qemu-io", &["-r", "-f", "raw", "-c", "read 0 512", text(&disk)]);
 }
 
 #[test]
 fn unusable_socket_is_left_alone() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), MIB);
     let at = |socket: &Path, words: &[&str]| refused(&[text(&disk), "--socket", text(socket)], words);
     let taken = sockets.path().join("taken");
     let _listener = UnixListener::bind(&taken).expect("listens");
@@ -212,10 +215,10 @@ fn unusable_socket_is_left_alone() {
         assert!(!once.exists());
     }
     // The socket of a killed server is replaced.
-    let mut dead = serve(&disk, sockets.path(), &[]);
+    let mut dead = start_server(&disk, sockets.path(), &[]);
     dead.process.kill();
     assert!(dead.socket.exists());
-    let server = serve(&disk, sockets.path(), &[]);
+    let server = start_server(&disk, sockets.path(), &[]);
     let socket = server.socket.clone();
     assert_eq!(server.stop().expect("stops"), Some(0));
     assert!(!socket.exists(), "an orderly end leaves nothing");
@@ -223,8 +226,8 @@ fn unusable_socket_is_left_alone() {
 
 #[test]
 fn wrong_option_error_names_valid_values() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), MIB);
     let socket = sockets.path().join("s");
     let with = |options: &[&str], words: &[&str]| {
         let mut arguments = vec![text(&disk), "--socket", text(&socket)];
@@ -266,7 +269,10 @@ fn wrong_option_error_names_valid_values() {
         &["--throttle", "iops=1,iops-total=2"],
         &["iops-total has a value already"],
     );
-    with(&["--throttle", "iops-size=4096"], &["together with a limit on requests"]);
+    with(
+        &["--throttle", "iops-size=4096"],
+        &["together with a limit on requests"],
+    );
     with(&["--throttle", "bps=1.5G"], &["bps=1.5G", "smaller unit"]);
     with(
         &["--throttle", "bps=99999999999999T"],
@@ -285,11 +291,11 @@ fn wrong_option_error_names_valid_values() {
 /// Names in the log cannot add lines, and contain no terminal control sequences.
 #[test]
 fn control_characters_in_log_are_escaped() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let named = folder.path().join("a\n<2>forged \u{1b}[31m.raw");
-    fs::rename(image(folder.path(), MIB), &named).expect("renamed");
-    let server = serve(&named, sockets.path(), &[]);
-    let line = server.process.wait_for("serving", LIMIT).expect("says so");
+    fs::rename(create_image(folder.path(), MIB), &named).expect("renamed");
+    let server = start_server(&named, sockets.path(), &[]);
+    let line = server.process.wait_for("serving", TEST_TIMEOUT).expect("says so");
     assert!(line.contains(r"a\u000a<2>forged \u001b[31m.raw"), "{line}");
     let said = server.process.output();
     assert!(!said.contains('\u{1b}') && !said.contains("\n<2>forged"), "{said:?}");
@@ -298,15 +304,15 @@ fn control_characters_in_log_are_escaped() {
 
 #[test]
 fn served_disk_logs_pasteable_addresses() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), MIB);
     let with_space = sockets.path().join("a folder");
     fs::create_dir(&with_space).expect("a folder");
     let nbd = format!("nbd+unix:///web?socket={}", text(&sockets.path().join("nbd")));
     let limits = "iops=1000,bps_rd=100M,write_bytes_sec=1000000,iops_size=4k";
     let options = ["--nbd", &nbd, "--throttle", limits, "--block-size", "4096"];
-    let server = serve(&disk, &with_space, &options);
-    let line = server.process.wait_for("serving", LIMIT).expect("says so");
+    let server = start_server(&disk, &with_space, &options);
+    let line = server.process.wait_for("serving", TEST_TIMEOUT).expect("says so");
     for part in [
         format!("image={}", text(&disk)),
         format!("vhost_user_blk='{}'", text(&server.socket)),
@@ -320,21 +326,21 @@ fn served_disk_logs_pasteable_addresses() {
 /// An image of an odd size is reported, and has the same rounded size in both exports.
 #[test]
 fn odd_size_is_reported_and_rounded() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let disk = folder.path().join("odd.raw");
     let uri = format!("nbd+unix:///?socket={}", text(&sockets.path().join("nbd")));
-    let bytes = pattern(9, 5000);
+    let bytes = test_pattern(9, 5000);
     fs::write(&disk, &bytes).expect("an image");
     {
-        let server = serve(&disk, sockets.path(), &["--nbd", &uri]);
+        let server = start_server(&disk, sockets.path(), &["--nbd", &uri]);
         server
             .process
-            .wait_for("not a multiple of 512", LIMIT)
+            .wait_for("not a multiple of 512", TEST_TIMEOUT)
             .expect("a warning");
         let said = server.process.output();
         assert!(said.contains("WARN") && said.contains("120 bytes larger"), "{said}");
         assert!(said.contains("goes through the page cache"), "{said}");
-        assert!(tool("qemu-img", &["info", "-f", "raw", &uri]).contains("(5120 bytes)"));
+        assert!(run_tool("qemu-img", &["info", "-f", "raw", &uri]).contains("(5120 bytes)"));
         let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
         assert_eq!(guest.capacity().expect("an answer"), 5120);
         let data = guest.data();
@@ -370,25 +376,25 @@ fn odd_size_is_reported_and_rounded() {
         ],
     );
     assert!(!socket.exists());
-    tool("truncate", &["-s", "%4096", text(&disk)]);
-    let _served = serve(&disk, sockets.path(), &["--block-size", "4096"]);
+    run_tool("truncate", &["-s", "%4096", text(&disk)]);
+    let _served = start_server(&disk, sockets.path(), &["--block-size", "4096"]);
 }
 
 #[test]
 fn odd_export_size_is_reported() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let (disk, theirs) = (folder.path().join("odd.raw"), sockets.path().join("theirs"));
-    fs::write(&disk, pattern(9, 5000)).expect("an image");
+    fs::write(&disk, test_pattern(9, 5000)).expect("an image");
     let mut command = Command::new("nbdkit");
     command.args(["--foreground", "--unix", text(&theirs), "file", text(&disk)]);
     let _theirs = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while UnixStream::connect(&theirs).is_err() {
         assert!(Instant::now() < give_up, "nbdkit does not listen");
         std::thread::yield_now();
     }
     let uri = format!("nbd+unix:///?socket={}", text(&theirs));
-    let server = serve(Path::new(&uri), sockets.path(), &[]);
+    let server = start_server(Path::new(&uri), sockets.path(), &[]);
     let said = server.process.output();
     assert!(
         said.contains("120 bytes larger") && said.contains("other data there fail"),
@@ -400,9 +406,9 @@ fn odd_export_size_is_reported() {
 
 #[test]
 fn shrinking_image_logs_warning() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), 2 * MIB);
-    let server = serve(&disk, sockets.path(), &["--block-size", "4096"]);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), 2 * MIB);
+    let server = start_server(&disk, sockets.path(), &["--block-size", "4096"]);
     let _guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
     let resize = |bytes| {
         let file = fs::OpenOptions::new().write(true).open(&disk);
@@ -411,22 +417,25 @@ fn shrinking_image_logs_warning() {
     resize(MIB);
     let line = server
         .process
-        .wait_for("has shrunk from 2097152 to 1048576 bytes", LIMIT)
+        .wait_for("has shrunk from 2097152 to 1048576 bytes", TEST_TIMEOUT)
         .expect("says so");
     assert!(line.contains("WARN") && line.contains("is lost"), "{line}");
     resize(3 * MIB + 512);
     server
         .process
-        .wait_for("has grown from 1048576 to ", LIMIT)
+        .wait_for("has grown from 1048576 to ", TEST_TIMEOUT)
         .expect("says so");
-    let line = server.process.wait_for("last 512 bytes", LIMIT).expect("says so");
+    let line = server
+        .process
+        .wait_for("last 512 bytes", TEST_TIMEOUT)
+        .expect("says so");
     assert!(line.contains("WARN"), "{line}");
 }
 
 #[test]
 fn unwritable_pidfile_leaves_nothing_behind() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), MIB);
     let socket = sockets.path().join("s");
     let with = |pidfile: &Path, words: &[&str]| {
         refused(
@@ -452,7 +461,7 @@ fn unwritable_pidfile_leaves_nothing_behind() {
     );
     fs::remove_file(&socket).expect("is removed");
     assert_eq!(fs::read_dir(sockets.path()).expect("a folder").count(), 0);
-    let server = serve(&disk, sockets.path(), &["--pidfile", text(&pidfile)]);
+    let server = start_server(&disk, sockets.path(), &["--pidfile", text(&pidfile)]);
     let number = format!("{}\n", server.process.id());
     assert_eq!(fs::read_to_string(&pidfile).expect("is there"), number);
     assert_eq!(server.stop().expect("stops"), Some(0));
@@ -462,48 +471,48 @@ fn unwritable_pidfile_leaves_nothing_behind() {
 /// Paths need not be UTF-8; an argument that must be is named in the error.
 #[test]
 fn non_utf8_paths_work() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let odd = |path: &Path, name: &[u8]| path.join(OsStr::from_bytes(name));
     let disk = odd(folder.path(), b"d\xffsk.raw");
     fs::write(&disk, vec![0; MIB as usize]).expect("an image");
     let socket = odd(sockets.path(), b"s\xffcket");
-    let server = Server::start(larder(), &disk, &socket, &[]).expect("serves");
-    works(
+    let server = Server::start(larder_path(), &disk, &socket, &[]).expect("serves");
+    assert_io_works(
         &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
         1,
     );
     server.stop().expect("stops");
-    let mut command = disk_serve(&[text(folder.path()), "--socket", "/tmp/never", "--serial"]);
+    let mut command = disk_serve_command(&[text(folder.path()), "--socket", "/tmp/never", "--serial"]);
     command.arg(OsStr::from_bytes(b"S\xff1"));
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("'S\u{fffd}1' is not UTF-8"), "{said}");
 }
 
 #[test]
 fn invalid_log_level_is_explained() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), MIB);
     let with_level = |level: &str| {
-        let mut command = disk_serve(&[text(&disk), "--socket", text(&sockets.path().join("s"))]);
+        let mut command = disk_serve_command(&[text(&disk), "--socket", text(&sockets.path().join("s"))]);
         command.env("LARDER_LOG", level);
         Process::start(command).expect("starts")
     };
     let process = with_level("chatty");
-    let line = process.wait_for("LARDER_LOG=chatty", LIMIT).expect("says so");
+    let line = process.wait_for("LARDER_LOG=chatty", TEST_TIMEOUT).expect("says so");
     assert!(line.contains("'chatty' is not a level") && line.contains("off, error, warn, info, debug, trace"));
-    process.wait_for("serving", LIMIT).expect("serves all the same");
+    process.wait_for("serving", TEST_TIMEOUT).expect("serves all the same");
     drop(process);
     let process = with_level("info,larder_block=debug");
-    process.wait_for("serving", LIMIT).expect("serves");
+    process.wait_for("serving", TEST_TIMEOUT).expect("serves");
     assert!(!process.output().contains("LARDER_LOG"), "{}", process.output());
 }
 
 /// Standard streams as `--fd`, and raw images with `--format qcow2`, are refused with advice.
 #[test]
 fn standard_streams_and_mislabelled_images_refused() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), MIB);
     for number in ["0", "1", "2"] {
         refused(&[text(&disk), "--fd", number], &["standard input", "3 or higher"]);
     }
@@ -518,7 +527,7 @@ fn standard_streams_and_mislabelled_images_refused() {
 /// The wait for an NBD server that serves one client at a time is reported before it times out.
 #[test]
 fn busy_nbd_server_is_reported() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let socket = folder.path().join("busy");
     let uri = format!("nbd+unix:///?socket={}", text(&socket));
     refused(
@@ -527,13 +536,13 @@ fn busy_nbd_server_is_reported() {
     );
     // A listener that does not accept, like a server that already has its one client.
     let busy = UnixListener::bind(&socket).expect("listens");
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.args(["disk", "info", &uri]);
     let mut process = Process::start(command).expect("starts");
     let told = "for the server's greeting; it may serve one client at a time";
-    process.wait_for(told, LIMIT).expect("says so");
+    process.wait_for(told, TEST_TIMEOUT).expect("says so");
     drop(busy);
-    assert_eq!(process.wait(LIMIT).expect("ends").code(), Some(2));
+    assert_eq!(process.wait(TEST_TIMEOUT).expect("ends").code(), Some(2));
     refused(
         &[&uri, "--socket", "unused"],
         &["Connection refused", "no server listens there"],

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use larder_bench::campaign::process::Process;
-use support::{LIMIT, larder, on_tmpfs, run};
+use support::{TEST_TIMEOUT, larder_path, run_command, temp_dir_on_tmpfs};
 
 /// A terminal in which a command runs.
 struct Terminal(String);
@@ -22,7 +22,7 @@ impl Terminal {
     fn tmux(&self, arguments: &[&str]) -> String {
         let mut tmux = Command::new("tmux");
         tmux.env("LC_ALL", "C.UTF-8").args(["-L", &self.0]).args(arguments);
-        run(tmux).1
+        run_command(tmux).1
     }
 
     fn press(&self, key: &str) {
@@ -31,7 +31,7 @@ impl Terminal {
 
     /// Waits until the screen contains all of `parts`, and returns its text.
     fn shows(&self, parts: &[&str]) -> String {
-        let give_up = Instant::now() + LIMIT;
+        let give_up = Instant::now() + TEST_TIMEOUT;
         loop {
             let screen = self.tmux(&["capture-pane", "-p"]);
             if parts.iter().all(|part| screen.contains(part)) {
@@ -51,7 +51,7 @@ impl Drop for Terminal {
 
 #[test]
 fn keys_select_vms_and_disks() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
     let image = std::fs::File::create(folder.path().join("disk.raw"));
     image.and_then(|image| image.set_len(8 << 20)).expect("an image");
@@ -60,12 +60,12 @@ fn keys_select_vms_and_disks() {
     let file = folder.path().join(format!("{name}.toml"));
     let disks = "control = \"control\"\n[[disk]]\nimage = \"disk.raw\"\nformat = \"raw\"\nsocket = \"vda\"\niops-total = 123456\n";
     std::fs::write(&file, disks).expect("writes the file");
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.arg("vm").arg(&file);
     let server = Process::start(command).expect("larder starts");
-    server.wait_for(" ready ", LIMIT).expect("it serves");
+    server.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
 
-    let terminal = Terminal::start(&format!("{} top; cat", text(larder())));
+    let terminal = Terminal::start(&format!("{} top; cat", text(larder_path())));
     // The name may be truncated.
     terminal.shows(&["larder top: ", "top-test-", "vm ", "aqu-sz"]);
     terminal.press("h");
@@ -99,17 +99,17 @@ fn keys_select_vms_and_disks() {
     terminal.shows(&["%util"]);
     terminal.press("q");
     // The terminal is restored.
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while terminal.shows(&[]).contains("aqu-sz") {
         assert!(Instant::now() < give_up, "it does not end");
     }
 
-    let mut batch = Command::new(larder());
+    let mut batch = Command::new(larder_path());
     batch.args(["top", "--batch", "-n", "2", "-d", "0.1"]);
-    let (code, said) = run(batch);
+    let (code, said) = run_command(batch);
     assert!(code == Some(0) && said.matches(&name).count() == 2, "{said}");
-    let mut nowhere = Command::new(larder());
+    let mut nowhere = Command::new(larder_path());
     nowhere.arg("top");
-    let (code, said) = run(nowhere);
+    let (code, said) = run_command(nowhere);
     assert!(code == Some(2) && said.contains("not a terminal"), "{said}");
 }

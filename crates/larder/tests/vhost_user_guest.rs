@@ -8,7 +8,7 @@ use std::path::Path;
 
 use larder_bench::campaign::guest::{Guest, GuestOptions, LIMIT};
 use larder_bench::campaign::server::Server;
-use support::{image, larder, on_disk, on_tmpfs};
+use support::{create_image, larder_path, temp_dir_on_disk, temp_dir_on_tmpfs};
 
 const MIB: u64 = 1 << 20;
 
@@ -39,9 +39,12 @@ fn second_disk(socket: &Path, properties: &str) -> Vec<String> {
 
 /// Checks two disks in one guest, one on the disk's file system and one on tmpfs.
 fn check_two(first: &str, first_queues: u32, second: &str, second_queues: u32) {
-    let (folder, memory, sockets) = (on_disk(), on_tmpfs(), on_tmpfs());
-    let (one, two) = (image(folder.path(), 32 * MIB), image(memory.path(), 32 * MIB));
-    let serve = |image: &Path, name: &str| Server::start(larder(), image, &sockets.path().join(name), &[]);
+    let (folder, memory, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs(), temp_dir_on_tmpfs());
+    let (one, two) = (
+        create_image(folder.path(), 32 * MIB),
+        create_image(memory.path(), 32 * MIB),
+    );
+    let serve = |image: &Path, name: &str| Server::start(larder_path(), image, &sockets.path().join(name), &[]);
     let (one, two) = (serve(&one, "one").expect("starts"), serve(&two, "two").expect("starts"));
     let body = format!(
         r#"
@@ -75,12 +78,12 @@ fn one_split_four_packed_queues_work() {
 
 #[test]
 fn guest_sees_configured_disk_properties() {
-    let (folder, read_only, sockets) = (on_disk(), on_disk(), on_tmpfs());
-    let disk = image(folder.path(), 32 * MIB);
-    let fixed = image(read_only.path(), 8 * MIB);
+    let (folder, read_only, sockets) = (temp_dir_on_disk(), temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), 32 * MIB);
+    let fixed = create_image(read_only.path(), 8 * MIB);
     fs::write(&fixed, vec![0x5a; 8 << 20]).expect("contents");
     let serve = |image: &Path, name: &str, options: &[&str]| {
-        Server::start(larder(), image, &sockets.path().join(name), options).expect("starts")
+        Server::start(larder_path(), image, &sockets.path().join(name), options).expect("starts")
     };
     let one = serve(&disk, "one", &["--serial", "LARDER-0001"]);
     let two = serve(&fixed, "two", &["--read-only"]);
@@ -136,9 +139,9 @@ read -r line
 /// A guest is notified of a new size, even if the size changed while no server ran.
 #[test]
 fn guest_sees_size_changed_without_server() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), 32 * MIB);
-    let mut server = support::serve(&disk, sockets.path(), &[]);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), 32 * MIB);
+    let mut server = support::start_server(&disk, sockets.path(), &[]);
     let body = r#"
 echo READY
 wait_for '[ "$(cat /sys/block/vda/size)" -eq 131072 ]'
@@ -160,7 +163,7 @@ verify vda
     guest.process.wait_for("GREW", LIMIT).expect("sees it");
     server.process.kill();
     grow(96 * MIB);
-    server = support::serve(&disk, sockets.path(), &[]);
+    server = support::start_server(&disk, sockets.path(), &[]);
     guest.finish().expect("sees that too");
     drop(guest);
     server.stop().expect("stops");
@@ -168,9 +171,9 @@ verify vda
 
 #[test]
 fn guest_uses_hotplugged_memory() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), 32 * MIB);
-    let server = support::serve(&disk, sockets.path(), &[]);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), 32 * MIB);
+    let server = support::start_server(&disk, sockets.path(), &[]);
     let body = r#"
 before=$(ls -d /sys/devices/system/memory/memory* | wc -l)
 (while [ ! -e /plugged ]; do verify vda; done; touch /background) &
@@ -202,10 +205,11 @@ fio --minimal --name=large --filename=/dev/vda --rw=randwrite --bs=1m --iodepth=
 
 #[test]
 fn guest_migrates_under_load() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let disk = image(folder.path(), 32 * MIB);
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let disk = create_image(folder.path(), 32 * MIB);
     // Each QEMU has its own server, as on two hosts that share the image.
-    let serve = |name: &str| Server::start(larder(), &disk, &sockets.path().join(name), &["--share"]).expect("starts");
+    let serve =
+        |name: &str| Server::start(larder_path(), &disk, &sockets.path().join(name), &["--share"]).expect("starts");
     let (source, destination) = (serve("source"), serve("destination"));
     let body = r#"
 (read -r line </dev/console; touch /stop) &

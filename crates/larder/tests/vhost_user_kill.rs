@@ -5,25 +5,25 @@ mod support;
 use larder_bench::campaign::disk::{Format, Target, Victim};
 use larder_bench::campaign::front_end::Options;
 use larder_bench::campaign::{Random, boot_kills, flush_kills, guest_kills};
-use support::{larder, on_disk, on_tmpfs};
+use support::{larder_path, temp_dir_on_disk, temp_dir_on_tmpfs};
 
 /// After kills of the server no acknowledged write is lost, and every request is answered.
 #[test]
 fn killed_server_loses_no_acknowledged_write() {
     for (folder, packed) in [
-        (on_disk(), false),
-        (on_disk(), true),
-        (on_tmpfs(), false),
-        (on_tmpfs(), true),
+        (temp_dir_on_disk(), false),
+        (temp_dir_on_disk(), true),
+        (temp_dir_on_tmpfs(), false),
+        (temp_dir_on_tmpfs(), true),
     ] {
-        let sockets = on_tmpfs();
+        let sockets = temp_dir_on_tmpfs();
         let options = Options {
             queues: 2,
             packed,
             ..Options::default()
         };
         let image = folder.path().join("disk.raw");
-        let report = flush_kills::run(larder(), &image, sockets.path(), options, 10, &mut Random::new(1));
+        let report = flush_kills::run(larder_path(), &image, sockets.path(), options, 10, &mut Random::new(1));
         let report = report.expect("survives");
         assert_eq!(report.kills, 10);
         assert!(report.writes > 0 && report.flushes > 0, "{report:?}");
@@ -32,11 +32,11 @@ fn killed_server_loses_no_acknowledged_write() {
 
 #[test]
 fn killed_qcow2_server_keeps_flushed_writes() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.qcow2");
     let larder = Victim {
         format: Format::Qcow2,
-        ..Victim::from(larder())
+        ..Victim::from(larder_path())
     };
     let options = Options {
         queues: 2,
@@ -48,11 +48,11 @@ fn killed_qcow2_server_keeps_flushed_writes() {
 
 #[test]
 fn killed_nbd_backend_loses_nothing() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.raw");
     let nbdkit = Victim {
         target: Target::Nbdkit,
-        ..Victim::from(larder())
+        ..Victim::from(larder_path())
     };
     let report = flush_kills::run(
         nbdkit,
@@ -67,23 +67,31 @@ fn killed_nbd_backend_loses_nothing() {
 
 #[test]
 fn guest_on_disk_survives_kills() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.raw");
-    guest_kills::run(larder(), &image, sockets.path(), "num-queues=2", 5, &mut Random::new(2)).expect("survives");
+    guest_kills::run(
+        larder_path(),
+        &image,
+        sockets.path(),
+        "num-queues=2",
+        5,
+        &mut Random::new(2),
+    )
+    .expect("survives");
 }
 
 #[test]
 fn guest_with_packed_queues_survives_kills() {
-    let (folder, sockets) = (on_tmpfs(), on_tmpfs());
+    let (folder, sockets) = (temp_dir_on_tmpfs(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.raw");
     let disk = "num-queues=2,packed=on";
-    guest_kills::run(larder(), &image, sockets.path(), disk, 5, &mut Random::new(3)).expect("survives");
+    guest_kills::run(larder_path(), &image, sockets.path(), disk, 5, &mut Random::new(3)).expect("survives");
 }
 
 #[test]
 fn guest_boots_through_server_kills() {
-    let folder = on_disk();
-    let report = boot_kills::run(larder(), folder.path(), None, 2, &mut Random::new(6)).expect("starts");
+    let folder = temp_dir_on_disk();
+    let report = boot_kills::run(larder_path(), folder.path(), None, 2, &mut Random::new(6)).expect("starts");
     assert!(report.kills > 0, "{report:?}");
     assert!(report.failures.is_empty(), "{}", report.failures.join("\n"));
 }

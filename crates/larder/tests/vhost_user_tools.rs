@@ -13,7 +13,7 @@ use larder_bench::campaign::front_end::queue::{Request, T_WRITE_ZEROES};
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::guest::project;
-use support::{LoopDevice, image, on_disk, on_tmpfs, pattern, serve};
+use support::{LoopDevice, create_image, start_server, temp_dir_on_disk, temp_dir_on_tmpfs, test_pattern};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: usize = 4 << 20;
@@ -71,8 +71,8 @@ impl Client {
 /// Compares random requests with a model in RAM, and then the image with the model.
 fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
     const DISK: usize = 8 << 20;
-    let sockets = on_tmpfs();
-    let server = serve(image, sockets.path(), options);
+    let sockets = temp_dir_on_tmpfs();
+    let server = start_server(image, sockets.path(), options);
     let mut model = vec![0; DISK];
     for (queues, queue_size) in [(1, 256), (3, 16), (4, 1024)] {
         let mut client = Client::connect(&server.socket, queues, queue_size);
@@ -84,7 +84,7 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
             let range = start..start + len;
             match random.below(8) {
                 0..=2 => {
-                    let bytes = pattern(step, len);
+                    let bytes = test_pattern(step, len);
                     client.fill(0, &bytes);
                     let from = client.buffer(0, len);
                     client.queues[queue].write(start as u64, from, len, 0, ReqFlags::empty());
@@ -119,7 +119,7 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
         for queue in 0..queues as usize {
             for slot in 0..4 {
                 let (start, at) = ((queue * 4 + slot) * 65536, (queue * 4 + slot) * 65536);
-                let bytes = pattern((start + queue_size as usize) as u64, 65536);
+                let bytes = test_pattern((start + queue_size as usize) as u64, 65536);
                 client.fill(at, &bytes);
                 model[start..start + 65536].copy_from_slice(&bytes);
                 let from = client.buffer(at, 65536);
@@ -142,21 +142,21 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
 
 #[test]
 fn blkio_writes_reach_image_on_disk() {
-    let folder = on_disk();
-    check_with_blkio(&image(folder.path(), 8 * MIB), 512, &[]);
-    check_with_blkio(&image(folder.path(), 8 * MIB), 512, &["--buffered"]);
-    check_with_blkio(&image(folder.path(), 8 * MIB), 4096, &["--block-size", "4096"]);
+    let folder = temp_dir_on_disk();
+    check_with_blkio(&create_image(folder.path(), 8 * MIB), 512, &[]);
+    check_with_blkio(&create_image(folder.path(), 8 * MIB), 512, &["--buffered"]);
+    check_with_blkio(&create_image(folder.path(), 8 * MIB), 4096, &["--block-size", "4096"]);
 }
 
 #[test]
 fn blkio_writes_reach_image_on_tmpfs() {
-    let folder = on_tmpfs();
-    check_with_blkio(&image(folder.path(), 8 * MIB), 512, &[]);
+    let folder = temp_dir_on_tmpfs();
+    check_with_blkio(&create_image(folder.path(), 8 * MIB), 512, &[]);
 }
 
 #[test]
 fn blkio_writes_reach_block_devices() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     for sector in [512, 4096] {
         let file = folder.path().join(format!("{sector}"));
         File::create(&file)
@@ -176,19 +176,19 @@ fn blkio_writes_reach_block_devices() {
 
 #[test]
 fn unaligned_fragments_are_read_and_written() {
-    let (folder, memory, sockets) = (on_disk(), on_tmpfs(), on_tmpfs());
+    let (folder, memory, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs(), temp_dir_on_tmpfs());
     let file = folder.path().join("loop");
     File::create(&file)
         .and_then(|file| file.set_len(8 * MIB))
         .expect("a file");
     let device = LoopDevice::new(&file, 4096);
     for disk in [
-        image(folder.path(), 8 * MIB),
-        image(memory.path(), 8 * MIB),
+        create_image(folder.path(), 8 * MIB),
+        create_image(memory.path(), 8 * MIB),
         device.0.clone(),
     ] {
         for packed in [false, true] {
-            let server = serve(&disk, sockets.path(), &[]);
+            let server = start_server(&disk, sockets.path(), &[]);
             let options = Options {
                 packed,
                 ..Options::default()
@@ -209,7 +209,7 @@ fn unaligned_fragments_are_read_and_written() {
                 let rest = 4096 - cuts.iter().sum::<u32>();
                 lengths.extend((rest > 0).then_some(rest));
                 for shift in [0, 1, 3, 512, 777] {
-                    let bytes = pattern(step as u64 * 1000 + shift, 4096);
+                    let bytes = test_pattern(step as u64 * 1000 + shift, 4096);
                     let place = |base: u64| {
                         let mut at = base + shift;
                         let mut buffers = Vec::new();
@@ -282,9 +282,9 @@ fn qemu_10_tools_work() {
         tempfile::tempdir().expect("a folder"),
     );
     let source = folder.path().join("source.raw");
-    fs::write(&source, pattern(1, 8 << 20)).expect("a source");
-    let disk = image(folder.path(), 8 * MIB);
-    let server = serve(&disk, sockets.path(), &[]);
+    fs::write(&source, test_pattern(1, 8 << 20)).expect("a source");
+    let disk = create_image(folder.path(), 8 * MIB);
+    let server = start_server(&disk, sockets.path(), &[]);
     let source_text = source.to_str().expect("UTF-8");
     qemu10(
         &server.socket,

@@ -5,7 +5,7 @@ mod support;
 use std::process::Command;
 
 use larder_bench::campaign::process::install_script;
-use support::{larder, on_tmpfs, run};
+use support::{larder_path, run_command, temp_dir_on_tmpfs};
 
 /// Command lines, and the complete errors. `ok.raw` is an image of 1 MiB.
 const WRONG: [(&str, &str); 51] = [
@@ -211,15 +211,15 @@ const WRONG: [(&str, &str); 51] = [
 
 #[test]
 fn invalid_command_lines_are_explained() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = std::fs::File::create(folder.path().join("ok.raw"));
     image.and_then(|image| image.set_len(1 << 20)).expect("an image");
     let other = folder.path().join("other");
     install_script("#!/bin/sh\necho other 9.1\n", &other);
     for (line, wanted) in WRONG {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.current_dir(folder.path()).args(line.split(' '));
-        let (code, said) = run(command);
+        let (code, said) = run_command(command);
         assert_eq!((code, said.trim_end()), (Some(2), wanted), "larder {line}");
     }
     // Nothing is left behind.

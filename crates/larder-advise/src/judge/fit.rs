@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::words::{percent, size};
-use super::{Policy, Room};
+use super::format::{percent, size};
+use super::{AdvicePolicy, Headroom};
 use crate::measured::Measured;
 
 /// Answer, which programs receive as the exit code.
@@ -32,7 +32,7 @@ pub struct WouldFit {
 }
 
 impl WouldFit {
-    pub(super) fn of(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> Self {
+    pub(super) fn new(bytes: u64, measured: &Measured, policy: &AdvicePolicy, room: &Headroom) -> Self {
         let (answer, why) = answer(bytes, measured, policy, room);
         let verdict = match answer {
             Fit::Fits => "fits",
@@ -53,76 +53,83 @@ impl WouldFit {
 
 /// Returns the answer and its reason. Unknown memory counts as little as possible: if the VM does not fit even so,
 /// that is certain.
-fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit, String) {
-    let is_promised = u64::try_from(room.spare_committed).is_ok_and(|spare| bytes <= spare);
+fn answer(bytes: u64, measured: &Measured, policy: &AdvicePolicy, room: &Headroom) -> (Fit, String) {
+    let fits_committed = u64::try_from(room.spare_committed).is_ok_and(|spare| bytes <= spare);
     let capacity = room.capacity_text(policy);
-    let given = format!("{capacity}, and VMs were given {}", size(room.committed));
-    let stalls = room.stall.filter(|stall| *stall > policy.stall).map(|stall| {
+    let facts = format!("{capacity}, and VMs were given {}", size(room.committed));
+    let stall_text = room.stall.filter(|stall| *stall > policy.stall).map(|stall| {
         format!(
             "tasks already wait for memory {} of the time, more than the {} that are accepted",
             percent(stall),
             percent(policy.stall)
         )
     });
-    if !is_promised {
+    if !fits_committed {
         let share = room.active_share();
         let active = (bytes as f64 * share.unwrap_or(1.0)) as u64;
-        let like = match share {
+        let assumption = match share {
             Some(share) => format!("if it is used like the others ({})", percent(share)),
             None => "if all of it is used".to_owned(),
         };
-        let is_active = u64::try_from(room.spare_active).is_ok_and(|spare| active <= spare);
-        let is_given = u64::try_from(room.spare_overcommit).is_ok_and(|spare| bytes <= spare);
-        if !is_given {
-            let most = size((room.capacity as f64 * policy.overcommit) as u64);
-            let over = format!(
-                "{given}; all VMs together may be given at most {most} ({})",
+        let fits_active = u64::try_from(room.spare_active).is_ok_and(|spare| active <= spare);
+        let fits_overcommit = u64::try_from(room.spare_overcommit).is_ok_and(|spare| bytes <= spare);
+        if !fits_overcommit {
+            let limit = size((room.capacity as f64 * policy.overcommit) as u64);
+            let reason = format!(
+                "{facts}; all VMs together may be given at most {limit} ({})",
                 percent(policy.overcommit)
             );
-            return (Fit::DoesNotFit, over);
+            return (Fit::DoesNotFit, reason);
         }
-        let sum = format!(
-            "{given}; at most {} are active, and {} more would be {like}, of {} that are allowed",
+        let facts_with_active = format!(
+            "{facts}; at most {} are active, and {} more would be {assumption}, of {} that are allowed",
             size(room.active.saturating_add(room.others)),
             size(active),
             size((room.capacity as f64 * policy.active_share) as u64)
         );
-        if !is_active {
-            return (Fit::DoesNotFit, sum);
+        if !fits_active {
+            return (Fit::DoesNotFit, facts_with_active);
         }
-        if let Some(unknown) = unknown(measured, room, &given) {
-            return (Fit::CannotTell, unknown);
+        if let Some(reason) = unknown_reason(measured, room, &facts) {
+            return (Fit::CannotTell, reason);
         }
-        let why = match (stalls, room.stall) {
-            (Some(stalls), _) => format!("{sum}; {stalls}"),
-            (None, Some(stall)) => format!("{sum}; tasks wait for memory {} of the time", percent(stall)),
-            (None, None) => format!("{sum}; how long VMs wait for memory is not measured"),
+        let why = match (stall_text, room.stall) {
+            (Some(stall_text), _) => format!("{facts_with_active}; {stall_text}"),
+            (None, Some(stall)) => format!(
+                "{facts_with_active}; tasks wait for memory {} of the time",
+                percent(stall)
+            ),
+            (None, None) => format!("{facts_with_active}; how long VMs wait for memory is not measured"),
         };
-        return (Fit::OnlyOvercommitted, format!("{why}{}", nowhere(measured)));
+        return (Fit::OnlyOvercommitted, format!("{why}{}", no_swap_warning(measured)));
     }
-    if let Some(unknown) = unknown(measured, room, &given) {
-        return (Fit::CannotTell, unknown);
+    if let Some(reason) = unknown_reason(measured, room, &facts) {
+        return (Fit::CannotTell, reason);
     }
-    let left = size(u64::try_from(room.spare_committed).unwrap_or_default() - bytes);
-    match stalls {
-        Some(stalls) => (Fit::OnlyOvercommitted, format!("{given}, so it has room; but {stalls}")),
-        None => (Fit::Fits, format!("{given}; {left} would be left")),
+    let remaining = size(u64::try_from(room.spare_committed).unwrap_or_default() - bytes);
+    match stall_text {
+        Some(stall_text) => (
+            Fit::OnlyOvercommitted,
+            format!("{facts}, so it has room; but {stall_text}"),
+        ),
+        None => (Fit::Fits, format!("{facts}; {remaining} would be left")),
     }
 }
 
-fn unknown(measured: &Measured, room: &Room, given: &str) -> Option<String> {
+fn unknown_reason(measured: &Measured, room: &Headroom, facts: &str) -> Option<String> {
     if !room.unknown.is_empty() {
         let vms = room.unknown.join(", ");
         return Some(format!(
-            "{given} at least, but the given or the resident memory of {vms} is unknown"
+            "{facts} at least, but the given or the resident memory of {vms} is unknown"
         ));
     }
-    let silent = measured.silent.join(", ");
-    (!silent.is_empty()).then(|| format!("{given}, but Larder does not answer at {silent}, so VMs may wait for memory"))
+    let unanswered = measured.silent.join(", ");
+    (!unanswered.is_empty())
+        .then(|| format!("{facts}, but Larder does not answer at {unanswered}, so VMs may wait for memory"))
 }
 
 /// Returns a warning if there is no swap and no pager, because over-committed memory must be evicted to somewhere.
-fn nowhere(measured: &Measured) -> &'static str {
+fn no_swap_warning(measured: &Measured) -> &'static str {
     let has_swap = measured.host.swap_total > 0;
     match has_swap || measured.vms.iter().any(|vm| vm.managed.is_some()) {
         true => "",
@@ -135,14 +142,14 @@ fn nowhere(measured: &Measured) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use super::super::room::tests::{GIB, host, managed, vm};
+    use super::super::headroom::tests::{GIB, host, managed, vm};
     use super::*;
-    use crate::measured::Vm;
+    use crate::measured::MeasuredVm;
 
     fn fit(gib: u64, measured: &Measured) -> (Fit, String) {
-        let policy = Policy::default();
-        let it = WouldFit::of(gib * GIB, measured, &policy, &Room::of(measured, &policy));
-        (it.answer, it.text)
+        let policy = AdvicePolicy::default();
+        let answer = WouldFit::new(gib * GIB, measured, &policy, &Headroom::new(measured, &policy));
+        (answer.answer, answer.text)
     }
 
     /// Without over-commit a VM fits if the memory promised to all VMs does.
@@ -197,13 +204,13 @@ mod tests {
     /// Unknown values make the answer unknown, unless the VM does not fit in any case.
     #[test]
     fn unknown_values_make_fit_unknown() {
-        let unread = Vm {
+        let unread = MeasuredVm {
             name: "db".to_owned(),
             pid: 9,
             ram: Some(10 * GIB),
-            ..Vm::default()
+            ..MeasuredVm::default()
         };
-        let unsized_vm = Vm { ram: None, ..vm(0, 70) };
+        let unsized_vm = MeasuredVm { ram: None, ..vm(0, 70) };
         assert_eq!(fit(1, &host(vec![unread.clone()])).0, Fit::CannotTell);
         assert!(fit(1, &host(vec![unread])).1.contains("of db (PID 9) is unknown"));
         assert_eq!(fit(1, &host(vec![unsized_vm.clone()])).0, Fit::CannotTell);

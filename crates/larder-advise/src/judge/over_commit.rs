@@ -1,17 +1,17 @@
 //! Findings about the number of VMs that fit in addition.
 
-use super::room::{Room, ready};
-use super::words::{count, cpus, percent, size};
-use super::{CPU_TARGET, Finding, Level, Policy, Practice, READY_LOW};
+use super::format::{count, cpus, percent, size};
+use super::headroom::{Headroom, mean_ready_time};
+use super::{AdvicePolicy, CPU_TARGET, Finding, Level, Practice, READY_LOW};
 use crate::measured::Measured;
 
-pub(super) fn findings(measured: &Measured, policy: &Policy, room: &Room) -> Vec<Finding> {
-    let host = |level, code, text| Finding::of_host(Practice::OverCommit, level, code, text);
-    let mut findings = vec![without(policy, room)];
+pub(super) fn findings(measured: &Measured, policy: &AdvicePolicy, room: &Headroom) -> Vec<Finding> {
+    let host = |level, code, text| Finding::for_host(Practice::OverCommit, level, code, text);
+    let mut findings = vec![judge_without_overcommit(policy, room)];
     if !measured.vms.is_empty() {
-        findings.push(with(measured, policy, room));
+        findings.push(judge_with_overcommit(measured, policy, room));
     }
-    findings.extend(by_cpus(measured, room));
+    findings.extend(judge_by_cpus(measured, room));
     if let Some(rate) = measured.host.swapped_in_per_second.filter(|rate| *rate > 0.0) {
         findings.push(host(
             Level::Advice,
@@ -26,19 +26,19 @@ pub(super) fn findings(measured: &Measured, policy: &Policy, room: &Room) -> Vec
     findings
 }
 
-fn without(policy: &Policy, room: &Room) -> Finding {
-    let host = |level, code, text| Finding::of_host(Practice::OverCommit, level, code, text);
+fn judge_without_overcommit(policy: &AdvicePolicy, room: &Headroom) -> Finding {
+    let host = |level, code, text| Finding::for_host(Practice::OverCommit, level, code, text);
     let facts = format!(
         "{}, and VMs were given {}",
         room.capacity_text(policy),
         size(room.committed)
     );
     let Ok(spare) = u64::try_from(room.spare_committed) else {
-        let over = size(room.spare_committed.unsigned_abs());
+        let excess = size(room.spare_committed.unsigned_abs());
         return host(
             Level::Advice,
             "overcommitted",
-            format!("{facts}: that is {over} more than there is"),
+            format!("{facts}: that is {excess} more than there is"),
         );
     };
     match (room.typical, room.more) {
@@ -59,10 +59,10 @@ fn without(policy: &Policy, room: &Room) -> Finding {
     }
 }
 
-fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
-    let host = |level, code, text| Finding::of_host(Practice::OverCommit, level, code, text);
+fn judge_with_overcommit(measured: &Measured, policy: &AdvicePolicy, room: &Headroom) -> Finding {
+    let host = |level, code, text| Finding::for_host(Practice::OverCommit, level, code, text);
     let unmanaged = measured.vms.iter().filter(|vm| vm.managed.is_none()).count() as u64;
-    let how = match unmanaged {
+    let unmanaged_text = match unmanaged {
         0 => String::new(),
         _ => format!(
             " (for {}, all resident memory counts, because the active part is unknown)",
@@ -70,7 +70,7 @@ fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
         ),
     };
     let facts = format!(
-        "VMs and others have at most {} active{how}, {} of the host's memory",
+        "VMs and others have at most {} active{unmanaged_text}, {} of the host's memory",
         size(room.active.saturating_add(room.others)),
         percent(room.active.saturating_add(room.others) as f64 / room.capacity.max(1) as f64)
     );
@@ -87,7 +87,7 @@ fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
         );
         return host(Level::Warning, "stall-too-high", text);
     }
-    let waits = format!(
+    let stall_text = format!(
         "tasks wait for memory {} of the time ({} accepted)",
         percent(stall),
         percent(policy.stall)
@@ -95,7 +95,7 @@ fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
     match (room.typical, room.more.and_then(|more| more.with_overcommit)) {
         (Some(typical), Some(number)) => {
             let text = format!(
-                "{facts}, and {waits}: up to {target}, and {} given in all, {} such as these fit by memory ({}, {} active)",
+                "{facts}, and {stall_text}: up to {target}, and {} given in all, {} such as these fit by memory ({}, {} active)",
                 percent(policy.overcommit),
                 count(number, "more VM"),
                 size(typical.ram),
@@ -106,16 +106,16 @@ fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
         _ => host(
             Level::Unknown,
             "no-typical-vm",
-            format!("{facts}, and {waits}: the given and the resident memory are known of no VM"),
+            format!("{facts}, and {stall_text}: the given and the resident memory are known of no VM"),
         ),
     }
 }
 
-fn by_cpus(measured: &Measured, room: &Room) -> Option<Finding> {
+fn judge_by_cpus(measured: &Measured, room: &Headroom) -> Option<Finding> {
     let (number, busy) = (measured.host.cpus?, measured.host.cpu_busy?);
     let more = room.more?.by_cpus?;
     let facts = format!("the host's {} are busy to {}", count(number, "CPU"), percent(busy));
-    let (level, code, text) = match ready(measured).filter(|ready| *ready > READY_LOW) {
+    let (level, code, text) = match mean_ready_time(measured).filter(|ready| *ready > READY_LOW) {
         Some(ready) => (
             Level::Warning,
             "cpus-short",
@@ -135,5 +135,5 @@ fn by_cpus(measured: &Measured, room: &Room) -> Option<Finding> {
             ),
         ),
     };
-    Some(Finding::of_host(Practice::OverCommit, level, code, text))
+    Some(Finding::for_host(Practice::OverCommit, level, code, text))
 }

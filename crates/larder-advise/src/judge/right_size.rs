@@ -1,21 +1,21 @@
 //! Judgement of VM sizes: vCPUs by their use and ready time, memory by the touched amount or, where Larder keeps a
 //! budget, by refaults.
 
-use super::words::{count, cpus, percent, rate, size, time};
-use super::{CPU_TARGET, Finding, Level, Policy, Practice, READY_HIGH, READY_LOW, WINDOW_SECONDS_MIN};
-use crate::measured::{AtBudget, Host, Managed, Measured, Vcpu, Vm, VmCpu};
+use super::format::{count, cpus, percent, rate, size, time};
+use super::{AdvicePolicy, CPU_TARGET, Finding, Level, Practice, READY_HIGH, READY_LOW, WINDOW_SECONDS_MIN};
+use crate::measured::{FaultRatePoint, Measured, MeasuredHost, MeasuredVm, PagedMemory, Vcpu, VmCpu};
 use crate::qemu::is_all_vcpus;
 
 /// Step of advised memory sizes, in bytes.
-const RAM_STEP: u64 = 256 << 20;
+const RAM_STEP_BYTES: u64 = 256 << 20;
 
 /// Share of its memory by which a VM must be too large to be reported.
-const RAM_GAIN_MIN: f64 = 0.25;
+const RAM_GAIN_FRACTION_MIN: f64 = 0.25;
 
-pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
+pub(super) fn findings(measured: &Measured, policy: &AdvicePolicy) -> Vec<Finding> {
     let mut findings = Vec::new();
     if measured.window_seconds < WINDOW_SECONDS_MIN && !measured.vms.is_empty() {
-        findings.push(Finding::of_host(
+        findings.push(Finding::for_host(
             Practice::RightSize,
             Level::Unknown,
             "window-too-short",
@@ -26,17 +26,17 @@ pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
         ));
     }
     for vm in &measured.vms {
-        findings.extend(vm.cpu.as_ref().and_then(|cpu| of_cpus(vm, cpu, measured)));
+        findings.extend(vm.cpu.as_ref().and_then(|cpu| judge_cpus(vm, cpu, measured)));
         findings.extend(match &vm.managed {
-            Some(managed) => Some(of_budget(vm, managed, policy)),
-            None => of_memory(vm, policy),
+            Some(managed) => Some(judge_budget(vm, managed, policy)),
+            None => judge_memory(vm, policy),
         });
     }
     findings
 }
 
-fn of_cpus(vm: &Vm, cpu: &VmCpu, measured: &Measured) -> Option<Finding> {
-    let finding = |level, code, text| Some(Finding::of(vm, Practice::RightSize, level, code, text));
+fn judge_cpus(vm: &MeasuredVm, cpu: &VmCpu, measured: &Measured) -> Option<Finding> {
+    let finding = |level, code, text| Some(Finding::for_vm(vm, Practice::RightSize, level, code, text));
     let (Some(used), Some(peak), Some(worst)) = (cpu.vcpus_used, cpu.vcpus_used_peak, vm.worst_vcpu()) else {
         let text = format!(
             "all its threads together used {} CPUs, and {} of them on average waited for one",
@@ -47,40 +47,46 @@ fn of_cpus(vm: &Vm, cpu: &VmCpu, measured: &Measured) -> Option<Finding> {
     };
     let number = u32::try_from(cpu.vcpus.len()).unwrap_or(u32::MAX);
     let busy = used / f64::from(number);
-    let have = count(number, "vCPU");
-    let waited = waited(&cpu.vcpus, worst);
+    let vcpus_text = count(number, "vCPU");
+    let ready_text = ready_time_text(&cpu.vcpus, worst);
     if worst.ready > READY_LOW {
         let (level, code) = match worst.ready >= READY_HIGH {
             true => (Level::Warning, "cpu-contended"),
             false => (Level::Advice, "cpu-waits"),
         };
         let text = format!(
-            "its {have} ran for {} of the time, and {waited}; {}",
+            "its {vcpus_text} ran for {} of the time, and {ready_text}; {}",
             percent(busy),
             remedy(&measured.host)
         );
         return finding(level, code, text);
     }
     if measured.window_seconds < WINDOW_SECONDS_MIN {
-        let text = format!("its {have} ran for {} of the time, and {waited}", percent(busy));
+        let text = format!(
+            "its {vcpus_text} ran for {} of the time, and {ready_text}",
+            percent(busy)
+        );
         return finding(Level::Unknown, "vcpus-not-judged", text);
     }
     let peak_text = format!("{} at most in any {}", cpus(peak), time(measured.slice_seconds));
     let facts = format!(
-        "its {have} used {} CPUs on average, {peak_text}, and {waited}",
+        "its {vcpus_text} used {} CPUs on average, {peak_text}, and {ready_text}",
         cpus(used)
     );
     if cpu.vcpus.iter().any(|vcpu| is_all_vcpus(&vcpu.thread)) {
         return finding(Level::Fine, "vcpus-take-turns", facts);
     }
-    let needed = needed(peak);
+    let needed = needed_vcpus(peak);
     if busy >= CPU_TARGET {
-        let text = format!("{facts}: it could use more{}", after(host_text(&measured.host)));
+        let text = format!(
+            "{facts}: it could use more{}",
+            with_separator(host_text(&measured.host))
+        );
         return finding(Level::Advice, "vcpus-too-few", text);
     }
     if needed < number {
         let text = format!(
-            "{facts}: {} would do, busy to {} at most",
+            "{facts}: {} would be enough, busy to {} at most",
             count(needed, "vCPU"),
             percent(CPU_TARGET)
         );
@@ -90,13 +96,13 @@ fn of_cpus(vm: &Vm, cpu: &VmCpu, measured: &Measured) -> Option<Finding> {
 }
 
 /// Returns the number of vCPUs that have this peak at the intended load.
-fn needed(peak: f64) -> u32 {
+fn needed_vcpus(peak: f64) -> u32 {
     // Rounding errors just above a whole number are ignored.
     ((peak / CPU_TARGET - 1e-9).ceil() as u32).max(1)
 }
 
 /// Describes the time for which vCPUs were ready and had no CPU.
-fn waited(vcpus: &[Vcpu], worst: &Vcpu) -> String {
+fn ready_time_text(vcpus: &[Vcpu], worst: &Vcpu) -> String {
     let mean = vcpus.iter().map(|vcpu| vcpu.ready).sum::<f64>() / vcpus.len() as f64;
     let thread = crate::qemu::printable(&worst.thread);
     match vcpus.len() {
@@ -113,28 +119,28 @@ fn waited(vcpus: &[Vcpu], worst: &Vcpu) -> String {
 }
 
 /// Returns a remedy for a VM that waits for CPUs.
-fn remedy(host: &Host) -> String {
-    let what = match host.cpu_busy {
+fn remedy(host: &MeasuredHost) -> String {
+    let advice = match host.cpu_busy {
         Some(busy) if busy < CPU_TARGET => {
             "there are CPUs with time to spare, so check what keeps it from them: pinning, cpusets or quotas"
         }
         _ => "more vCPUs would make it worse, fewer VMs or vCPUs on this host would help",
     };
     match host_text(host) {
-        host if host.is_empty() => what.to_owned(),
-        host => format!("{host}: {what}"),
+        host if host.is_empty() => advice.to_owned(),
+        host => format!("{host}: {advice}"),
     }
 }
 
 /// Prefixes an optional part of a sentence with a separator.
-fn after(part: String) -> String {
+fn with_separator(part: String) -> String {
     match part.as_str() {
         "" => part,
         part => format!("; {part}"),
     }
 }
 
-fn host_text(host: &Host) -> String {
+fn host_text(host: &MeasuredHost) -> String {
     let stolen = match host.cpu_stolen {
         Some(stolen) if stolen >= 0.005 => format!(", {} of it taken by the hypervisor below", percent(stolen)),
         _ => String::new(),
@@ -150,7 +156,7 @@ fn host_text(host: &Host) -> String {
 }
 
 /// Judges unmanaged memory, of which only the touched amount is known: the most that was ever used.
-fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
+fn judge_memory(vm: &MeasuredVm, policy: &AdvicePolicy) -> Option<Finding> {
     let (ram, memory) = (vm.ram?, vm.memory?);
     let touched = memory.resident.saturating_add(memory.swapped);
     let swapped = match memory.swapped {
@@ -164,9 +170,9 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
     );
     // A zero share makes the quotient infinite, so that no size is enough.
     let enough = (touched as f64 / policy.active_share) as u64;
-    let enough = enough.div_ceil(RAM_STEP).saturating_mul(RAM_STEP);
-    let finding = |level, code, text| Some(Finding::of(vm, Practice::RightSize, level, code, text));
-    if (enough as f64) <= ram as f64 * (1.0 - RAM_GAIN_MIN) {
+    let enough = enough.div_ceil(RAM_STEP_BYTES).saturating_mul(RAM_STEP_BYTES);
+    let finding = |level, code, text| Some(Finding::for_vm(vm, Practice::RightSize, level, code, text));
+    if (enough as f64) <= ram as f64 * (1.0 - RAM_GAIN_FRACTION_MIN) {
         let text = format!(
             "{facts}, which is all memory that it has touched and not returned: {} would be enough, {} of it used",
             size(enough),
@@ -179,8 +185,8 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
 }
 
 /// Judges memory with a budget: the faults show whether the budget is enough.
-fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
-    let finding = |level, code, text| Finding::of(vm, Practice::RightSize, level, code, text);
+fn judge_budget(vm: &MeasuredVm, managed: &PagedMemory, policy: &AdvicePolicy) -> Finding {
+    let finding = |level, code, text| Finding::for_vm(vm, Practice::RightSize, level, code, text);
     let facts = format!(
         "with a budget of {} for {} ({} used) its vCPUs waited {} of the time for evicted pages (faults: {}, of \
          them refaults {})",
@@ -202,7 +208,7 @@ fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
         let text = format!(
             "{facts}, more than the {} that are accepted: give it a larger budget{}",
             percent(policy.stall),
-            larger(managed, policy)
+            larger_budgets_text(managed, policy)
         );
         return finding(Level::Warning, "budget-too-small", text);
     }
@@ -217,28 +223,28 @@ fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
 }
 
 /// Describes the effect of larger budgets: of the next ones, and of the first that suffices.
-fn larger(managed: &Managed, policy: &Policy) -> String {
+fn larger_budgets_text(managed: &PagedMemory, policy: &AdvicePolicy) -> String {
     let [now, larger @ ..] = managed.curve.as_slice() else {
         return String::new();
     };
     if now.faults_per_second <= 0.0 {
         return String::new();
     }
-    let of = |at: &AtBudget| format!("{} with {}", rate(at.faults_per_second), size(at.budget));
-    let next: Vec<String> = larger.iter().take(3).map(of).collect();
-    let would_do = larger.iter().find(|at| {
+    let point_text = |at: &FaultRatePoint| format!("{} with {}", rate(at.faults_per_second), size(at.budget));
+    let next: Vec<String> = larger.iter().take(3).map(point_text).collect();
+    let sufficient = larger.iter().find(|at| {
         let share = at.faults_per_second / now.faults_per_second;
         managed.stall * share <= policy.stall
     });
-    let enough = match would_do {
-        Some(at) => format!("; about {} would do", size(at.budget)),
+    let enough = match sufficient {
+        Some(at) => format!("; about {} would be enough", size(at.budget)),
         None => "; its working set is larger than this budget can show".to_owned(),
     };
     match next.is_empty() {
         true => String::new(),
         false => format!(
             " (from compressed RAM and disks {}; of these there would be {}){enough}",
-            of(now),
+            point_text(now),
             next.join(", ")
         ),
     }
@@ -247,19 +253,19 @@ fn larger(managed: &Managed, policy: &Policy) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::measured::VmMemory;
+    use crate::measured::MeasuredMemory;
 
     const GIB: u64 = 1 << 30;
 
     /// Returns a VM of four vCPUs, each with the given load, peak load and ready time.
-    fn vm(busy: f64, peak: f64, ready: f64) -> Vm {
+    fn vm(busy: f64, peak: f64, ready: f64) -> MeasuredVm {
         let vcpu = |number| Vcpu {
             thread: format!("CPU {number}/KVM"),
             busy,
             ready,
             ready_peak: ready,
         };
-        Vm {
+        MeasuredVm {
             name: "web".to_owned(),
             pid: 7,
             cpu: Some(VmCpu {
@@ -269,18 +275,18 @@ mod tests {
                 waiting: ready * 4.0,
                 vcpus: (0..4).map(vcpu).collect(),
             }),
-            ..Vm::default()
+            ..MeasuredVm::default()
         }
     }
 
-    fn measured(seconds: f64, vm: Vm) -> Measured {
+    fn measured(seconds: f64, vm: MeasuredVm) -> Measured {
         Measured {
             window_seconds: seconds,
             slice_seconds: seconds / 10.0,
-            host: Host {
+            host: MeasuredHost {
                 cpus: Some(8),
                 cpu_busy: Some(0.5),
-                ..Host::default()
+                ..MeasuredHost::default()
             },
             vms: vec![vm],
             ..Measured::default()
@@ -288,7 +294,7 @@ mod tests {
     }
 
     fn codes(measured: &Measured) -> Vec<&'static str> {
-        let findings = findings(measured, &Policy::default());
+        let findings = findings(measured, &AdvicePolicy::default());
         findings.iter().map(|finding| finding.code).collect()
     }
 
@@ -327,7 +333,7 @@ mod tests {
         }
         let measured = measured(10.0, one);
         assert_eq!(codes(&measured), ["cpu-contended"]);
-        let text = &findings(&measured, &Policy::default())[0].text;
+        let text = &findings(&measured, &AdvicePolicy::default())[0].text;
         assert!(
             text.contains("for 5.0 % of the time were ready but had no CPU (ready time: CPU 2/KVM most, 20 %)"),
             "{text}"
@@ -337,7 +343,7 @@ mod tests {
     #[test]
     fn needed_vcpus_are_80_percent_busy() {
         for (peak, number) in [(0.0, 1), (0.8, 1), (0.81, 2), (1.6, 2), (2.4, 3), (3.2, 4), (3.3, 5)] {
-            assert_eq!(needed(peak), number, "{peak}");
+            assert_eq!(needed_vcpus(peak), number, "{peak}");
         }
     }
 
@@ -356,7 +362,7 @@ mod tests {
 
     #[test]
     fn sentences_contain_evidence() {
-        let all = findings(&measured(10.0, vm(0.2, 0.3, 0.34)), &Policy::default());
+        let all = findings(&measured(10.0, vm(0.2, 0.3, 0.34)), &AdvicePolicy::default());
         let waits = "its 4 vCPUs ran for 20 % of the time, and for 34 % of the time were ready but had no CPU (ready time: CPU 3/KVM most, \
                      34 %); the host's 8 CPUs are busy to ";
         let spare =
@@ -365,12 +371,15 @@ mod tests {
         let mut full = measured(10.0, vm(0.2, 0.3, 0.34));
         full.host.cpu_busy = Some(0.97);
         let none = "97 %: more vCPUs would make it worse, fewer VMs or vCPUs on this host would help";
-        assert_eq!(findings(&full, &Policy::default())[0].text, format!("{waits}{none}"));
-        let all = findings(&measured(10.0, vm(0.1, 0.15, 0.004)), &Policy::default());
+        assert_eq!(
+            findings(&full, &AdvicePolicy::default())[0].text,
+            format!("{waits}{none}")
+        );
+        let all = findings(&measured(10.0, vm(0.1, 0.15, 0.004)), &AdvicePolicy::default());
         assert_eq!(
             all[0].text,
             "its 4 vCPUs used 0.4 CPUs on average, 0.6 at most in any 1.0 s, and for 0.4 % of the time were ready but had no CPU \
-             (ready time: CPU 3/KVM most, 0.4 %): 1 vCPU would do, busy to 80 % at most"
+             (ready time: CPU 3/KVM most, 0.4 %): 1 vCPU would be enough, busy to 80 % at most"
         );
         assert_eq!(all[0].vm.as_deref(), Some("web (PID 7)"));
     }
@@ -385,7 +394,7 @@ mod tests {
         });
         let measured = measured(10.0, vm);
         assert_eq!(codes(&measured), ["vcpus-not-told-apart"]);
-        let text = &findings(&measured, &Policy::default())[0].text;
+        let text = &findings(&measured, &AdvicePolicy::default())[0].text;
         assert_eq!(
             text,
             "all its threads together used 0.5 CPUs, and 1.2 of them on average waited for one"
@@ -406,18 +415,18 @@ mod tests {
         ];
         for (resident, swapped, code) in cases {
             let of = |gib: f64| (gib * GIB as f64) as u64;
-            let vm = Vm {
+            let vm = MeasuredVm {
                 ram: Some(8 * GIB),
-                memory: Some(VmMemory {
+                memory: Some(MeasuredMemory {
                     resident: of(resident),
                     swapped: of(swapped),
                 }),
-                ..Vm::default()
+                ..MeasuredVm::default()
             };
             assert_eq!(codes(&measured(10.0, vm.clone())), [code], "{resident}");
-            let none = Policy {
+            let none = AdvicePolicy {
                 active_share: 0.0,
-                ..Policy::default()
+                ..AdvicePolicy::default()
             };
             assert_eq!(findings(&measured(10.0, vm), &none)[0].code, "memory-touched");
         }
@@ -426,11 +435,11 @@ mod tests {
     /// The advice for a budget shows the fault rates of larger budgets.
     #[test]
     fn larger_budget_is_advised_with_faults() {
-        let at = |gib: f64, faults_per_second| AtBudget {
+        let at = |gib: f64, faults_per_second| FaultRatePoint {
             budget: (gib * GIB as f64) as u64,
             faults_per_second,
         };
-        let managed = |curve| Managed {
+        let managed = |curve| PagedMemory {
             size: 4 * GIB,
             budget: GIB,
             used: GIB,
@@ -438,9 +447,9 @@ mod tests {
             faults_per_second: 100.0,
             refaults_per_second: 80.0,
             curve,
-            ..Managed::default()
+            ..PagedMemory::default()
         };
-        let text = |curve| of_budget(&Vm::default(), &managed(curve), &Policy::default()).text;
+        let text = |curve| judge_budget(&MeasuredVm::default(), &managed(curve), &AdvicePolicy::default()).text;
         let facts = "with a budget of 1 GiB for 4 GiB (1 GiB used) its vCPUs waited 20 % of the time for evicted pages \
                      (faults: 100/s, of them refaults 80/s), more than the 5.0 % that are accepted: give it a larger \
                      budget";
@@ -457,7 +466,7 @@ mod tests {
             text(curve),
             format!(
                 "{facts} (from compressed RAM and disks 100/s with 1 GiB; of these there would be 60/s with 1.2 GiB, 26/s with \
-                 1.5 GiB, 25/s with 2 GiB); about 2 GiB would do"
+                 1.5 GiB, 25/s with 2 GiB); about 2 GiB would be enough"
             )
         );
         assert!(
@@ -468,13 +477,13 @@ mod tests {
 
     #[test]
     fn budget_is_judged_by_stall() {
-        let managed = |stall, budget| Managed {
+        let managed = |stall, budget| PagedMemory {
             size: 4 * GIB,
             budget,
             stall,
-            ..Managed::default()
+            ..PagedMemory::default()
         };
-        let failing = Managed {
+        let failing = PagedMemory {
             problem: Some("its swap cache is full".to_owned()),
             ..managed(0.0, GIB)
         };
@@ -485,9 +494,9 @@ mod tests {
             (failing, "budget-not-kept"),
         ];
         for (managed, code) in cases {
-            let vm = Vm {
+            let vm = MeasuredVm {
                 managed: Some(managed.clone()),
-                ..Vm::default()
+                ..MeasuredVm::default()
             };
             assert_eq!(codes(&measured(10.0, vm)), [code], "{managed:?}");
         }

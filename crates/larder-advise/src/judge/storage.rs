@@ -1,18 +1,18 @@
 //! Judgement of disks. From within a guest, a slow disk looks like a lack of CPUs or memory. It is recognised by
 //! three signs: vCPUs do not wait for CPUs, some task waits all the same, and disk requests take long.
 
-use super::words::{percent, size, time};
-use super::{Finding, Level, Policy, Practice, READY_LOW};
-use crate::measured::{Measured, Vm};
+use super::format::{percent, size, time};
+use super::{AdvicePolicy, Finding, Level, Practice, READY_LOW};
+use crate::measured::{Measured, MeasuredVm};
 
 /// Lowest request rate at which a mean is meaningful.
 const REQUESTS_PER_SECOND_MIN: f64 = 1.0;
 
 /// Share of the time for which tasks or requests must wait to count as a stall.
-const IO_STALL_LOW: f64 = 0.10;
+const IO_STALL_MIN: f64 = 0.10;
 
 /// Disk that a VM uses.
-struct Disk<'a> {
+struct UsedDisk<'a> {
     name: &'a str,
     /// True if Larder serves it, so that the guest's own requests were timed.
     is_served: bool,
@@ -22,15 +22,15 @@ struct Disk<'a> {
     limits: Option<&'a str>,
 }
 
-pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
-    let mut findings: Vec<Finding> = measured.vms.iter().map(|vm| of_vm(vm, measured, policy)).collect();
-    findings.extend(measured.vms.iter().filter_map(|vm| of_swap(vm, policy)));
-    findings.extend(of_host(measured, policy));
+pub(super) fn findings(measured: &Measured, policy: &AdvicePolicy) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = measured.vms.iter().map(|vm| judge_vm(vm, measured, policy)).collect();
+    findings.extend(measured.vms.iter().filter_map(|vm| judge_swap(vm, policy)));
+    findings.extend(judge_host(measured, policy));
     findings
 }
 
-fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
-    let finding = |level, code, text| Finding::of(vm, Practice::Storage, level, code, text);
+fn judge_vm(vm: &MeasuredVm, measured: &Measured, policy: &AdvicePolicy) -> Finding {
+    let finding = |level, code, text| Finding::for_vm(vm, Practice::Storage, level, code, text);
     let disks = disks(vm, measured);
     let Some(slowest) = disks
         .iter()
@@ -39,7 +39,7 @@ fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
         let text = "no activity of it on a disk is visible here".to_owned();
         return finding(Level::Unknown, "no-disk-seen", text);
     };
-    let facts = facts(slowest);
+    let facts = disk_facts(slowest);
     if slowest.await_seconds <= policy.latency_seconds {
         return finding(
             Level::Fine,
@@ -48,13 +48,13 @@ fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
         );
     }
     let limit = time(policy.latency_seconds);
-    let stall = stall(slowest, vm, measured);
-    let waits = match stall {
-        Some((share, whose)) => format!("{whose} {} of the time", percent(share)),
+    let stall = largest_stall(slowest, vm, measured);
+    let stall_text = match stall {
+        Some((share, source_text)) => format!("{source_text} {} of the time", percent(share)),
         None => "how long tasks wait for a disk is not measured".to_owned(),
     };
     let (Some(ready), Some((share, _))) = (vm.worst_vcpu().map(|vcpu| vcpu.ready), stall) else {
-        let text = format!("{facts}, more than {limit}; {waits}");
+        let text = format!("{facts}, more than {limit}; {stall_text}");
         return finding(Level::Advice, "disk-slow", text);
     };
     if ready > READY_LOW {
@@ -64,12 +64,12 @@ fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
         );
         return finding(Level::Warning, "disk-and-cpus", text);
     }
-    if share < IO_STALL_LOW {
-        let text = format!("{facts}, more than {limit}, but {waits}: tasks seldom wait for it");
+    if share < IO_STALL_MIN {
+        let text = format!("{facts}, more than {limit}, but {stall_text}: tasks seldom wait for it");
         return finding(Level::Advice, "disk-slow", text);
     }
     let text = format!(
-        "{facts}, more than {limit}, and {waits}, while no vCPU waited for a CPU more than {} of it: what looks like a lack of \
+        "{facts}, more than {limit}, and {stall_text}, while no vCPU waited for a CPU more than {} of it: what looks like a lack of \
          CPUs or memory is the disk",
         percent(ready)
     );
@@ -77,9 +77,9 @@ fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
 }
 
 /// Returns the disks with activity: those that Larder serves, and the host's devices with files of the VM.
-fn disks<'a>(vm: &'a Vm, measured: &'a Measured) -> Vec<Disk<'a>> {
+fn disks<'a>(vm: &'a MeasuredVm, measured: &'a Measured) -> Vec<UsedDisk<'a>> {
     let served = vm.disks.iter().filter_map(|disk| {
-        Some(Disk {
+        Some(UsedDisk {
             name: &disk.name,
             is_served: true,
             await_seconds: disk.await_seconds?,
@@ -94,7 +94,7 @@ fn disks<'a>(vm: &'a Vm, measured: &'a Measured) -> Vec<Disk<'a>> {
         .iter()
         .filter(|device| vm.devices.contains(&device.name));
     let devices = devices.filter_map(|device| {
-        Some(Disk {
+        Some(UsedDisk {
             name: &device.name,
             is_served: false,
             await_seconds: device.await_seconds?,
@@ -103,12 +103,12 @@ fn disks<'a>(vm: &'a Vm, measured: &'a Measured) -> Vec<Disk<'a>> {
             limits: None,
         })
     });
-    let is_used = |disk: &Disk<'_>| disk.requests_per_second >= REQUESTS_PER_SECOND_MIN;
+    let is_used = |disk: &UsedDisk<'_>| disk.requests_per_second >= REQUESTS_PER_SECOND_MIN;
     served.chain(devices).filter(is_used).collect()
 }
 
-fn facts(disk: &Disk<'_>) -> String {
-    let what = match disk.is_served {
+fn disk_facts(disk: &UsedDisk<'_>) -> String {
+    let disk_text = match disk.is_served {
         true => format!("its disk {}", disk.name),
         false => format!("{}, on which it has files,", disk.name),
     };
@@ -117,7 +117,7 @@ fn facts(disk: &Disk<'_>) -> String {
         None => String::new(),
     };
     format!(
-        "{what} took {}{limits} for each of {:.0} requests/s and was busy {} of the time",
+        "{disk_text} took {}{limits} for each of {:.0} requests/s and was busy {} of the time",
         time(disk.await_seconds),
         disk.requests_per_second,
         percent(disk.utilization)
@@ -126,7 +126,7 @@ fn facts(disk: &Disk<'_>) -> String {
 
 /// Returns the share of the time in which some task or request waited, with a description. It is the largest of: the
 /// VM's own disk, its managed memory, and the whole host.
-fn stall(disk: &Disk<'_>, vm: &Vm, measured: &Measured) -> Option<(f64, &'static str)> {
+fn largest_stall(disk: &UsedDisk<'_>, vm: &MeasuredVm, measured: &Measured) -> Option<(f64, &'static str)> {
     let served = disk
         .is_served
         .then_some((disk.utilization, "a request to it was in flight"));
@@ -143,32 +143,32 @@ fn stall(disk: &Disk<'_>, vm: &Vm, measured: &Measured) -> Option<(f64, &'static
 }
 
 /// Judges the disk from which a VM's cold memory is paged in.
-fn of_swap(vm: &Vm, policy: &Policy) -> Option<Finding> {
+fn judge_swap(vm: &MeasuredVm, policy: &AdvicePolicy) -> Option<Finding> {
     let managed = vm.managed.as_ref()?;
-    let took = managed.disk_fault_seconds?;
+    let fault_seconds = managed.disk_fault_seconds?;
     let facts = format!(
         "a page of its memory that is on a disk takes {} to be paged in",
-        time(took)
+        time(fault_seconds)
     );
-    let waits = format!("it waits {} of the time for its memory", percent(managed.stall));
-    let (level, code, text) = match (took > policy.latency_seconds, managed.stall > policy.stall) {
+    let stall_text = format!("it waits {} of the time for its memory", percent(managed.stall));
+    let (level, code, text) = match (fault_seconds > policy.latency_seconds, managed.stall > policy.stall) {
         (true, true) => (
             Level::Warning,
             "swap-disguised",
-            format!("{facts}, and {waits}: what looks like a lack of memory is the disk of its swap cache"),
+            format!("{facts}, and {stall_text}: what looks like a lack of memory is the disk of its swap cache"),
         ),
-        (true, false) => (Level::Advice, "swap-slow", format!("{facts}; {waits}")),
-        (false, _) => (Level::Fine, "swap-fine", format!("{facts}; {waits}")),
+        (true, false) => (Level::Advice, "swap-slow", format!("{facts}; {stall_text}")),
+        (false, _) => (Level::Fine, "swap-fine", format!("{facts}; {stall_text}")),
     };
-    Some(Finding::of(vm, Practice::Storage, level, code, text))
+    Some(Finding::for_vm(vm, Practice::Storage, level, code, text))
 }
 
 /// Judges the slowest device and the kernel's swap, for VMs whose disks are unknown.
-fn of_host(measured: &Measured, policy: &Policy) -> Option<Finding> {
+fn judge_host(measured: &Measured, policy: &AdvicePolicy) -> Option<Finding> {
     let host = &measured.host;
     let devices = host.devices.iter();
     let used = devices.filter(|device| device.requests_per_second >= REQUESTS_PER_SECOND_MIN);
-    let (slowest, took) = used
+    let (slowest, request_seconds) = used
         .filter_map(|device| Some((device, device.await_seconds?)))
         .max_by(|one, other| one.1.total_cmp(&other.1))?;
     let stall = match host.io_stall {
@@ -182,36 +182,36 @@ fn of_host(measured: &Measured, policy: &Policy) -> Option<Finding> {
     let facts = format!(
         "the host's slowest disk, {}, took {} for each of {:.0} requests/s; {stall}{swap}",
         slowest.name,
-        time(took),
+        time(request_seconds),
         slowest.requests_per_second
     );
-    let (level, code) = match took > policy.latency_seconds {
+    let (level, code) = match request_seconds > policy.latency_seconds {
         true => (Level::Advice, "host-disk-slow"),
         false => (Level::Fine, "host-disk-fine"),
     };
-    Some(Finding::of_host(Practice::Storage, level, code, facts))
+    Some(Finding::for_host(Practice::Storage, level, code, facts))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::measured::{Device, Host, Managed, Vcpu, VmCpu, VmDisk};
+    use crate::measured::{MeasuredDevice, MeasuredDisk, MeasuredHost, PagedMemory, Vcpu, VmCpu};
 
     /// Returns a VM with the given ready time, and with a disk of Larder's with the given request time and
     /// utilization.
-    fn vm(ready: f64, await_seconds: f64, utilization: f64) -> Vm {
+    fn vm(ready: f64, await_seconds: f64, utilization: f64) -> MeasuredVm {
         let vcpu = Vcpu {
             ready,
             ..Vcpu::default()
         };
-        Vm {
+        MeasuredVm {
             name: "web".to_owned(),
             pid: 7,
             cpu: Some(VmCpu {
                 vcpus: vec![vcpu],
                 ..VmCpu::default()
             }),
-            disks: vec![VmDisk {
+            disks: vec![MeasuredDisk {
                 name: "vda".to_owned(),
                 requests_per_second: 50.0,
                 await_seconds: Some(await_seconds),
@@ -219,25 +219,25 @@ mod tests {
                 utilization,
                 limits: None,
             }],
-            ..Vm::default()
+            ..MeasuredVm::default()
         }
     }
 
-    fn judged(vm: Vm, host: Host) -> Vec<(&'static str, String)> {
+    fn judged(vm: MeasuredVm, host: MeasuredHost) -> Vec<(&'static str, String)> {
         let measured = Measured {
             window_seconds: 10.0,
             host,
             vms: vec![vm],
             ..Measured::default()
         };
-        let findings = findings(&measured, &Policy::default());
+        let findings = findings(&measured, &AdvicePolicy::default());
         findings
             .into_iter()
             .map(|finding| (finding.code, finding.text))
             .collect()
     }
 
-    fn code(vm: Vm, host: Host) -> &'static str {
+    fn code(vm: MeasuredVm, host: MeasuredHost) -> &'static str {
         judged(vm, host)[0].0
     }
 
@@ -257,11 +257,11 @@ mod tests {
             ((0.051, 0.045, 0.97), "disk-and-cpus"),
         ];
         for ((ready, await_seconds, utilization), expected) in cases {
-            let code = code(vm(ready, await_seconds, utilization), Host::default());
+            let code = code(vm(ready, await_seconds, utilization), MeasuredHost::default());
             assert_eq!(code, expected, "{ready} {await_seconds} {utilization}");
         }
         assert_eq!(
-            judged(vm(0.004, 0.045, 0.97), Host::default())[0].1,
+            judged(vm(0.004, 0.045, 0.97), MeasuredHost::default())[0].1,
             "its disk vda took 45 ms for each of 50 requests/s and was busy 97 % of the time, more than 20 ms, and a request \
              to it was in flight 97 % of the time, while no vCPU waited for a CPU more than 0.4 % of it: what looks like \
              a lack of CPUs or memory is the disk"
@@ -272,25 +272,26 @@ mod tests {
     fn host_devices_count_without_served_disk() {
         let mut one = vm(0.0, 0.0, 0.0);
         (one.disks, one.devices) = (Vec::new(), vec!["sda".to_owned()]);
-        let host = |stall| Host {
+        let host = |stall| MeasuredHost {
             io_stall: stall,
             devices: vec![
-                Device {
+                MeasuredDevice {
                     name: "sda".to_owned(),
                     requests_per_second: 100.0,
                     await_seconds: Some(0.04),
                     utilization: 0.9,
                 },
-                Device {
+                MeasuredDevice {
                     name: "sdb".to_owned(),
                     requests_per_second: 0.5,
                     await_seconds: Some(3.0),
                     utilization: 0.9,
                 },
             ],
-            ..Host::default()
+            ..MeasuredHost::default()
         };
-        let codes = |vm: &Vm, stall| -> Vec<_> { judged(vm.clone(), host(stall)).into_iter().map(|it| it.0).collect() };
+        let codes =
+            |vm: &MeasuredVm, stall| -> Vec<_> { judged(vm.clone(), host(stall)).into_iter().map(|it| it.0).collect() };
         assert_eq!(codes(&one, Some(0.5)), ["disk-disguised", "host-disk-slow"]);
         assert_eq!(codes(&one, Some(0.05)), ["disk-slow", "host-disk-slow"]);
         assert_eq!(codes(&one, None), ["disk-slow", "host-disk-slow"]);
@@ -304,7 +305,7 @@ mod tests {
     fn unknown_ready_time_excludes_bottleneck() {
         let mut one = vm(0.0, 0.045, 0.97);
         one.cpu = None;
-        assert_eq!(code(one, Host::default()), "disk-slow");
+        assert_eq!(code(one, MeasuredHost::default()), "disk-slow");
     }
 
     /// A slow swap cache is reported, because it looks like a lack of memory.
@@ -318,12 +319,12 @@ mod tests {
         ];
         for (disk_fault_seconds, stall, expected) in cases {
             let mut one = vm(0.0, 0.001, 0.1);
-            one.managed = Some(Managed {
+            one.managed = Some(PagedMemory {
                 disk_fault_seconds,
                 stall,
-                ..Managed::default()
+                ..PagedMemory::default()
             });
-            let all = judged(one, Host::default());
+            let all = judged(one, MeasuredHost::default());
             assert_eq!(all.get(1).map(|it| it.0), expected, "{disk_fault_seconds:?} {stall}");
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::{Procfs, Read, Unread, unknown};
+use super::{Procfs, ReadError, ReadResult, malformed};
 
 /// CPU times since the host was booted, in clock ticks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,25 +69,25 @@ pub struct DeviceCounts {
     /// Completed reads and writes.
     pub requests: u64,
     /// Total time of these requests, in milliseconds.
-    pub taken_ms: u64,
+    pub request_ms: u64,
     /// Time in which requests were in flight, in milliseconds.
     pub busy_ms: u64,
 }
 
 impl Procfs {
-    pub(crate) fn cpu_times(&self) -> Read<CpuTimes> {
+    pub(crate) fn cpu_times(&self) -> ReadResult<CpuTimes> {
         let text = self.text("stat")?;
         let first = text.lines().find_map(|line| line.strip_prefix("cpu "));
-        let wrong = |what: &str| unknown(self.path("stat"), what);
+        let malformed_stat = |problem: &str| malformed(self.path("stat"), problem);
         let ticks: Vec<u64> = first
-            .ok_or_else(|| wrong("no line for all CPUs"))?
+            .ok_or_else(|| malformed_stat("no line for all CPUs"))?
             .split_whitespace()
-            .map_while(|word| word.parse().ok())
+            .map_while(|field| field.parse().ok())
             .collect();
         // Fields: user, nice, system, idle, iowait, irq, softirq, steal. The time of guests is included in user and
         // nice.
         let [_, _, _, idle, waiting, ..] = ticks[..] else {
-            return Err(wrong("too few numbers"));
+            return Err(malformed_stat("too few numbers"));
         };
         let cpus = text.lines().filter(|line| is_cpu(line)).count();
         Ok(CpuTimes {
@@ -98,45 +98,48 @@ impl Procfs {
         })
     }
 
-    pub(crate) fn memory(&self) -> Read<Memory> {
+    pub(crate) fn memory(&self) -> ReadResult<Memory> {
         let text = self.text("meminfo")?;
-        let of = |name: &str| {
-            kib_of(&text, name).ok_or_else(|| unknown(self.path("meminfo"), &format!("{name} is missing")))
+        let field = |name: &str| {
+            kib_of(&text, name).ok_or_else(|| malformed(self.path("meminfo"), &format!("{name} is missing")))
         };
         Ok(Memory {
-            total: of("MemTotal")?,
-            available: of("MemAvailable")?,
-            swap_total: of("SwapTotal").unwrap_or_default(),
-            swap_free: of("SwapFree").unwrap_or_default(),
+            total: field("MemTotal")?,
+            available: field("MemAvailable")?,
+            swap_total: field("SwapTotal").unwrap_or_default(),
+            swap_free: field("SwapFree").unwrap_or_default(),
         })
     }
 
     /// Returns the total time for which some task waited for the resource.
-    pub(crate) fn pressure(&self, of: Resource) -> Read<Duration> {
-        let text = match self.text(of.file()) {
+    pub(crate) fn pressure(&self, resource: Resource) -> ReadResult<Duration> {
+        let text = match self.text(resource.file()) {
             // The kernel was started with psi=0.
-            Err(Unread::Os { path, .. }) => {
-                return Err(unknown(path, "it cannot be read; the kernel may be started with psi=0"));
+            Err(ReadError::Os { path, .. }) => {
+                return Err(malformed(
+                    path,
+                    "it cannot be read; the kernel may be started with psi=0",
+                ));
             }
             text => text?,
         };
         let some = text.lines().find_map(|line| line.strip_prefix("some "));
-        let total = some.and_then(|line| line.split_whitespace().find_map(|word| word.strip_prefix("total=")));
+        let total = some.and_then(|line| line.split_whitespace().find_map(|field| field.strip_prefix("total=")));
         let us = total.and_then(|us| us.parse().ok());
         us.map(Duration::from_micros)
-            .ok_or_else(|| unknown(self.path(of.file()), "no total of `some`"))
+            .ok_or_else(|| malformed(self.path(resource.file()), "no total of `some`"))
     }
 
     /// Returns the number of pages that were read back from the kernel's swap.
-    pub(crate) fn swapped_in(&self) -> Read<u64> {
+    pub(crate) fn swapped_in(&self) -> ReadResult<u64> {
         let text = self.text("vmstat")?;
         let pages = text.lines().find_map(|line| line.strip_prefix("pswpin "));
         pages
             .and_then(|pages| pages.trim().parse().ok())
-            .ok_or_else(|| unknown(self.path("vmstat"), "pswpin is missing"))
+            .ok_or_else(|| malformed(self.path("vmstat"), "pswpin is missing"))
     }
 
-    pub(crate) fn devices(&self) -> Read<BTreeMap<DeviceNumber, DeviceCounts>> {
+    pub(crate) fn devices(&self) -> ReadResult<BTreeMap<DeviceNumber, DeviceCounts>> {
         Ok(self.text("diskstats")?.lines().filter_map(device).collect())
     }
 }
@@ -159,13 +162,13 @@ pub(super) fn kib_of(text: &str, name: &str) -> Option<u64> {
 /// Parses a line of diskstats: major, minor, name; then for reads: count, merged, sectors, ms; the same for writes;
 /// in flight; ms busy.
 fn device(line: &str) -> Option<(DeviceNumber, DeviceCounts)> {
-    let mut words = line.split_whitespace();
+    let mut fields = line.split_whitespace();
     let number = DeviceNumber {
-        major: words.next()?.parse().ok()?,
-        minor: words.next()?.parse().ok()?,
+        major: fields.next()?.parse().ok()?,
+        minor: fields.next()?.parse().ok()?,
     };
-    let name = words.next()?.to_owned();
-    let counts: Vec<u64> = words.map_while(|word| word.parse().ok()).take(10).collect();
+    let name = fields.next()?.to_owned();
+    let counts: Vec<u64> = fields.map_while(|field| field.parse().ok()).take(10).collect();
     let [reads, _, _, reading, writes, _, _, writing, _, busy_ms] = counts[..] else {
         return None;
     };
@@ -174,7 +177,7 @@ fn device(line: &str) -> Option<(DeviceNumber, DeviceCounts)> {
         DeviceCounts {
             name,
             requests: reads.saturating_add(writes),
-            taken_ms: reading.saturating_add(writing),
+            request_ms: reading.saturating_add(writing),
             busy_ms,
         },
     ))
@@ -185,19 +188,19 @@ mod tests {
     use super::*;
 
     fn procfs(files: &[(&str, &str)]) -> (tempfile::TempDir, Procfs) {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a folder");
         for (name, text) in files {
-            let path = folder.path().join(name);
+            let path = directory.path().join(name);
             std::fs::create_dir_all(path.parent().expect("it has one")).expect("a folder");
             std::fs::write(path, text).expect("a file");
         }
-        let procfs = Procfs::at(folder.path());
-        (folder, procfs)
+        let procfs = Procfs::at(directory.path());
+        (directory, procfs)
     }
 
     #[test]
     fn kernel_counters_are_parsed() {
-        let (_folder, procfs) = procfs(&[
+        let (_directory, procfs) = procfs(&[
             (
                 "stat",
                 "cpu  10 1 5 70 4 2 3 5 9 0\ncpu0 1 2 3\ncpu1 1 2 3\nctxt 5\ncpufreq 1\n",
@@ -225,21 +228,21 @@ mod tests {
         assert_eq!(procfs.swapped_in(), Ok(12));
         let devices = procfs.devices().expect("is read");
         let sda = &devices[&DeviceNumber { major: 8, minor: 0 }];
-        assert_eq!((sda.requests, sda.taken_ms, sda.busy_ms), (150, 1000, 600));
+        assert_eq!((sda.requests, sda.request_ms, sda.busy_ms), (150, 1000, 600));
         assert_eq!(devices.len(), 1, "a line that is cut off is left out");
     }
 
     #[test]
     fn missing_kernel_files_are_named() {
-        let (folder, procfs) = procfs(&[
+        let (directory, procfs) = procfs(&[
             ("stat", "nonsense\n"),
             ("meminfo", "MemTotal: 4 kB\n"),
             ("pressure/io", "x\n"),
         ]);
-        let why = |unread: Unread| {
+        let why = |unread: ReadError| {
             unread
                 .to_string()
-                .replace(&folder.path().display().to_string(), "/proc")
+                .replace(&directory.path().display().to_string(), "/proc")
         };
         assert_eq!(
             why(procfs.pressure(Resource::Cpu).unwrap_err()),

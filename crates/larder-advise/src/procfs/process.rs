@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::host::{DeviceNumber, kib_of};
-use super::{Procfs, Read, Unread, unknown, unread};
+use super::{Procfs, ReadError, ReadResult, malformed, read_error};
 
 /// Process identity, which differs when the PID is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -45,51 +45,54 @@ impl Procfs {
         numbers(&self.path(""))
     }
 
-    fn folder(&self, pid: i32) -> PathBuf {
+    fn process_directory(&self, pid: i32) -> PathBuf {
         self.path(pid.to_string())
     }
 
-    pub(crate) fn id(&self, pid: i32) -> Read<ProcessId> {
-        let folder = self.folder(pid);
-        let text = self.text_of(&folder, "stat")?;
+    pub(crate) fn id(&self, pid: i32) -> ReadResult<ProcessId> {
+        let directory = self.process_directory(pid);
+        let text = self.process_text(&directory, "stat")?;
         // The name may contain spaces and parentheses, so fields are counted from the last parenthesis: first the
         // state, and as the 20th field from there, the 22nd of the line, the start time.
-        let behind = text.rsplit_once(')').map_or("", |(_, behind)| behind);
-        if behind.trim_start().starts_with(['Z', 'X']) {
+        let after_name = text.rsplit_once(')').map_or("", |(_, behind)| behind);
+        if after_name.trim_start().starts_with(['Z', 'X']) {
             // A zombie has ended, although its parent has not reaped it yet.
-            return Err(Unread::Gone);
+            return Err(ReadError::Exited);
         }
-        let started = behind.split_whitespace().nth(19).and_then(|ticks| ticks.parse().ok());
-        let started = started.ok_or_else(|| unknown(folder.join("stat"), "the start time"))?;
+        let started = after_name
+            .split_whitespace()
+            .nth(19)
+            .and_then(|ticks| ticks.parse().ok());
+        let started = started.ok_or_else(|| malformed(directory.join("stat"), "the start time"))?;
         Ok(ProcessId { pid, started })
     }
 
     /// Returns the user ID of the process.
     pub(crate) fn owner(&self, pid: i32) -> Option<u32> {
-        Some(fs::metadata(self.folder(pid)).ok()?.uid())
+        Some(fs::metadata(self.process_directory(pid)).ok()?.uid())
     }
 
     /// Returns the name that the process gave itself, as the kernel stores it: at most 15 bytes.
-    pub(crate) fn name(&self, pid: i32) -> Read<String> {
-        name_in(self, &self.folder(pid))
+    pub(crate) fn name(&self, pid: i32) -> ReadResult<String> {
+        name_in(self, &self.process_directory(pid))
     }
 
     /// Returns the file name of the process's program, even if the file was replaced since.
     pub(crate) fn program(&self, pid: i32) -> Option<String> {
-        let path = fs::read_link(self.folder(pid).join("exe")).ok()?;
+        let path = fs::read_link(self.process_directory(pid).join("exe")).ok()?;
         let name = path.file_name()?.to_string_lossy().into_owned();
         Some(name.strip_suffix(" (deleted)").unwrap_or(&name).to_owned())
     }
 
-    pub(crate) fn directory(&self, pid: i32) -> Option<PathBuf> {
-        fs::read_link(self.folder(pid).join("cwd")).ok()
+    pub(crate) fn working_directory(&self, pid: i32) -> Option<PathBuf> {
+        fs::read_link(self.process_directory(pid).join("cwd")).ok()
     }
 
     /// Returns the words of the command line; none for a kernel thread or a zombie.
-    pub(crate) fn command_line(&self, pid: i32) -> Read<Vec<OsString>> {
-        let folder = self.folder(pid);
-        let path = folder.join("cmdline");
-        let bytes = fs::read(&path).map_err(|error| unread(&path, &error, || Unread::Gone))?;
+    pub(crate) fn command_line(&self, pid: i32) -> ReadResult<Vec<OsString>> {
+        let directory = self.process_directory(pid);
+        let path = directory.join("cmdline");
+        let bytes = fs::read(&path).map_err(|error| read_error(&path, &error, || ReadError::Exited))?;
         let words = bytes.strip_suffix(b"\0").unwrap_or(&bytes);
         if words.is_empty() {
             return Ok(Vec::new());
@@ -99,52 +102,52 @@ impl Procfs {
     }
 
     /// Returns the IDs of the process's threads.
-    pub(crate) fn threads(&self, pid: i32) -> Read<Vec<i32>> {
-        let threads = numbers(&self.folder(pid).join("task"));
+    pub(crate) fn threads(&self, pid: i32) -> ReadResult<Vec<i32>> {
+        let threads = numbers(&self.process_directory(pid).join("task"));
         match threads.is_empty() {
-            true => Err(Unread::Gone),
+            true => Err(ReadError::Exited),
             false => Ok(threads),
         }
     }
 
-    fn thread_folder(&self, pid: i32, thread: i32) -> PathBuf {
-        self.folder(pid).join("task").join(thread.to_string())
+    fn thread_directory(&self, pid: i32, thread: i32) -> PathBuf {
+        self.process_directory(pid).join("task").join(thread.to_string())
     }
 
-    pub(crate) fn thread_name(&self, pid: i32, thread: i32) -> Read<String> {
-        name_in(self, &self.thread_folder(pid, thread))
+    pub(crate) fn thread_name(&self, pid: i32, thread: i32) -> ReadResult<String> {
+        name_in(self, &self.thread_directory(pid, thread))
     }
 
     /// Reads `schedstat`, which exists in kernels that were built with `CONFIG_SCHED_INFO`. It does not depend on
     /// `sched_schedstats`.
-    pub(crate) fn thread_times(&self, pid: i32, thread: i32) -> Read<ThreadTimes> {
-        let folder = self.thread_folder(pid, thread);
-        let text = self.text_of(&folder, "schedstat")?;
+    pub(crate) fn thread_times(&self, pid: i32, thread: i32) -> ReadResult<ThreadTimes> {
+        let directory = self.thread_directory(pid, thread);
+        let text = self.process_text(&directory, "schedstat")?;
         let mut words = text.split_whitespace().map(str::parse);
         match (words.next(), words.next()) {
             (Some(Ok(run)), Some(Ok(wait))) => Ok(ThreadTimes { run, wait }),
-            _ => Err(unknown(folder.join("schedstat"), "two times in nanoseconds")),
+            _ => Err(malformed(directory.join("schedstat"), "two times in nanoseconds")),
         }
     }
 
     /// Reads `smaps_rollup` if that is permitted, otherwise `status`. `smaps_rollup` walks the page tables once,
     /// which takes about a second for 100 GiB in small pages; the process keeps running meanwhile.
-    pub(crate) fn footprint(&self, pid: i32) -> Read<Footprint> {
-        let folder = self.folder(pid);
-        if let Ok(text) = self.text_of(&folder, "smaps_rollup")
+    pub(crate) fn footprint(&self, pid: i32) -> ReadResult<Footprint> {
+        let directory = self.process_directory(pid);
+        if let Ok(text) = self.process_text(&directory, "smaps_rollup")
             && let (Some(resident), Some(proportional)) = (kib_of(&text, "Rss"), kib_of(&text, "Pss"))
         {
             // Pages of the hugetlb pool are in neither field.
-            let of = |name| kib_of(&text, name).unwrap_or_default();
-            let pool = of("Private_Hugetlb").saturating_add(of("Shared_Hugetlb"));
+            let kib_field = |name| kib_of(&text, name).unwrap_or_default();
+            let pool = kib_field("Private_Hugetlb").saturating_add(kib_field("Shared_Hugetlb"));
             return Ok(Footprint {
                 resident: resident.saturating_add(pool),
                 proportional: Some(proportional.saturating_add(pool)),
-                swapped: kib_of(&text, "SwapPss").unwrap_or_else(|| of("Swap")),
+                swapped: kib_of(&text, "SwapPss").unwrap_or_else(|| kib_field("Swap")),
             });
         }
-        let text = self.text_of(&folder, "status")?;
-        let resident = kib_of(&text, "VmRSS").ok_or_else(|| unknown(folder.join("status"), "VmRSS is missing"))?;
+        let text = self.process_text(&directory, "status")?;
+        let resident = kib_of(&text, "VmRSS").ok_or_else(|| malformed(directory.join("status"), "VmRSS is missing"))?;
         Ok(Footprint {
             resident: resident.saturating_add(kib_of(&text, "HugetlbPages").unwrap_or_default()),
             proportional: None,
@@ -153,9 +156,9 @@ impl Procfs {
     }
 
     /// Returns the block devices that contain its open files, or are opened themselves.
-    pub(crate) fn devices_of(&self, pid: i32) -> Read<BTreeSet<DeviceNumber>> {
-        let path = self.folder(pid).join("fd");
-        let entries = fs::read_dir(&path).map_err(|error| unread(&path, &error, || Unread::Gone))?;
+    pub(crate) fn devices_of(&self, pid: i32) -> ReadResult<BTreeSet<DeviceNumber>> {
+        let path = self.process_directory(pid).join("fd");
+        let entries = fs::read_dir(&path).map_err(|error| read_error(&path, &error, || ReadError::Exited))?;
         let number = |entry: fs::DirEntry| {
             // Pipes and sockets are skipped.
             let file = fs::metadata(entry.path()).ok()?;
@@ -174,14 +177,14 @@ impl Procfs {
     }
 }
 
-fn name_in(procfs: &Procfs, folder: &Path) -> Read<String> {
-    let text = procfs.text_of(folder, "comm")?;
+fn name_in(procfs: &Procfs, directory: &Path) -> ReadResult<String> {
+    let text = procfs.process_text(directory, "comm")?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
 /// Returns the entries of a directory whose names are numbers, in order.
-fn numbers(folder: &Path) -> Vec<i32> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+fn numbers(directory: &Path) -> Vec<i32> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut numbers: Vec<i32> = entries
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
         .collect();
@@ -194,17 +197,17 @@ mod tests {
     use super::*;
 
     struct Fixture {
-        folder: tempfile::TempDir,
+        directory: tempfile::TempDir,
         procfs: Procfs,
     }
 
     impl Fixture {
         fn new(files: &[(&str, &[u8])]) -> Self {
-            let folder = tempfile::tempdir().expect("a folder");
-            let procfs = Procfs::at(folder.path());
-            let fixture = Self { folder, procfs };
+            let directory = tempfile::tempdir().expect("a folder");
+            let procfs = Procfs::at(directory.path());
+            let fixture = Self { directory, procfs };
             for (name, bytes) in files {
-                let path = fixture.folder.path().join(name);
+                let path = fixture.directory.path().join(name);
                 fs::create_dir_all(path.parent().expect("it has one")).expect("a folder");
                 fs::write(path, bytes).expect("a file");
             }
@@ -212,20 +215,20 @@ mod tests {
         }
 
         /// Returns the message, with `/proc` in place of the directory.
-        fn words(&self, unread: Unread) -> String {
+        fn message(&self, unread: ReadError) -> String {
             unread
                 .to_string()
-                .replace(&self.folder.path().display().to_string(), "/proc")
+                .replace(&self.directory.path().display().to_string(), "/proc")
         }
     }
 
     /// Rest of a `stat` line after the name: state, 18 more fields, then the start time.
-    const BEHIND: &str = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 5 6\n";
+    const AFTER_NAME: &str = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 5 6\n";
 
     #[test]
     fn unusual_process_names_are_parsed() {
         for name in ["qemu-system-x86", "a) S 1 (b", ") ) )", ""] {
-            let stat = format!("7 ({name}) {BEHIND}");
+            let stat = format!("7 ({name}) {AFTER_NAME}");
             let comm = format!("{name}\n");
             let fixture = Fixture::new(&[("7/stat", stat.as_bytes()), ("7/comm", comm.as_bytes())]);
             assert_eq!(fixture.procfs.id(7), Ok(ProcessId { pid: 7, started: 4242 }), "{name}");
@@ -234,14 +237,14 @@ mod tests {
         let fixture = Fixture::new(&[("7/comm", b"a\nb\xff\n"), ("7/stat", b"7 (a) S 1\n")]);
         assert_eq!(fixture.procfs.name(7).as_deref(), Ok("a\nb\u{fffd}"));
         assert_eq!(
-            fixture.words(fixture.procfs.id(7).unwrap_err()),
+            fixture.message(fixture.procfs.id(7).unwrap_err()),
             "/proc/7/stat cannot be parsed: the start time"
         );
     }
 
     #[test]
     fn ended_process_differs_from_missing_file() {
-        let zombie = BEHIND.replacen('S', "Z", 1);
+        let zombie = AFTER_NAME.replacen('S', "Z", 1);
         let zombie = format!("5 (a) {zombie}");
         let fixture = Fixture::new(&[
             ("7/task/8/comm", b"CPU 0/KVM\n"),
@@ -249,14 +252,14 @@ mod tests {
             ("5/stat", zombie.as_bytes()),
         ]);
         let procfs = &fixture.procfs;
-        assert_eq!(procfs.thread_times(7, 9), Err(Unread::Gone));
-        assert_eq!(procfs.threads(6), Err(Unread::Gone));
-        assert_eq!(procfs.id(6), Err(Unread::Gone));
-        assert_eq!(procfs.id(5), Err(Unread::Gone), "it is not waited for");
-        assert_eq!(procfs.command_line(6), Err(Unread::Gone));
+        assert_eq!(procfs.thread_times(7, 9), Err(ReadError::Exited));
+        assert_eq!(procfs.threads(6), Err(ReadError::Exited));
+        assert_eq!(procfs.id(6), Err(ReadError::Exited));
+        assert_eq!(procfs.id(5), Err(ReadError::Exited), "it is not waited for");
+        assert_eq!(procfs.command_line(6), Err(ReadError::Exited));
         assert_eq!(procfs.threads(7), Ok(vec![8]));
         assert_eq!(
-            fixture.words(procfs.thread_times(7, 8).unwrap_err()),
+            fixture.message(procfs.thread_times(7, 8).unwrap_err()),
             "this kernel has no /proc/7/task/8/schedstat"
         );
     }
@@ -271,7 +274,7 @@ mod tests {
         ]);
         let procfs = &fixture.procfs;
         assert_eq!(procfs.thread_times(7, 8), Ok(ThreadTimes { run: 1500, wait: 2500 }));
-        assert!(matches!(procfs.thread_times(7, 9), Err(Unread::Unknown { .. })));
+        assert!(matches!(procfs.thread_times(7, 9), Err(ReadError::Malformed { .. })));
         let words = procfs.command_line(7).expect("is read");
         assert_eq!(words, ["/usr/bin/qemu-system-x86_64", "-name", "a b", "", "-m", "1G"]);
         assert_eq!(procfs.command_line(8), Ok(Vec::new()));

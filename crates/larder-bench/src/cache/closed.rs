@@ -6,7 +6,7 @@ use super::load::Requests;
 
 /// One access to one drive: the part of a request that a single drive serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Leg {
+pub(super) struct DriveAccess {
     /// Index of the drive.
     pub(super) drive: usize,
     pub(super) write: bool,
@@ -17,7 +17,7 @@ pub(super) struct Leg {
 /// A client's request. Its legs begin together, and it completes when all of them have.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request {
-    pub(super) legs: [Option<Leg>; 2],
+    pub(super) accesses: [Option<DriveAccess>; 2],
     pub(super) write: bool,
 }
 
@@ -25,85 +25,92 @@ pub(super) struct Request {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Outcome {
     /// Latency of each read, in order of completion.
-    pub(super) reads: Vec<Nanos>,
-    pub(super) writes: Vec<Nanos>,
+    pub(super) read_latencies: Vec<Nanos>,
+    pub(super) write_latencies: Vec<Nanos>,
     /// Requests per second.
     pub(super) iops: f64,
 }
 
-/// Measured interval of a run. Requests that complete before `from` are not counted.
+/// Measured interval of a run. Requests that complete before `start` are not counted.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Span {
-    pub(super) from: Nanos,
-    pub(super) to: Nanos,
+pub(super) struct MeasuredInterval {
+    pub(super) start: Nanos,
+    pub(super) end: Nanos,
 }
 
 struct Client {
-    began: Nanos,
+    started_at: Nanos,
     write: bool,
-    legs: usize,
+    accesses_left: usize,
 }
 
 /// Runs `clients` closed-loop clients. When a client's request completes, it sends the next one that `next` returns
 /// for its number.
-pub(super) fn run(models: &[Model], clients: usize, span: Span, mut next: impl FnMut(usize) -> Request) -> Outcome {
+pub(super) fn run(
+    models: &[Model],
+    clients: usize,
+    span: MeasuredInterval,
+    mut next: impl FnMut(usize) -> Request,
+) -> Outcome {
     let mut drives: Vec<Drive> = models.iter().map(|model| Drive::new(*model)).collect();
     let mut outcome = Outcome::default();
-    let mut begin = |drives: &mut [Drive], number: usize, now: Nanos| {
-        let request = next(number);
-        let legs = request.legs.iter().flatten();
+    let mut start_request = |drives: &mut [Drive], client_index: usize, now: Nanos| {
+        let request = next(client_index);
+        let legs = request.accesses.iter().flatten();
         let client = Client {
-            began: now,
+            started_at: now,
             write: request.write,
-            legs: legs.clone().count(),
+            accesses_left: legs.clone().count(),
         };
         for leg in legs {
-            drives[leg.drive].request(number as Token, leg.write, leg.address);
+            drives[leg.drive].request(client_index as Token, leg.write, leg.address);
         }
         client
     };
-    let mut at_work: Vec<Client> = (0..clients).map(|number| begin(&mut drives, number, 0)).collect();
-    let mut over = Vec::new();
+    let mut in_flight: Vec<Client> = (0..clients)
+        .map(|client_index| start_request(&mut drives, client_index, 0))
+        .collect();
+    let mut completed = Vec::new();
     while let Some(now) = drives.iter().filter_map(Drive::next).min()
-        && now < span.to
+        && now < span.end
     {
         for drive in &mut drives {
-            drive.run_until(now, |_, token| over.push(token as usize));
+            drive.run_until(now, |_, token| completed.push(token as usize));
         }
-        for number in over.drain(..) {
-            let client = &mut at_work[number];
-            client.legs -= 1;
-            if client.legs > 0 {
+        for client_index in completed.drain(..) {
+            let client = &mut in_flight[client_index];
+            client.accesses_left -= 1;
+            if client.accesses_left > 0 {
                 continue;
             }
-            if now >= span.from {
-                let list = if client.write {
-                    &mut outcome.writes
+            if now >= span.start {
+                let latencies = if client.write {
+                    &mut outcome.write_latencies
                 } else {
-                    &mut outcome.reads
+                    &mut outcome.read_latencies
                 };
-                list.push(now - client.began);
+                latencies.push(now - client.started_at);
             }
-            at_work[number] = begin(&mut drives, number, now);
+            in_flight[client_index] = start_request(&mut drives, client_index, now);
         }
     }
-    let count = (outcome.reads.len() + outcome.writes.len()) as f64;
-    outcome.iops = count * 1e9 / (span.to - span.from) as f64;
+    let count = (outcome.read_latencies.len() + outcome.write_latencies.len()) as f64;
+    outcome.iops = count * 1e9 / (span.end - span.start) as f64;
     outcome
 }
 
 /// Runs the published experiment's requests of `clients` VMs, with a disk of `disk` bytes each, on one drive.
-pub(super) fn on_one_drive(model: Model, clients: usize, disk: u64, span: Span) -> Outcome {
+pub(super) fn run_on_one_drive(model: Model, clients: usize, disk: u64, span: MeasuredInterval) -> Outcome {
     let mut requests: Vec<Requests> = (0..clients).map(|number| Requests::of(number, disk)).collect();
     run(&[model], clients, span, |number| {
-        let (write, block) = requests[number].next_one();
-        let leg = Leg {
+        let (write, block) = requests[number].next_request();
+        let leg = DriveAccess {
             drive: 0,
             write,
             address: address(number, block),
         };
         Request {
-            legs: [Some(leg), None],
+            accesses: [Some(leg), None],
             write,
         }
     })
@@ -111,20 +118,27 @@ pub(super) fn on_one_drive(model: Model, clients: usize, disk: u64, span: Span) 
 
 /// Runs the published experiment's requests with a cache on drive `fast` in front of drive `slow`. The share `hits`
 /// of the lines is cached, always the same lines: they are read from the cache and written to both drives.
-pub(super) fn cached(fast: Model, slow: Model, clients: usize, disk: u64, hits: f64, span: Span) -> Outcome {
+pub(super) fn cached(
+    fast: Model,
+    slow: Model,
+    clients: usize,
+    disk: u64,
+    hits: f64,
+    span: MeasuredInterval,
+) -> Outcome {
     let mut requests: Vec<Requests> = (0..clients).map(|number| Requests::of(number, disk)).collect();
     let is_hit = |number, block| (mixed(mixed(address(number, block))) as f64) < hits * u64::MAX as f64;
     run(&[fast, slow], clients, span, |number| {
-        let (write, block) = requests[number].next_one();
+        let (write, block) = requests[number].next_request();
         let hit = is_hit(number, block);
-        let leg = |drive| Leg {
+        let leg = |drive| DriveAccess {
             drive,
             write,
             address: address(number, block),
         };
         let slow = (write || !hit).then(|| leg(1));
         Request {
-            legs: [hit.then(|| leg(0)), slow],
+            accesses: [hit.then(|| leg(0)), slow],
             write,
         }
     })

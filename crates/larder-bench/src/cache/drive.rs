@@ -30,9 +30,9 @@ pub(super) struct Model {
     /// Number of units that work in parallel.
     pub(super) units: usize,
     /// Time for which a read occupies a unit.
-    pub(super) read: Nanos,
+    pub(super) read_time: Nanos,
     /// Latency in addition to the time in a unit, for a read or a write in place: bus, controller, host.
-    pub(super) overhead: Nanos,
+    pub(super) overhead_time: Nanos,
     pub(super) writes: Writes,
 }
 
@@ -48,18 +48,18 @@ pub(super) enum Writes {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Buffer {
     /// Time from when the buffer has room to the acknowledgement.
-    pub(super) acknowledge: Nanos,
+    pub(super) acknowledge_latency: Nanos,
     /// Capacity of the buffer, in writes.
     pub(super) writes_max: usize,
     /// Writes that are programmed together.
     pub(super) writes_per_program: usize,
-    pub(super) program: Nanos,
+    pub(super) program_time: Nanos,
     /// Garbage collection programs for each program of host writes.
-    pub(super) collections: f64,
+    pub(super) gc_programs_per_program: f64,
     /// True if the rest of the mapped unit is read before a write.
-    pub(super) reads_first: bool,
+    pub(super) read_modify_write: bool,
     /// Time that it takes to suspend a program for reads; `None` if programs are not interrupted.
-    pub(super) suspend: Option<Nanos>,
+    pub(super) suspend_time: Option<Nanos>,
 }
 
 /// Work of a unit.
@@ -75,12 +75,12 @@ enum Work {
 
 #[derive(Default)]
 struct Unit {
-    doing: Option<Doing>,
+    running: Option<Doing>,
     /// Number of work items begun so far. A completion event for any item but the last is void.
-    begun: u64,
+    started: u64,
     /// Reads, and writes in place, each with its remaining time.
-    requests: VecDeque<(Work, Nanos)>,
-    background: VecDeque<(Work, Nanos)>,
+    pending_requests: VecDeque<(Work, Nanos)>,
+    pending_background: VecDeque<(Work, Nanos)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -105,12 +105,12 @@ pub(super) struct Drive {
     event_count: u64,
     now: Nanos,
     /// Writes in the buffer.
-    buffered: usize,
+    buffered_writes: usize,
     /// Writes for which the buffer has no room.
-    waiting: VecDeque<(Token, u64)>,
+    unbuffered_writes: VecDeque<(Token, u64)>,
     /// Writes in the buffer that wait until enough of them can be programmed together.
-    gathered: usize,
-    collections_due: f64,
+    batched_writes: usize,
+    gc_programs_due: f64,
     /// Unit that gets the next program.
     next_unit: usize,
 }
@@ -134,10 +134,10 @@ impl Drive {
             events: BinaryHeap::new(),
             event_count: 0,
             now: 0,
-            buffered: 0,
-            waiting: VecDeque::new(),
-            gathered: 0,
-            collections_due: 0.0,
+            buffered_writes: 0,
+            unbuffered_writes: VecDeque::new(),
+            batched_writes: 0,
+            gc_programs_due: 0.0,
             next_unit: 0,
         }
     }
@@ -158,7 +158,7 @@ impl Drive {
             self.now = at;
             match event {
                 Event::Complete(token) => completed(at, token),
-                Event::Done(unit, number) if self.units[unit].begun == number => self.done(unit),
+                Event::Done(unit, number) if self.units[unit].started == number => self.done(unit),
                 Event::Done(..) => {}
             }
         }
@@ -169,17 +169,17 @@ impl Drive {
     /// [`Self::run_until`].
     pub(super) fn request(&mut self, token: Token, write: bool, address: u64) {
         match (write, self.model.writes) {
-            (false, _) => self.enqueue(self.unit_of(address), Work::Read(token)),
-            (true, Writes::InPlace(_)) => self.enqueue(self.unit_of(address), Work::Write(token)),
-            (true, Writes::Buffered(buffer)) if self.buffered < buffer.writes_max => {
+            (false, _) => self.enqueue(self.unit_for(address), Work::Read(token)),
+            (true, Writes::InPlace(_)) => self.enqueue(self.unit_for(address), Work::Write(token)),
+            (true, Writes::Buffered(buffer)) if self.buffered_writes < buffer.writes_max => {
                 self.take_in(buffer, token, address);
             }
-            (true, Writes::Buffered(_)) => self.waiting.push_back((token, address)),
+            (true, Writes::Buffered(_)) => self.unbuffered_writes.push_back((token, address)),
         }
     }
 
     /// Maps an address to a unit: pseudo-random, and always the same unit.
-    fn unit_of(&self, address: u64) -> usize {
+    fn unit_for(&self, address: u64) -> usize {
         (mixed(address) % self.units.len() as u64) as usize
     }
 
@@ -189,40 +189,41 @@ impl Drive {
     }
 
     fn enqueue(&mut self, unit: usize, work: Work) {
-        let takes = match (work, self.model.writes) {
-            (Work::Read(_) | Work::ReadFirst, _) => self.model.read,
+        let duration = match (work, self.model.writes) {
+            (Work::Read(_) | Work::ReadFirst, _) => self.model.read_time,
             (_, Writes::InPlace(write)) => write,
-            (_, Writes::Buffered(buffer)) => buffer.program,
+            (_, Writes::Buffered(buffer)) => buffer.program_time,
         };
-        let after = match work {
+        let delay = match work {
             Work::Read(_) | Work::Write(_) => {
-                self.units[unit].requests.push_back((work, takes));
+                self.units[unit].pending_requests.push_back((work, duration));
                 self.suspend(unit)
             }
             Work::ReadFirst | Work::Program | Work::Collect => {
-                self.units[unit].background.push_back((work, takes));
+                self.units[unit].pending_background.push_back((work, duration));
                 0
             }
         };
-        self.begin(unit, after);
+        self.begin(unit, delay);
     }
 
     /// Suspends the unit's current program if the model allows it. Returns the time that suspending takes.
     fn suspend(&mut self, unit: usize) -> Nanos {
         let Writes::Buffered(Buffer {
-            suspend: Some(suspend), ..
+            suspend_time: Some(suspend),
+            ..
         }) = self.model.writes
         else {
             return 0;
         };
-        let it = &mut self.units[unit];
-        match it.doing {
+        let unit_state = &mut self.units[unit];
+        match unit_state.running {
             Some(Doing {
                 work: work @ (Work::Program | Work::Collect),
                 until,
             }) => {
-                it.background.push_front((work, until - self.now));
-                it.doing = None;
+                unit_state.pending_background.push_front((work, until - self.now));
+                unit_state.running = None;
                 suspend
             }
             _ => 0,
@@ -231,25 +232,29 @@ impl Drive {
 
     /// Starts the next work item of an idle unit, after a delay.
     fn begin(&mut self, unit: usize, after: Nanos) {
-        let it = &mut self.units[unit];
-        if it.doing.is_some() {
+        let unit_state = &mut self.units[unit];
+        if unit_state.running.is_some() {
             return;
         }
-        let Some((work, takes)) = it.requests.pop_front().or_else(|| it.background.pop_front()) else {
+        let Some((work, takes)) = unit_state
+            .pending_requests
+            .pop_front()
+            .or_else(|| unit_state.pending_background.pop_front())
+        else {
             return;
         };
         let until = self.now + after + takes;
-        it.doing = Some(Doing { work, until });
-        it.begun += 1;
-        let number = it.begun;
+        unit_state.running = Some(Doing { work, until });
+        unit_state.started += 1;
+        let number = unit_state.started;
         self.at(until, Event::Done(unit, number));
     }
 
     fn done(&mut self, unit: usize) {
-        let work = self.units[unit].doing.take().map(|doing| doing.work);
+        let work = self.units[unit].running.take().map(|doing| doing.work);
         match (work, self.model.writes) {
             (Some(Work::Read(token) | Work::Write(token)), _) => {
-                self.at(self.now + self.model.overhead, Event::Complete(token));
+                self.at(self.now + self.model.overhead_time, Event::Complete(token));
             }
             (Some(Work::ReadFirst), Writes::Buffered(buffer)) => self.gather(buffer),
             (Some(Work::Program), Writes::Buffered(buffer)) => self.make_room(buffer),
@@ -260,25 +265,25 @@ impl Drive {
 
     /// Puts a write into the buffer, which has room.
     fn take_in(&mut self, buffer: Buffer, token: Token, address: u64) {
-        self.buffered += 1;
-        self.at(self.now + buffer.acknowledge, Event::Complete(token));
-        match buffer.reads_first {
-            true => self.enqueue(self.unit_of(address), Work::ReadFirst),
+        self.buffered_writes += 1;
+        self.at(self.now + buffer.acknowledge_latency, Event::Complete(token));
+        match buffer.read_modify_write {
+            true => self.enqueue(self.unit_for(address), Work::ReadFirst),
             false => self.gather(buffer),
         }
     }
 
     /// Counts a write that is ready to be programmed, and programs once there are enough.
     fn gather(&mut self, buffer: Buffer) {
-        self.gathered += 1;
-        if self.gathered < buffer.writes_per_program {
+        self.batched_writes += 1;
+        if self.batched_writes < buffer.writes_per_program {
             return;
         }
-        self.gathered = 0;
+        self.batched_writes = 0;
         self.program(Work::Program);
-        self.collections_due += buffer.collections;
-        while self.collections_due >= 1.0 {
-            self.collections_due -= 1.0;
+        self.gc_programs_due += buffer.gc_programs_per_program;
+        while self.gc_programs_due >= 1.0 {
+            self.gc_programs_due -= 1.0;
             self.program(Work::Collect);
         }
     }
@@ -291,9 +296,9 @@ impl Drive {
 
     /// Frees the buffer space of programmed writes, and accepts waiting ones.
     fn make_room(&mut self, buffer: Buffer) {
-        self.buffered -= buffer.writes_per_program;
-        while self.buffered < buffer.writes_max
-            && let Some((token, address)) = self.waiting.pop_front()
+        self.buffered_writes -= buffer.writes_per_program;
+        while self.buffered_writes < buffer.writes_max
+            && let Some((token, address)) = self.unbuffered_writes.pop_front()
         {
             self.take_in(buffer, token, address);
         }
@@ -317,20 +322,20 @@ mod tests {
     fn flash(units: usize, buffer: Buffer) -> Drive {
         Drive::new(Model {
             units,
-            read: 50 * US,
-            overhead: 10 * US,
+            read_time: 50 * US,
+            overhead_time: 10 * US,
             writes: Writes::Buffered(buffer),
         })
     }
 
     const BUFFER: Buffer = Buffer {
-        acknowledge: 20 * US,
+        acknowledge_latency: 20 * US,
         writes_max: 64,
         writes_per_program: 4,
-        program: 400 * US,
-        collections: 0.0,
-        reads_first: false,
-        suspend: None,
+        program_time: 400 * US,
+        gc_programs_per_program: 0.0,
+        read_modify_write: false,
+        suspend_time: None,
     };
 
     /// Completion time of each request, with its token.
@@ -344,19 +349,21 @@ mod tests {
     fn mean_wait(load: f64) -> f64 {
         const READS: u64 = 400_000;
         let mut drive = flash(1, BUFFER);
-        let (mut waited, mut now, mut came) = (0, 0.0, Vec::new());
+        let (mut total_wait, mut now, mut arrivals) = (0, 0.0, Vec::new());
         for token in 0..READS {
             // Exponentially distributed intervals.
             let uniform = (mixed(token) as f64 + 1.0) / (u64::MAX as f64 + 2.0);
             now += -uniform.ln() * (50 * US) as f64 / load;
-            came.push(now as Nanos);
-            drive.run_until(now as Nanos, |at, token| waited += at - came[token as usize] - 60 * US);
+            arrivals.push(now as Nanos);
+            drive.run_until(now as Nanos, |at, token| {
+                total_wait += at - arrivals[token as usize] - 60 * US
+            });
             drive.request(token, false, token);
         }
         drive.run_until(Nanos::MAX / 2, |at, token| {
-            waited += at - came[token as usize] - 60 * US
+            total_wait += at - arrivals[token as usize] - 60 * US
         });
-        waited as f64 / READS as f64
+        total_wait as f64 / READS as f64
     }
 
     #[test]
@@ -365,10 +372,10 @@ mod tests {
         for load in [0.3, 0.5, 0.8] {
             // M/D/1: mean wait = load × service time / (2 (1 - load)).
             let theory = load * (50 * US) as f64 / (2.0 * (1.0 - load));
-            let seen = mean_wait(load);
+            let measured = mean_wait(load);
             assert!(
-                (seen / theory - 1.0).abs() < 0.03,
-                "load {load}: {seen} ns, {theory} in theory"
+                (measured / theory - 1.0).abs() < 0.03,
+                "load {load}: {measured} ns, {theory} in theory"
             );
         }
     }
@@ -399,7 +406,7 @@ mod tests {
             1,
             Buffer {
                 writes_max: 4,
-                suspend: Some(30 * US),
+                suspend_time: Some(30 * US),
                 ..BUFFER
             },
         );
@@ -428,15 +435,15 @@ mod tests {
     /// Sustained writes per second of a drive that always has more of them queued.
     fn writes_per_second(units: usize, buffer: Buffer) -> f64 {
         let mut drive = flash(units, buffer);
-        let (mut completed, mut due) = (0, Vec::new());
+        let (mut completed, mut resubmitted) = (0, Vec::new());
         for token in 0..1000 {
             drive.request(token, true, mixed(token));
         }
         const LONG: Nanos = 2_000_000 * US;
         while let Some(at) = drive.next().filter(|at| *at < LONG) {
-            drive.run_until(at, |_, token| due.push(token + 1000));
-            completed += due.len();
-            for token in due.drain(..) {
+            drive.run_until(at, |_, token| resubmitted.push(token + 1000));
+            completed += resubmitted.len();
+            for token in resubmitted.drain(..) {
                 drive.request(token, true, mixed(token));
             }
         }
@@ -450,21 +457,21 @@ mod tests {
         assert!((plain / 80_000.0 - 1.0).abs() < 0.02, "{plain}");
         let costly = Buffer {
             writes_max: 512,
-            collections: 1.5,
-            reads_first: true,
+            gc_programs_per_program: 1.5,
+            read_modify_write: true,
             ..BUFFER
         };
         // 4 writes take 4 reads and 2.5 programs: 1,200 us of a unit.
-        let seen = writes_per_second(8, costly);
-        assert!((seen / 26_667.0 - 1.0).abs() < 0.03, "{seen}");
+        let measured = writes_per_second(8, costly);
+        assert!((measured / 26_667.0 - 1.0).abs() < 0.03, "{measured}");
     }
 
     #[test]
     fn in_place_writes_alternate_with_reads() {
         let mut drive = Drive::new(Model {
             units: 1,
-            read: 7 * US,
-            overhead: 3 * US,
+            read_time: 7 * US,
+            overhead_time: 3 * US,
             writes: Writes::InPlace(8 * US),
         });
         drive.request(0, true, 0);

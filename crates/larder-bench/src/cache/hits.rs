@@ -24,7 +24,7 @@ const LATENCY: Duration = Duration::from_millis(2);
 /// Turns of the two readers at each depth within a round, so that load from elsewhere on the host affects both alike.
 const TURNS: usize = 20;
 /// Reads of the whole disk at most until the cache has it.
-const WARM_MAX: usize = 4;
+const WARMUP_PASSES_MAX: usize = 4;
 
 /// The two servers that are compared.
 #[derive(Clone, Copy)]
@@ -34,10 +34,10 @@ enum Reader {
 }
 
 /// Measured series by depth: direct reads of the file, and cache hits.
-type Rows = [[Series; 2]; DEPTHS.len()];
+type SeriesByDepth = [[Series; 2]; DEPTHS.len()];
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let mut series = Rows::default();
+    let mut series = SeriesByDepth::default();
     for _ in 0..arguments.rounds {
         // Memory placement alone changes the result by a tenth, so each round starts new servers.
         measure(arguments, &mut series)?;
@@ -61,7 +61,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn measure(arguments: &Arguments, series: &mut Rows) -> anyhow::Result<()> {
+fn measure(arguments: &Arguments, series: &mut SeriesByDepth) -> anyhow::Result<()> {
     let memory = Place::new(Path::new("/dev/shm"))?;
     let file = memory.raw_image(DISK_BYTES)?;
     let (_remote, uri) = slow_nbd(&memory, &file, LATENCY)?;
@@ -99,8 +99,8 @@ fn measure(arguments: &Arguments, series: &mut Rows) -> anyhow::Result<()> {
             let before = larder.server().cpu_time()?;
             let misses = misses(larder, reader)?;
             let outcome = client.run(&workload)?;
-            let (sum, used) = &mut sums[turn % 2];
-            *used += larder.server().cpu_time()?.0 - before.0;
+            let (sum, cpu_time) = &mut sums[turn % 2];
+            *cpu_time += larder.server().cpu_time()?.0 - before.0;
             sum.requests += outcome.requests;
             sum.elapsed += outcome.elapsed;
             let missed = self::misses(larder, reader)? - misses;
@@ -110,8 +110,8 @@ fn measure(arguments: &Arguments, series: &mut Rows) -> anyhow::Result<()> {
                 outcome.requests
             );
         }
-        for (series, (outcome, used)) in row.iter_mut().zip(sums) {
-            series.push(outcome, used);
+        for (series, (outcome, cpu_time)) in row.iter_mut().zip(sums) {
+            series.push(outcome, cpu_time);
         }
     }
     Ok(())
@@ -131,12 +131,12 @@ fn misses(larder: &Larder, reader: Reader) -> anyhow::Result<u64> {
     }
     let status = larder.status()?;
     let cache = &status["disks"][0]["cache"];
-    let of = |name: &str| {
+    let counter = |name: &str| {
         cache[name]
             .as_u64()
             .with_context(|| format!("no cache counter {name} in {status}"))
     };
-    Ok(of("misses")? + of("partial_hits")?)
+    Ok(counter("misses")? + counter("partial_hits")?)
 }
 
 /// Reads the whole disk in random order until the cache holds all of it.
@@ -151,7 +151,7 @@ fn warm(larder: &Larder) -> anyhow::Result<()> {
         depth,
         duration: Duration::ZERO,
     };
-    for _ in 0..WARM_MAX {
+    for _ in 0..WARMUP_PASSES_MAX {
         let before = misses(larder, Reader::Cache)?;
         client.run_at(&workload, &offsets)?;
         if misses(larder, Reader::Cache)? == before {

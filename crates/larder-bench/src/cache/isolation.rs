@@ -27,7 +27,7 @@ const HOT: u64 = 64 << 20;
 const DELAY: Duration = Duration::from_millis(2);
 
 /// Number of VMs that scan their disks, for each phase.
-const SCANS: [usize; 4] = [0, 1, 3, 0];
+const SCANNING_VMS_BY_PHASE: [usize; 4] = [0, 1, 3, 0];
 const SCAN_BYTES: usize = 1 << 20;
 const SCAN_DEPTH: usize = 8;
 
@@ -47,14 +47,14 @@ struct Told {
     hits: u64,
     misses: u64,
     /// Bytes that are cached.
-    bytes: u64,
-    evicted: u64,
+    cached_bytes: u64,
+    evicted_lines: u64,
 }
 
 impl Vm {
-    fn start(place: &Place) -> anyhow::Result<Self> {
-        let store = SlowStore::start(place, DISK, DELAY)?;
-        let cache = place.unused("cache");
+    fn start(scratch: &Place) -> anyhow::Result<Self> {
+        let store = SlowStore::start(scratch, DISK, DELAY)?;
+        let cache = scratch.unused("cache");
         let serve = Serve {
             image: store.uri(),
             format: "raw",
@@ -63,7 +63,7 @@ impl Vm {
             options: &format!("--poll-us 0 --cache {} --cache-size {CACHE}", text(&cache)?),
         };
         Ok(Self {
-            larder: serve.start(place)?,
+            larder: serve.start(scratch)?,
             _store: store,
         })
     }
@@ -71,21 +71,21 @@ impl Vm {
     fn told(&self) -> anyhow::Result<Told> {
         let answer: Value = self.larder.status()?;
         let cache = &answer["disks"][0]["cache"];
-        let of = |name: &str| {
+        let counter = |name: &str| {
             let value = cache[name].as_u64();
             value.with_context(|| format!("larder status reports no {name} of the cache: {answer}"))
         };
         Ok(Told {
-            hits: of("hits")?,
-            misses: of("misses")? + of("partial_hits")?,
-            bytes: of("occupancy")?,
-            evicted: of("evicted")?,
+            hits: counter("hits")?,
+            misses: counter("misses")? + counter("partial_hits")?,
+            cached_bytes: counter("occupancy")?,
+            evicted_lines: counter("evicted")?,
         })
     }
 }
 
 /// A read of a random block of the working set.
-fn hot_block(random: &mut Random) -> Request {
+fn working_set_read(random: &mut Random) -> Request {
     Request {
         write: false,
         start: random.below(HOT / BLOCK) * BLOCK,
@@ -95,10 +95,12 @@ fn hot_block(random: &mut Random) -> Request {
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let place = Place::new(&arguments.folder)?;
-    let most = SCANS.into_iter().max().unwrap_or(0);
-    let hot = Vm::start(&place)?;
-    let others: Vec<Vm> = (0..most).map(|_| Vm::start(&place)).collect::<anyhow::Result<_>>()?;
+    let scratch = Place::new(&arguments.folder)?;
+    let scanning_max = SCANNING_VMS_BY_PHASE.into_iter().max().unwrap_or(0);
+    let hot = Vm::start(&scratch)?;
+    let scanners: Vec<Vm> = (0..scanning_max)
+        .map(|_| Vm::start(&scratch))
+        .collect::<anyhow::Result<_>>()?;
     let mut client = Client::connect_with(hot.larder.socket(), false, WARM_DEPTH * BLOCK as usize)?;
     warm_up(&hot, &mut client)?;
     println!(
@@ -112,29 +114,29 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     );
     println!("|{}", " --- |".repeat(10));
     let mut random = Random::default();
-    for count in SCANS {
-        let scanning = &others[..count];
-        let (from, theirs) = (hot.told()?, told_together(scanning)?);
-        let seen = phase(&mut client, scanning, arguments.seconds, &mut random)?;
-        let (to, theirs_then) = (hot.told()?, told_together(scanning)?);
+    for count in SCANNING_VMS_BY_PHASE {
+        let scanning = &scanners[..count];
+        let (from, scanners_before) = (hot.told()?, sum_counters(scanning)?);
+        let phase_result = phase(&mut client, scanning, arguments.seconds, &mut random)?;
+        let (to, scanners_after) = (hot.told()?, sum_counters(scanning)?);
         let (hits, misses) = (to.hits - from.hits, to.misses - from.misses);
-        let mut reads = seen.reads;
+        let mut reads = phase_result.read_latencies;
         reads.sort_unstable();
-        let us = |share: f64| {
+        let percentile_us = |share: f64| {
             let at = (reads.len() as f64 * share) as usize;
-            reads.get(at).map_or(0.0, |took| took.as_secs_f64() * 1e6)
+            reads.get(at).map_or(0.0, |elapsed| elapsed.as_secs_f64() * 1e6)
         };
         println!(
             "| {count} | {:.2} | {:.2} | {} | {:.0} | {:.0} | {:.0} | {:.0} | {:.1} | {} |",
             hits as f64 * 100.0 / (hits + misses) as f64,
-            mib(to.bytes),
-            to.evicted - from.evicted,
+            mib(to.cached_bytes),
+            to.evicted_lines - from.evicted_lines,
             reads.len() as f64 / arguments.seconds,
-            us(0.5),
-            us(0.99),
-            mib(seen.scanned) / arguments.seconds,
-            mib(theirs_then.bytes),
-            theirs_then.evicted - theirs.evicted
+            percentile_us(0.5),
+            percentile_us(0.99),
+            mib(phase_result.scanned_bytes) / arguments.seconds,
+            mib(scanners_after.cached_bytes),
+            scanners_after.evicted_lines - scanners_before.evicted_lines
         );
     }
     Ok(())
@@ -145,14 +147,14 @@ fn mib(bytes: u64) -> f64 {
 }
 
 /// Sums the statistics of several caches.
-fn told_together(vms: &[Vm]) -> anyhow::Result<Told> {
+fn sum_counters(vms: &[Vm]) -> anyhow::Result<Told> {
     let mut sum = Told::default();
     for vm in vms {
-        let told = vm.told()?;
-        sum.hits += told.hits;
-        sum.misses += told.misses;
-        sum.bytes += told.bytes;
-        sum.evicted += told.evicted;
+        let sample = vm.told()?;
+        sum.hits += sample.hits;
+        sum.misses += sample.misses;
+        sum.cached_bytes += sample.cached_bytes;
+        sum.evicted_lines += sample.evicted_lines;
     }
     Ok(sum)
 }
@@ -172,16 +174,19 @@ fn warm_up(vm: &Vm, client: &mut Client) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    ensure!(vm.told()?.bytes >= HOT, "the cache does not hold the working set");
+    ensure!(
+        vm.told()?.cached_bytes >= HOT,
+        "the cache does not hold the working set"
+    );
     Ok(())
 }
 
 /// Results of one phase.
 struct Seen {
     /// Latency of each read of the VM under test.
-    reads: Vec<Duration>,
+    read_latencies: Vec<Duration>,
     /// Bytes that the scanning VMs have read.
-    scanned: u64,
+    scanned_bytes: u64,
 }
 
 /// Reads the working set in one VM while others scan their whole disks.
@@ -193,15 +198,15 @@ fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random
             .map(|vm| scope.spawn(|| scan(vm, &stop, &scanned)))
             .collect();
         let end = Instant::now() + Duration::from_secs_f64(seconds);
-        let mut reads = std::iter::from_fn(|| (Instant::now() < end).then(|| hot_block(random)));
+        let mut reads = std::iter::from_fn(|| (Instant::now() < end).then(|| working_set_read(random)));
         let replayed = client.replay(&mut reads, 1, BLOCK as usize);
         stop.store(true, Ordering::Relaxed);
         for scan in scans {
             scan.join().ok().context("a scanning thread panicked")??;
         }
         Ok(Seen {
-            reads: replayed?.latencies,
-            scanned: scanned.load(Ordering::Relaxed),
+            read_latencies: replayed?.latencies,
+            scanned_bytes: scanned.load(Ordering::Relaxed),
         })
     })
 }
@@ -209,12 +214,12 @@ fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random
 /// Reads a whole disk over and over until `stop` is set.
 fn scan(vm: &Vm, stop: &AtomicBool, scanned: &AtomicU64) -> anyhow::Result<()> {
     let mut client = Client::connect_with(vm.larder.socket(), false, SCAN_DEPTH * SCAN_BYTES)?;
-    let mut places = (0..DISK / SCAN_BYTES as u64).cycle();
+    let mut chunks = (0..DISK / SCAN_BYTES as u64).cycle();
     let reads = std::iter::from_fn(|| {
-        let place = places.next().filter(|_| !stop.load(Ordering::Relaxed))?;
+        let chunk = chunks.next().filter(|_| !stop.load(Ordering::Relaxed))?;
         Some(Request {
             write: false,
-            start: place * SCAN_BYTES as u64,
+            start: chunk * SCAN_BYTES as u64,
             len: SCAN_BYTES,
             due: None,
         })

@@ -3,7 +3,7 @@
 use super::drive::{BLOCK, mixed};
 
 /// Writes in ten requests.
-const WRITES_OF_TEN: u64 = 3;
+const WRITES_PER_TEN_REQUESTS: u64 = 3;
 
 /// Request stream of one VM, the same in every run.
 #[derive(Clone, Debug)]
@@ -25,10 +25,10 @@ impl Requests {
     }
 
     /// Returns the next request: whether it is a write, and its block.
-    pub(super) fn next_one(&mut self) -> (bool, u64) {
+    pub(super) fn next_request(&mut self) -> (bool, u64) {
         self.count += 1;
         let random = mixed(self.seed.wrapping_add(self.count));
-        let write = random % 10 < WRITES_OF_TEN;
+        let write = random % 10 < WRITES_PER_TEN_REQUESTS;
         (write, mixed(random) % self.blocks)
     }
 }

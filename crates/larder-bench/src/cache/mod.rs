@@ -20,7 +20,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use sheets::Programs;
+use sheets::ReadDuringProgram;
 
 /// Measure Larder's cache
 #[derive(Args)]
@@ -35,8 +35,8 @@ pub(crate) struct Arguments {
     #[arg(long, default_value_t = 200.0)]
     dilation: f64,
     /// Effect of a read on a flash program that has begun
-    #[arg(long, value_enum, default_value_t = Programs::Suspended)]
-    programs: Programs,
+    #[arg(long, value_enum, default_value_t = ReadDuringProgram::Suspended)]
+    programs: ReadDuringProgram,
     /// MiB of each VM's disk, of which 12/15 are cached
     #[arg(long, default_value_t = 15)]
     disk: u64,
@@ -104,16 +104,16 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn drives(programs: Programs) {
+fn drives(programs: ReadDuringProgram) {
     println!("Random requests of 4 KiB.\n");
     println!("| drive | | published | model | ratio |");
     println!("|{}", " --- |".repeat(5));
     for drive in sheets::ALL {
-        for row in sheets::calibrated(&drive) {
+        for row in sheets::calibrate(&drive) {
             println!(
                 "| {} | {} | {:.0} | {:.0} | {:.3} |",
                 drive.name,
-                row.what,
+                row.metric,
                 row.published,
                 row.model,
                 row.model / row.published

@@ -37,11 +37,11 @@ const GIB: u64 = 1 << 30;
 /// Size of the reads that fill a cache.
 const FILL_BYTES: u64 = 64 << 10;
 /// Lines in 100 that are filled: each set keeps one way empty.
-const FILLED_OF_100: u64 = 99;
+const FILL_PERCENT: u64 = 99;
 /// Lines without checkpointed metadata at most while the cache is filled. The cache accepts no more lines above a
 /// certain number and share.
-const UNSETTLED_MAX: u64 = 10_000;
-const UNSETTLED_SHARE: u64 = 200;
+const UNCHECKPOINTED_LINES_MAX: u64 = 10_000;
+const UNCHECKPOINTED_LINES_DIVISOR: u64 = 200;
 
 /// Writes before a server is killed.
 const WRITES: Workload = Workload {
@@ -54,7 +54,7 @@ const WRITES: Workload = Workload {
 /// Interval at which the loaded bytes are polled.
 const ASKED_EVERY: Duration = Duration::from_millis(20);
 /// Consecutive reads in one batch.
-const READS_AT_ONCE: u64 = 64;
+const READS_PER_BATCH: u64 = 64;
 /// Time within which a cache must be loaded.
 const LOADED_MAX: Duration = Duration::from_secs(120);
 
@@ -62,31 +62,31 @@ const LOADED_MAX: Duration = Duration::from_secs(120);
 const ANSWERS_MAX: Duration = Duration::from_secs(5);
 
 /// Order to the drives' thread: fill the cache. The answer is the number of lines, a little-endian u64.
-const FILL: u8 = 1;
+const FILL_COMMAND: u8 = 1;
 
 /// Measures the memory of caches of the given sizes, in GiB.
 pub(super) fn memory(arguments: &Arguments) -> anyhow::Result<()> {
-    let place = Place::new(&arguments.folder)?;
+    let scratch = Place::new(&arguments.folder)?;
     println!("Memory of a server with a cache that is 99 % full, in addition to that of a server without a cache.\n");
     println!(
         "| cache, GiB | data share, % | lines | fill time, s | memory, MiB | peak while loading, MiB | bytes per line |"
     );
     println!("|{}", " --- |".repeat(7));
     for &gib in &arguments.caches {
-        let drives = Drives::start(&place, gib * GIB)?;
-        let without = drives.serve(&place, false)?.server().memory_bytes()?;
-        let filled = drives.make_and_fill(&place)?;
-        let seen = opened(&drives, &place, filled.bytes)?;
-        let over = |bytes: u64| bytes.saturating_sub(without);
+        let drives = Drives::start(&scratch, gib * GIB)?;
+        let baseline = drives.serve(&scratch, false)?.server().memory_bytes()?;
+        let filled = drives.create_and_fill(&scratch)?;
+        let startup = opened(&drives, &scratch, filled.bytes)?;
+        let over_baseline = |bytes: u64| bytes.saturating_sub(baseline);
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let lines = filled.bytes / BLOCK;
         println!(
             "| {gib} | {:.2} | {lines} | {:.1} | {:.1} | {:.1} | {:.2} |",
             filled.capacity as f64 * 100.0 / (gib * GIB) as f64,
-            filled.took.as_secs_f64(),
-            mib(over(seen.memory)),
-            mib(over(seen.memory_max)),
-            over(seen.memory) as f64 / lines as f64,
+            filled.duration.as_secs_f64(),
+            mib(over_baseline(startup.memory)),
+            mib(over_baseline(startup.memory_max)),
+            over_baseline(startup.memory) as f64 / lines as f64,
         );
     }
     Ok(())
@@ -94,10 +94,10 @@ pub(super) fn memory(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Measures how the largest of the caches opens.
 pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
-    let place = Place::new(&arguments.folder)?;
+    let scratch = Place::new(&arguments.folder)?;
     let gib = arguments.caches.iter().copied().max().unwrap_or(1);
-    let drives = Drives::start(&place, gib * GIB)?;
-    let filled = drives.make_and_fill(&place)?;
+    let drives = Drives::start(&scratch, gib * GIB)?;
+    let filled = drives.create_and_fill(&scratch)?;
     println!(
         "A cache of {gib} GiB, 99 % full, while its server starts; reads of cached 4 KiB blocks, one at a time.\n"
     );
@@ -106,17 +106,17 @@ pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
     );
     println!("|{}", " --- |".repeat(8));
     let mut curves = Vec::new();
-    let closed = opened(&drives, &place, filled.bytes)?;
+    let closed = opened(&drives, &scratch, filled.bytes)?;
     closed.print("closed");
-    curves.push(("closed", closed.curve));
-    let larder = drives.serve(&place, true)?;
+    curves.push(("closed", closed.usable_share));
+    let larder = drives.serve(&scratch, true)?;
     loaded(&larder, filled.bytes)?;
     let written = Client::connect(larder.socket(), false)?.run(&WRITES)?;
     // Kills the server.
     drop(larder);
-    let killed = opened(&drives, &place, filled.bytes)?;
+    let killed = opened(&drives, &scratch, filled.bytes)?;
     killed.print("killed");
-    curves.push(("killed", killed.curve));
+    curves.push(("killed", killed.usable_share));
     println!("\nThe server was killed after {} random writes.\n", written.requests);
     println!("Usable share of the lines, %, by milliseconds since the start of the server:\n");
     for (name, curve) in curves {
@@ -132,42 +132,44 @@ pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Measurements of a server that has opened a cache.
 struct Opened {
-    listens: Duration,
-    first_read: Duration,
-    loaded: Duration,
+    time_to_listen: Duration,
+    time_to_first_read: Duration,
+    time_to_loaded: Duration,
     /// Latencies of the reads until the cache was loaded, sorted.
-    reads: Vec<Duration>,
+    read_latencies: Vec<Duration>,
     /// Share of the lines that were usable, by time since the start.
-    curve: Vec<(Duration, f64)>,
+    usable_share: Vec<(Duration, f64)>,
     /// Bytes of memory at the end, and at most.
     memory: u64,
     memory_max: u64,
 }
 
 impl Opened {
-    fn print(&self, was: &str) {
-        let of = |part: usize, of: usize| {
-            let at = (self.reads.len() * part / of).min(self.reads.len().saturating_sub(1));
-            self.reads.get(at).map_or(0.0, |took| took.as_secs_f64() * 1e6)
+    fn print(&self, stopped_how: &str) {
+        let percentile_us = |part: usize, of: usize| {
+            let at = (self.read_latencies.len() * part / of).min(self.read_latencies.len().saturating_sub(1));
+            self.read_latencies
+                .get(at)
+                .map_or(0.0, |elapsed| elapsed.as_secs_f64() * 1e6)
         };
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         println!(
-            "| {was} | {:.1} | {:.1} | {:.0} | {} | {:.0} | {:.0} | {:.0} |",
-            ms(self.listens),
-            ms(self.first_read),
-            ms(self.loaded),
-            self.reads.len(),
-            of(1, 2),
-            of(99, 100),
-            of(1, 1)
+            "| {stopped_how} | {:.1} | {:.1} | {:.0} | {} | {:.0} | {:.0} | {:.0} |",
+            ms(self.time_to_listen),
+            ms(self.time_to_first_read),
+            ms(self.time_to_loaded),
+            self.read_latencies.len(),
+            percentile_us(1, 2),
+            percentile_us(99, 100),
+            percentile_us(1, 1)
         );
     }
 }
 
 /// Starts a server on a cache that has `bytes` in lines, and measures how the cache is loaded.
-fn opened(drives: &Drives, place: &Place, bytes: u64) -> anyhow::Result<Opened> {
+fn opened(drives: &Drives, scratch: &Place, bytes: u64) -> anyhow::Result<Opened> {
     let begin = Instant::now();
-    let larder = drives.serve(place, true)?;
+    let larder = drives.serve(scratch, true)?;
     let listens = begin.elapsed();
     let block = BLOCK as usize;
     let mut client = Client::connect_with(larder.socket(), false, block)?;
@@ -187,23 +189,23 @@ fn opened(drives: &Drives, place: &Place, bytes: u64) -> anyhow::Result<Opened> 
     let first_read = begin.elapsed();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let watching = scope.spawn(|| {
+        let poller = scope.spawn(|| {
             let seen = watch(&larder, bytes, begin);
             stop.store(true, Ordering::Relaxed);
             seen
         });
         let mut reads = Vec::new();
         while !stop.load(Ordering::Relaxed) {
-            reads.extend(read(READS_AT_ONCE)?);
+            reads.extend(read(READS_PER_BATCH)?);
         }
-        let (curve, memory_max) = watching.join().ok().context("the polling thread panicked")??;
+        let (curve, memory_max) = poller.join().ok().context("the polling thread panicked")??;
         reads.sort_unstable();
         Ok(Opened {
-            listens,
-            first_read,
-            loaded: curve.last().map_or(first_read, |(at, _)| *at),
-            reads,
-            curve,
+            time_to_listen: listens,
+            time_to_first_read: first_read,
+            time_to_loaded: curve.last().map_or(first_read, |(at, _)| *at),
+            read_latencies: reads,
+            usable_share: curve,
             memory: larder.server().memory_bytes()?,
             memory_max,
         })
@@ -252,7 +254,7 @@ struct Filled {
     capacity: u64,
     /// Bytes of the lines in the cache.
     bytes: u64,
-    took: Duration,
+    duration: Duration,
 }
 
 /// The cache device and the disk, on a thread that ends when this value is dropped.
@@ -260,20 +262,20 @@ struct Drives {
     cache: String,
     disk: String,
     /// Connection to the thread. Closing it stops the thread.
-    orders: Option<UnixStream>,
+    command_socket: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Drives {
     /// Starts a cache device of `size` bytes, and a disk a quarter larger.
-    fn start(place: &Place, size: u64) -> anyhow::Result<Self> {
-        let (cache, disk) = (place.unused("cache"), place.unused("disk"));
+    fn start(scratch: &Place, size: u64) -> anyhow::Result<Self> {
+        let (cache, disk) = (scratch.unused("cache"), scratch.unused("disk"));
         let listener =
             |path: &Path| UnixListener::bind(path).with_context(|| format!("listening on {}", path.display()));
         let listeners = [listener(&cache)?, listener(&disk)?];
-        let (orders, taken) = UnixStream::pair()?;
+        let (orders, commands) = UnixStream::pair()?;
         let serve = move || {
-            if let Err(error) = serve(size, listeners, taken) {
+            if let Err(error) = serve(size, listeners, commands) {
                 // The clients fail too: they wait for the connection and report that.
                 eprintln!("the drives' thread failed: {error:#}");
             }
@@ -281,12 +283,12 @@ impl Drives {
         Ok(Self {
             cache: uri(&cache)?,
             disk: uri(&disk)?,
-            orders: Some(orders),
+            command_socket: Some(orders),
             thread: Some(std::thread::Builder::new().name("drives".to_owned()).spawn(serve)?),
         })
     }
 
-    fn serve(&self, place: &Place, cached: bool) -> anyhow::Result<Larder> {
+    fn serve(&self, scratch: &Place, cached: bool) -> anyhow::Result<Larder> {
         let options = match cached {
             true => format!("--poll-us 0 --cache {}", self.cache),
             false => "--poll-us 0".to_owned(),
@@ -298,12 +300,12 @@ impl Drives {
             export: Export::VhostUser,
             options: &options,
         };
-        serve.start(place)
+        serve.start(scratch)
     }
 
     /// Creates the cache by starting a server, which binds it to the disk, then fills it with the library.
-    fn make_and_fill(&self, place: &Place) -> anyhow::Result<Filled> {
-        let larder = self.serve(place, true)?;
+    fn create_and_fill(&self, scratch: &Place) -> anyhow::Result<Filled> {
+        let larder = self.serve(scratch, true)?;
         let begin = Instant::now();
         let status = loop {
             match larder.status() {
@@ -315,21 +317,21 @@ impl Drives {
         let capacity = status["disks"][0]["cache"]["capacity"].as_u64();
         let capacity = capacity.with_context(|| format!("larder status does not report the cache: {status}"))?;
         let begin = Instant::now();
-        let mut orders = self.orders.as_ref().context("the drives' thread has ended")?;
-        orders.write_all(&[FILL])?;
+        let mut commands = self.command_socket.as_ref().context("the drives' thread has ended")?;
+        commands.write_all(&[FILL_COMMAND])?;
         let mut answer = [0; 8];
-        orders.read_exact(&mut answer).context("the cache was not filled")?;
+        commands.read_exact(&mut answer).context("the cache was not filled")?;
         Ok(Filled {
             capacity,
             bytes: u64::from_le_bytes(answer) * BLOCK,
-            took: begin.elapsed(),
+            duration: begin.elapsed(),
         })
     }
 }
 
 impl Drop for Drives {
     fn drop(&mut self) {
-        drop(self.orders.take());
+        drop(self.command_socket.take());
         if let Some(thread) = self.thread.take() {
             // A panic has printed its message already.
             let _ = thread.join();
@@ -339,31 +341,31 @@ impl Drop for Drives {
 
 /// Serves both devices, and fills the cache on each order, until the other end of `orders` is closed.
 fn serve(size: u64, listeners: [UnixListener; 2], mut orders: UnixStream) -> anyhow::Result<()> {
-    let on = Loop::new(Duration::ZERO)?;
+    let event_loop = Loop::new(Duration::ZERO)?;
     // A cache's metadata takes less than a hundredth of its size.
-    let fast: Rc<dyn BlockDevice> = Rc::new(Beginning::new(
+    let fast: Rc<dyn BlockDevice> = Rc::new(PrefixDevice::new(
         size,
         (size / 100).next_multiple_of(1 << 20) + (32 << 20),
     ));
-    let disk: Rc<dyn BlockDevice> = Rc::new(Beginning::new(size / 4 * 5, 1 << 20));
+    let disk: Rc<dyn BlockDevice> = Rc::new(PrefixDevice::new(size / 4 * 5, 1 << 20));
     let mut servers = Vec::new();
     for (device, listener) in [&fast, &disk].into_iter().zip(listeners) {
-        let server = NbdServer::new(&on, Rc::clone(device), NbdServerOptions::default());
-        server.listen(Listener::from_descriptor(&on, listener.into())?);
+        let server = NbdServer::new(&event_loop, Rc::clone(device), NbdServerOptions::default());
+        server.listen(Listener::from_descriptor(&event_loop, listener.into())?);
         servers.push(server);
     }
-    let result = on.block_on(async {
+    let result = event_loop.block_on(async {
         loop {
-            on.readable(orders.as_fd()).await?;
-            let mut order = [0];
-            if orders.read(&mut order)? == 0 {
+            event_loop.readable(orders.as_fd()).await?;
+            let mut command = [0];
+            if orders.read(&mut command)? == 0 {
                 return Ok(());
             }
-            let lines = fill(&on, &disk, &fast).await?;
+            let lines = fill(&event_loop, &disk, &fast).await?;
             orders.write_all(&lines.to_le_bytes())?;
         }
     });
-    on.block_on(async {
+    event_loop.block_on(async {
         for server in &servers {
             server.stop().await;
         }
@@ -372,9 +374,9 @@ fn serve(size: u64, listeners: [UnixListener; 2], mut orders: UnixStream) -> any
 }
 
 /// Records no failures of the cache: any failure ends the measurement.
-struct NoWitness;
+struct NoFailureLog;
 
-impl FailureLog for NoWitness {
+impl FailureLog for NoFailureLog {
     fn record_failed(&self) -> BoxFuture<'_, std::io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
@@ -403,7 +405,7 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
         verdict: Verdict::Unchanged,
         fingerprint: Box::new(move || stamp.clone()),
         failure: None,
-        failure_log: Box::new(NoWitness),
+        failure_log: Box::new(NoFailureLog),
         boot: [0; 16],
         endurance: None,
         cleaning: CleanOptions::default(),
@@ -414,12 +416,12 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
     let cache = opened.map_err(said)?;
     let layer: Rc<dyn BlockDevice> = Rc::clone(&cache) as _;
     let slots = cache.layout().capacity().get() / BLOCK;
-    let wanted = slots * FILLED_OF_100 / 100;
-    let unsettled_max = UNSETTLED_MAX.min(slots / UNSETTLED_SHARE);
+    let lines_wanted = slots * FILL_PERCENT / 100;
+    let unsettled_max = UNCHECKPOINTED_LINES_MAX.min(slots / UNCHECKPOINTED_LINES_DIVISOR);
     let mut bytes = AlignedBuf::zeroed(FILL_BYTES as usize);
     let per_read = FILL_BYTES / BLOCK;
     let mut at = 0;
-    while at < wanted {
+    while at < lines_wanted {
         let from = ByteOffset::new(at * BLOCK);
         layer.read(from, ReadBuf::new(&mut bytes)).await.map_err(said)?;
         at += per_read;
@@ -439,22 +441,22 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
     layer.close().await.map_err(said)?;
     ensure!(cache.is_working(), "the cache has failed");
     ensure!(
-        lines * 100 >= wanted * 98,
-        "only {lines} lines of {wanted} are in the cache"
+        lines * 100 >= lines_wanted * 98,
+        "only {lines} lines of {lines_wanted} are in the cache"
     );
     Ok(lines)
 }
 
 /// A device that stores only its beginning. The rest discards writes and reads as zeros.
-struct Beginning {
+struct PrefixDevice {
     lower: Rc<dyn BlockDevice>,
     size: ByteLen,
 }
 
-impl Beginning {
-    fn new(size: u64, kept: u64) -> Self {
+impl PrefixDevice {
+    fn new(size: u64, stored_bytes: u64) -> Self {
         Self {
-            lower: Rc::new(MemoryDevice::new(ByteLen::new(kept), 512)),
+            lower: Rc::new(MemoryDevice::new(ByteLen::new(stored_bytes), 512)),
             size: ByteLen::new(size),
         }
     }
@@ -464,7 +466,7 @@ impl Beginning {
     }
 }
 
-impl Filter for Beginning {
+impl Filter for PrefixDevice {
     fn lower(&self) -> &Rc<dyn BlockDevice> {
         &self.lower
     }

@@ -44,9 +44,9 @@ pub(super) fn svg(panels: &[Panel]) -> String {
     out
 }
 
-/// Returns a round step, such that about [`STEPS`] of them reach `most`.
-fn step(most: f64) -> f64 {
-    let rough = most / STEPS;
+/// Returns a round step, such that about [`STEPS`] of them reach `value_max`.
+fn step(value_max: f64) -> f64 {
+    let rough = value_max / STEPS;
     let power = 10f64.powf(rough.log10().floor());
     [1.0, 2.0, 5.0, 10.0]
         .into_iter()
@@ -64,10 +64,10 @@ impl Panel {
         let top = (most / step).ceil() * step;
         let x = |vms: f64| LEFT + vms / right * (WIDTH - LEFT - RIGHT);
         let y = |value: f64| HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM);
-        let mut text = |x: f64, y: f64, anchor: &str, words: &str| {
+        let mut text = |x: f64, y: f64, anchor: &str, label: &str| {
             let _ = writeln!(
                 out,
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{words}</text>"
+                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>"
             );
         };
         text(LEFT, 16.0, "start", self.title);
@@ -80,15 +80,15 @@ impl Panel {
                 &(vms * 16).to_string(),
             );
         }
-        let marks = (0..=(top / step).round() as u32).map(|mark| f64::from(mark) * step);
-        for mark in marks.clone() {
-            text(LEFT - 6.0, y(mark) + 4.0, "end", &mark.to_string());
+        let ticks = (0..=(top / step).round() as u32).map(|tick| f64::from(tick) * step);
+        for tick in ticks.clone() {
+            text(LEFT - 6.0, y(tick) + 4.0, "end", &tick.to_string());
         }
         for (number, line) in self.lines.iter().enumerate() {
             text(LEFT + 22.0 + NAME_WIDTH * number as f64, NAMES, "start", line.name);
         }
-        for mark in marks {
-            let (from, to, at) = (x(0.0), x(right), y(mark));
+        for tick in ticks {
+            let (from, to, at) = (x(0.0), x(right), y(tick));
             let _ = writeln!(out, "<path d=\"M{from:.1} {at:.1}H{to:.1}\" stroke=\"#ddd\"/>");
         }
         for (number, line) in self.lines.iter().enumerate() {
@@ -99,10 +99,10 @@ impl Panel {
                 "<path d=\"M{from:.1} {at:.1}h18\" stroke=\"{colour}\" stroke-width=\"2\"/>"
             );
             let at = |(vms, value): &(f64, f64)| format!("{:.1},{:.1}", x(*vms), y(*value));
-            let places = line.points.iter().map(at).collect::<Vec<_>>().join(" ");
+            let polyline = line.points.iter().map(at).collect::<Vec<_>>().join(" ");
             let _ = writeln!(
                 out,
-                "<polyline points=\"{places}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>"
+                "<polyline points=\"{polyline}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>"
             );
         }
     }

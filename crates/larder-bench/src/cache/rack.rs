@@ -34,62 +34,67 @@ const SECTOR_BYTES: u32 = 512;
 
 /// Configuration of a drive, with a partition for each VM.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bay {
+pub(super) struct DriveConfig {
     pub(super) model: Model,
     /// Bytes of a partition.
-    pub(super) partition: u64,
+    pub(super) partition_bytes: u64,
 }
 
 /// The running drives, on a thread that ends when this value is dropped.
-pub(super) struct Rack {
+pub(super) struct SimulatedDrives {
     /// NBD URIs by drive and VM.
     uris: Vec<Vec<String>>,
-    shared: Arc<Switches>,
+    shared_state: Arc<DriveSharedState>,
     /// Closing this connection stops the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Switches {
+struct DriveSharedState {
     /// True if requests take the model's time.
-    timed: AtomicBool,
-    answers: AtomicU64,
+    timing_enabled: AtomicBool,
+    answer_count: AtomicU64,
     /// Sum of all delays of answers behind the model's time, in nanoseconds.
-    late: AtomicU64,
+    lateness_ns: AtomicU64,
     /// Blocks written, by drive.
-    writes: Vec<AtomicU64>,
+    written_blocks: Vec<AtomicU64>,
 }
 
-impl Rack {
+impl SimulatedDrives {
     /// Starts the drives. The model's times are multiplied by `dilation`.
-    pub(super) fn start(place: &Place, bays: &[Bay], vms: usize, dilation: f64) -> anyhow::Result<Self> {
+    pub(super) fn start(
+        scratch: &Place,
+        drive_configs: &[DriveConfig],
+        vms: usize,
+        dilation: f64,
+    ) -> anyhow::Result<Self> {
         let (mut uris, mut listeners) = (Vec::new(), Vec::new());
-        for _ in bays {
-            let (mut of_drive, mut to_drive) = (Vec::new(), Vec::new());
+        for _ in drive_configs {
+            let (mut drive_uris, mut drive_listeners) = (Vec::new(), Vec::new());
             for _ in 0..vms {
-                let path = place.unused("partition");
+                let path = scratch.unused("partition");
                 let listener = UnixListener::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
-                to_drive.push(listener);
-                of_drive.push(uri(&path)?);
+                drive_listeners.push(listener);
+                drive_uris.push(uri(&path)?);
             }
-            uris.push(of_drive);
-            listeners.push(to_drive);
+            uris.push(drive_uris);
+            listeners.push(drive_listeners);
         }
-        let shared = Arc::new(Switches {
-            writes: bays.iter().map(|_| AtomicU64::default()).collect(),
-            ..Switches::default()
+        let shared = Arc::new(DriveSharedState {
+            written_blocks: drive_configs.iter().map(|_| AtomicU64::default()).collect(),
+            ..DriveSharedState::default()
         });
         let (stop, stopped) = UnixStream::pair()?;
-        let (bays, switches) = (bays.to_vec(), Arc::clone(&shared));
-        let serve = move || match serve(&bays, listeners, &stopped, dilation, &switches) {
+        let (drive_configs, switches) = (drive_configs.to_vec(), Arc::clone(&shared));
+        let serve = move || match serve(&drive_configs, listeners, &stopped, dilation, &switches) {
             Ok(()) => {}
             // The clients fail too: they wait for the connection and report that.
             Err(error) => eprintln!("the simulated drives failed: {error:#}"),
         };
         Ok(Self {
             uris,
-            shared,
+            shared_state: shared,
             stop: Some(stop),
             thread: Some(std::thread::Builder::new().name("drives".to_owned()).spawn(serve)?),
         })
@@ -101,23 +106,23 @@ impl Rack {
 
     /// Sets whether requests take the model's time. At first they are answered at once.
     pub(super) fn set_timed(&self, timed: bool) {
-        self.shared.timed.store(timed, Ordering::Relaxed);
+        self.shared_state.timing_enabled.store(timed, Ordering::Relaxed);
     }
 
     /// Returns the blocks written to a drive since the last call.
-    pub(super) fn take_writes(&self, drive: usize) -> u64 {
-        self.shared.writes[drive].swap(0, Ordering::Relaxed)
+    pub(super) fn take_written_blocks(&self, drive: usize) -> u64 {
+        self.shared_state.written_blocks[drive].swap(0, Ordering::Relaxed)
     }
 
     /// Returns the mean delay of answers behind the model's time since the last call.
-    pub(super) fn take_lateness(&self) -> Duration {
-        let late = self.shared.late.swap(0, Ordering::Relaxed);
-        let answers = self.shared.answers.swap(0, Ordering::Relaxed).max(1);
+    pub(super) fn take_mean_lateness(&self) -> Duration {
+        let late = self.shared_state.lateness_ns.swap(0, Ordering::Relaxed);
+        let answers = self.shared_state.answer_count.swap(0, Ordering::Relaxed).max(1);
         Duration::from_nanos(late / answers)
     }
 }
 
-impl Drop for Rack {
+impl Drop for SimulatedDrives {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
@@ -129,31 +134,31 @@ impl Drop for Rack {
 
 /// Serves until the other end of `stopped` is closed.
 fn serve(
-    bays: &[Bay],
+    bays: &[DriveConfig],
     listeners: Vec<Vec<UnixListener>>,
     stopped: &UnixStream,
     dilation: f64,
-    switches: &Arc<Switches>,
+    switches: &Arc<DriveSharedState>,
 ) -> anyhow::Result<()> {
     // The loop does not spin: the processors are for the programs under test.
     let on = Loop::new(Duration::ZERO)?;
     let mut servers = Vec::new();
     for (number, (bay, listeners)) in bays.iter().zip(listeners).enumerate() {
-        let timed = Rc::new(Timed {
-            on: on.clone(),
+        let timed = Rc::new(TimedDrive {
+            event_loop: on.clone(),
             dilation,
-            number,
+            drive_index: number,
             drive: RefCell::new(Drive::new(bay.model)),
-            waiting: RefCell::default(),
-            tokens: Cell::default(),
-            asked: Cell::default(),
-            changed: Signal::default(),
+            pending: RefCell::default(),
+            next_token: Cell::default(),
+            request_count: Cell::default(),
+            request_arrived: Signal::default(),
             switches: Arc::clone(switches),
         });
         on.spawn(Rc::clone(&timed).tick());
         for (vm, listener) in listeners.into_iter().enumerate() {
             let partition = Partition {
-                lower: Rc::new(MemoryDevice::new(ByteLen::new(bay.partition), SECTOR_BYTES)),
+                lower: Rc::new(MemoryDevice::new(ByteLen::new(bay.partition_bytes), SECTOR_BYTES)),
                 drive: Rc::clone(&timed),
                 vm,
             };
@@ -172,33 +177,33 @@ fn serve(
 }
 
 /// A drive model driven by the event loop's clock.
-struct Timed {
-    on: Loop,
+struct TimedDrive {
+    event_loop: Loop,
     dilation: f64,
     /// Index of the drive.
-    number: usize,
+    drive_index: usize,
     drive: RefCell<Drive>,
     /// Requests in flight, by each of their tokens.
-    waiting: RefCell<HashMap<Token, Rc<Waiting>>>,
-    tokens: Cell<Token>,
+    pending: RefCell<HashMap<Token, Rc<Waiting>>>,
+    next_token: Cell<Token>,
     /// Number of requests received.
-    asked: Cell<u64>,
+    request_count: Cell<u64>,
     /// Raised when a request arrives.
-    changed: Signal,
-    switches: Arc<Switches>,
+    request_arrived: Signal,
+    switches: Arc<DriveSharedState>,
 }
 
 /// A request in flight.
 #[derive(Default)]
 struct Waiting {
     /// Blocks that are not done.
-    left: Cell<u64>,
-    over: Signal,
+    blocks_left: Cell<u64>,
+    completed: Signal,
 }
 
-impl Timed {
+impl TimedDrive {
     fn now(&self) -> Nanos {
-        (self.on.now().as_nanos() as f64 / self.dilation) as Nanos
+        (self.event_loop.now().as_nanos() as f64 / self.dilation) as Nanos
     }
 
     /// Returns the earliest loop time at which the model's time has reached `at`.
@@ -215,15 +220,15 @@ impl Timed {
             .borrow_mut()
             .run_until(now, |at, token| done.push((at, token)));
         for (at, token) in done {
-            let Some(request) = self.waiting.borrow_mut().remove(&token) else {
+            let Some(request) = self.pending.borrow_mut().remove(&token) else {
                 continue;
             };
-            request.left.set(request.left.get() - 1);
-            if request.left.get() == 0 {
+            request.blocks_left.set(request.blocks_left.get() - 1);
+            if request.blocks_left.get() == 0 {
                 let late = ((now - at) as f64 * self.dilation) as u64;
-                self.switches.late.fetch_add(late, Ordering::Relaxed);
-                self.switches.answers.fetch_add(1, Ordering::Relaxed);
-                request.over.raise();
+                self.switches.lateness_ns.fetch_add(late, Ordering::Relaxed);
+                self.switches.answer_count.fetch_add(1, Ordering::Relaxed);
+                request.completed.raise();
             }
         }
     }
@@ -232,47 +237,52 @@ impl Timed {
     async fn tick(self: Rc<Self>) {
         loop {
             self.catch_up();
-            let (next, asked) = (self.drive.borrow().next(), self.asked.get());
-            let another = self.changed.until(|| (self.asked.get() != asked).then_some(()));
+            let (next, asked) = (self.drive.borrow().next(), self.request_count.get());
+            let another = self
+                .request_arrived
+                .until(|| (self.request_count.get() != asked).then_some(()));
             match next {
-                Some(at) => first_of(self.on.sleep_until(self.deadline(at)), another).await,
+                Some(at) => first_of(self.event_loop.sleep_until(self.deadline(at)), another).await,
                 None => another.await,
             }
         }
     }
 
     /// Waits as long as the drive takes for the blocks of a request.
-    async fn take_time(&self, write: bool, vm: usize, start: ByteOffset, len: usize) {
+    async fn wait_service_time(&self, write: bool, vm: usize, start: ByteOffset, len: usize) {
         let blocks = start.get() / BLOCK..(start.get() + len as u64).div_ceil(BLOCK);
         let request = Rc::new(Waiting::default());
         let count = blocks.end - blocks.start;
-        request.left.set(count);
+        request.blocks_left.set(count);
         if write {
-            self.switches.writes[self.number].fetch_add(count, Ordering::Relaxed);
+            self.switches.written_blocks[self.drive_index].fetch_add(count, Ordering::Relaxed);
         }
         self.catch_up();
         for block in blocks {
-            let token = self.tokens.get();
-            self.tokens.set(token + 1);
-            self.waiting.borrow_mut().insert(token, Rc::clone(&request));
+            let token = self.next_token.get();
+            self.next_token.set(token + 1);
+            self.pending.borrow_mut().insert(token, Rc::clone(&request));
             self.drive.borrow_mut().request(token, write, address(vm, block));
         }
-        self.asked.set(self.asked.get() + 1);
-        self.changed.raise();
-        request.over.until(|| (request.left.get() == 0).then_some(())).await;
+        self.request_count.set(self.request_count.get() + 1);
+        self.request_arrived.raise();
+        request
+            .completed
+            .until(|| (request.blocks_left.get() == 0).then_some(()))
+            .await;
     }
 }
 
 /// A VM's partition of a drive.
 struct Partition {
     lower: Rc<dyn BlockDevice>,
-    drive: Rc<Timed>,
+    drive: Rc<TimedDrive>,
     vm: usize,
 }
 
 impl Partition {
     fn is_timed(&self) -> bool {
-        self.drive.switches.timed.load(Ordering::Relaxed)
+        self.drive.switches.timing_enabled.load(Ordering::Relaxed)
     }
 }
 
@@ -295,7 +305,7 @@ impl Filter for Partition {
             return self.lower.read(start, buffer);
         }
         Io::task(async move {
-            self.drive.take_time(false, self.vm, start, buffer.len()).await;
+            self.drive.wait_service_time(false, self.vm, start, buffer.len()).await;
             self.lower.read(start, buffer).await
         })
     }
@@ -305,7 +315,7 @@ impl Filter for Partition {
             return self.lower.write(start, buffer, flags);
         }
         Io::task(async move {
-            self.drive.take_time(true, self.vm, start, buffer.len()).await;
+            self.drive.wait_service_time(true, self.vm, start, buffer.len()).await;
             self.lower.write(start, buffer, flags).await
         })
     }
@@ -316,7 +326,7 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-    use crate::cache::sheets::{OPTANE, Programs, QLC};
+    use crate::cache::sheets::{OPTANE, QLC, ReadDuringProgram};
 
     fn qemu_io(uri: &str, command: &str) -> String {
         let output = Command::new("qemu-io")
@@ -329,12 +339,12 @@ mod tests {
     #[test]
     /// A write changes its own partition alone, untimed and timed, at offsets inside blocks.
     fn write_changes_only_its_own_partition() {
-        let place = Place::new(&std::env::temp_dir()).expect("a place");
-        let bays = [OPTANE, QLC].map(|drive| Bay {
-            model: drive.model(Programs::Suspended),
-            partition: 1 << 20,
+        let scratch = Place::new(&std::env::temp_dir()).expect("a place");
+        let bays = [OPTANE, QLC].map(|drive| DriveConfig {
+            model: drive.model(ReadDuringProgram::Suspended),
+            partition_bytes: 1 << 20,
         });
-        let rack = Rack::start(&place, &bays, 2, 1.0).expect("the drives");
+        let rack = SimulatedDrives::start(&scratch, &bays, 2, 1.0).expect("the drives");
         for (pattern, timed) in [(1, false), (2, true)] {
             rack.set_timed(timed);
             // The range begins and ends inside blocks.
@@ -349,6 +359,6 @@ mod tests {
             }
         }
         // Only the timed write is counted.
-        assert_eq!((rack.take_writes(0), rack.take_writes(1)), (0, 4));
+        assert_eq!((rack.take_written_blocks(0), rack.take_written_blocks(1)), (0, 4));
     }
 }

@@ -5,16 +5,16 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 
 use super::Arguments;
-use super::closed::{self, Span};
+use super::closed::{self, MeasuredInterval};
 use super::drive::{BLOCK, Nanos};
 use super::plot::{self, Line, Panel};
-use super::rack::{Bay, Rack};
+use super::rack::{DriveConfig, SimulatedDrives};
 use super::sheets::{self, Drive};
 use super::vms::{Hits, Vms};
 use crate::prefetch::place::Place;
 
 /// Cached parts of a disk, out of 15.
-const CACHED_OF_15: u64 = 12;
+const CACHED_FIFTEENTHS: u64 = 12;
 
 /// Share of reads among the requests.
 const READS: f64 = 0.7;
@@ -23,20 +23,20 @@ const READS: f64 = 0.7;
 const FAST: usize = 0;
 
 /// Measured interval of the simulation that gives the bound, after a second of warm-up.
-pub(super) const SPAN: Span = Span {
-    from: 1_000_000_000,
-    to: 3_000_000_000,
+pub(super) const SPAN: MeasuredInterval = MeasuredInterval {
+    start: 1_000_000_000,
+    end: 3_000_000_000,
 };
 
 /// Seconds of one VM's reads from drives that answer at once, which measure the latency of the programs alone.
-const BARE_SECONDS: f64 = 1.0;
+const BASELINE_SECONDS: f64 = 1.0;
 
 /// Read latencies, in us.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Latency {
-    pub(super) mean: f64,
+    pub(super) mean_us: f64,
     /// 80th percentile.
-    pub(super) p80: f64,
+    pub(super) p80_us: f64,
 }
 
 impl Latency {
@@ -48,18 +48,21 @@ impl Latency {
             return Self::default();
         };
         Self {
-            mean: values.iter().sum::<Nanos>() as f64 / values.len() as f64 / 1e3,
-            p80: *p80 as f64 / 1e3,
+            mean_us: values.iter().sum::<Nanos>() as f64 / values.len() as f64 / 1e3,
+            p80_us: *p80 as f64 / 1e3,
         }
     }
 
     /// Summarizes latencies measured by the host's clock, which runs `dilation` times faster than the drives'.
     fn measured(values: &[Duration], dilation: f64) -> Self {
         let nanos: Vec<Nanos> = values.iter().map(|value| value.as_nanos() as Nanos).collect();
-        let Self { mean, p80 } = Self::of(&nanos);
+        let Self {
+            mean_us: mean,
+            p80_us: p80,
+        } = Self::of(&nanos);
         Self {
-            mean: mean / dilation,
-            p80: p80 / dilation,
+            mean_us: mean / dilation,
+            p80_us: p80 / dilation,
         }
     }
 }
@@ -68,24 +71,24 @@ impl Latency {
 #[derive(Clone, Copy, Debug)]
 struct Point {
     vms: usize,
-    seen: Latency,
-    bound: Latency,
-    cached: Option<Cached>,
+    measured: Latency,
+    model_bound: Latency,
+    cache: Option<Cached>,
     /// Mean delay of the drives' answers behind the model, in us of the drives' time.
-    late: f64,
+    lateness_us: f64,
     /// Processors that the servers kept busy.
-    processors: f64,
+    cpus_busy: f64,
 }
 
 /// Cache effectiveness in one measurement.
 #[derive(Clone, Copy, Debug)]
 struct Cached {
     /// Share of the reads that hit the cache.
-    hits: f64,
+    hit_share: f64,
     /// Share of the misses that filled the cache.
-    filled: f64,
+    fill_share: f64,
     /// Blocks written to the fast drive per request, including fills and the cache's own metadata.
-    fast_writes: f64,
+    fast_writes_per_request: f64,
 }
 
 /// The three configurations that are compared.
@@ -127,46 +130,48 @@ impl Contender {
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     ensure!(arguments.dilation > 0.0, "--dilation must be more than 0");
-    let place = Place::new(&arguments.folder)?;
+    let scratch = Place::new(&arguments.folder)?;
     let mut lines = Vec::new();
     for contender in Contender::ALL {
-        lines.push(measure(arguments, &place, contender)?);
+        lines.push(measure(arguments, &scratch, contender)?);
     }
     print(&lines);
     if let Some(path) = &arguments.plot {
-        let drawn = plot::svg(&[
-            panel("average read latency, us", &lines, |latency| latency.mean),
-            panel("80th percentile of read latencies, us", &lines, |latency| latency.p80),
+        let chart = plot::svg(&[
+            panel("average read latency, us", &lines, |latency| latency.mean_us),
+            panel("80th percentile of read latencies, us", &lines, |latency| {
+                latency.p80_us
+            }),
         ]);
-        std::fs::write(path, drawn).with_context(|| format!("writing {}", path.display()))?;
+        std::fs::write(path, chart).with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(())
 }
 
 /// Measures a configuration at every number of VMs.
-fn measure(arguments: &Arguments, place: &Place, contender: Contender) -> anyhow::Result<Vec<Point>> {
+fn measure(arguments: &Arguments, scratch: &Place, contender: Contender) -> anyhow::Result<Vec<Point>> {
     let count = arguments.vms.iter().copied().max().unwrap_or(0);
     let disk = arguments.disk << 20;
-    let bays: Vec<Bay> = contender
+    let bays: Vec<DriveConfig> = contender
         .drives()
         .iter()
-        .map(|drive| Bay {
+        .map(|drive| DriveConfig {
             model: drive.model(arguments.programs),
-            partition: match drive.name == sheets::OPTANE.name {
-                true => disk * CACHED_OF_15 / 15,
+            partition_bytes: match drive.name == sheets::OPTANE.name {
+                true => disk * CACHED_FIFTEENTHS / 15,
                 false => disk,
             },
         })
         .collect();
-    let rack = Rack::start(place, &bays, count, arguments.dilation)?;
+    let rack = SimulatedDrives::start(scratch, &bays, count, arguments.dilation)?;
     let slow = bays.len() - 1;
     let image = |number| rack.uri(slow, number).to_owned();
     let options = |number| match contender {
         Contender::Cached => format!("--cache {} --cache-mode wt", rack.uri(FAST, number)),
         Contender::Tlc | Contender::Qlc => String::new(),
     };
-    let vms = Vms::start(place, count, disk, image, options)?;
-    let hits_of = || match contender {
+    let vms = Vms::start(scratch, count, disk, image, options)?;
+    let cache_hits = || match contender {
         Contender::Cached => vms.hits(),
         Contender::Tlc | Contender::Qlc => Ok(Hits::default()),
     };
@@ -176,50 +181,50 @@ fn measure(arguments: &Arguments, place: &Place, contender: Contender) -> anyhow
         0
     };
     for pass in 0..passes {
-        let before = hits_of()?;
+        let counters_before = cache_hits()?;
         vms.read_all(pass)?;
-        let hits = hits_of()?.since(before);
+        let hits = cache_hits()?.since(counters_before);
         println!("Warm-up pass {}: {:.1} % hits.", pass + 1, hits.ratio() * 100.0);
     }
-    let bare = Latency::measured(&vms.run(1, 0.0, BARE_SECONDS)?, 1.0);
+    let baseline = Latency::measured(&vms.run(1, 0.0, BASELINE_SECONDS)?, 1.0);
     println!(
         "{}: with drives without latency, a read by one VM takes {:.0} us by this machine's clock, {:.2} us by the \
          drives'.",
         contender.name(),
-        bare.mean,
-        bare.mean / arguments.dilation
+        baseline.mean_us,
+        baseline.mean_us / arguments.dilation
     );
     rack.set_timed(true);
     let mut points = Vec::new();
     for &count in &arguments.vms {
-        let (before, cpu) = (hits_of()?, vms.cpu_time()?);
-        rack.take_lateness();
-        rack.take_writes(FAST);
+        let (counters_before, cpu) = (cache_hits()?, vms.cpu_time()?);
+        rack.take_mean_lateness();
+        rack.take_written_blocks(FAST);
         let done = vms.run(count, arguments.before, arguments.seconds)?;
-        let late = rack.take_lateness().as_secs_f64() * 1e6 / arguments.dilation;
-        let fast_writes = rack.take_writes(FAST);
+        let late = rack.take_mean_lateness().as_secs_f64() * 1e6 / arguments.dilation;
+        let fast_writes = rack.take_written_blocks(FAST);
         let cpu = (vms.cpu_time()? - cpu).as_secs_f64();
-        let hits = hits_of()?.since(before);
+        let hits = cache_hits()?.since(counters_before);
         let (cached, bound) = match (contender, &bays[..]) {
             (Contender::Cached, [fast, slow]) => {
                 let reads = (hits.hits + hits.misses) as f64;
                 let cached = Cached {
-                    hits: hits.ratio(),
-                    filled: hits.filled as f64 / (hits.misses * BLOCK) as f64,
-                    fast_writes: fast_writes as f64 / (reads / READS),
+                    hit_share: hits.ratio(),
+                    fill_share: hits.filled_bytes as f64 / (hits.misses * BLOCK) as f64,
+                    fast_writes_per_request: fast_writes as f64 / (reads / READS),
                 };
-                let bound = closed::cached(fast.model, slow.model, count, disk, cached.hits, SPAN);
+                let bound = closed::cached(fast.model, slow.model, count, disk, cached.hit_share, SPAN);
                 (Some(cached), bound)
             }
-            (_, bays) => (None, closed::on_one_drive(bays[0].model, count, disk, SPAN)),
+            (_, bays) => (None, closed::run_on_one_drive(bays[0].model, count, disk, SPAN)),
         };
         points.push(Point {
             vms: count,
-            seen: Latency::measured(&done, arguments.dilation),
-            bound: Latency::of(&bound.reads),
-            cached,
-            late,
-            processors: cpu / (arguments.before + arguments.seconds),
+            measured: Latency::measured(&done, arguments.dilation),
+            model_bound: Latency::of(&bound.read_latencies),
+            cache: cached,
+            lateness_us: late,
+            cpus_busy: cpu / (arguments.before + arguments.seconds),
         });
     }
     Ok(points)
@@ -232,24 +237,24 @@ fn print(lines: &[Vec<Point>]) {
     );
     println!("| VMs | TLC | QLC | QLC, cached | gain, average | gain, P80 |");
     println!("|{}", " --- |".repeat(6));
-    let over = |point: &Point| {
+    let with_bound_ratio = |point: &Point| {
         format!(
             "{:.0} ({:.2}), {:.0} ({:.2})",
-            point.seen.mean,
-            point.seen.mean / point.bound.mean,
-            point.seen.p80,
-            point.seen.p80 / point.bound.p80
+            point.measured.mean_us,
+            point.measured.mean_us / point.model_bound.mean_us,
+            point.measured.p80_us,
+            point.measured.p80_us / point.model_bound.p80_us
         )
     };
     for ((tlc, qlc), cached) in tlc.iter().zip(qlc).zip(cached) {
         println!(
             "| {} | {} | {} | {} | {:.2} | {:.2} |",
             tlc.vms,
-            over(tlc),
-            over(qlc),
-            over(cached),
-            tlc.seen.mean / cached.seen.mean,
-            tlc.seen.p80 / cached.seen.p80
+            with_bound_ratio(tlc),
+            with_bound_ratio(qlc),
+            with_bound_ratio(cached),
+            tlc.measured.mean_us / cached.measured.mean_us,
+            tlc.measured.p80_us / cached.measured.p80_us
         );
     }
     println!(
@@ -260,19 +265,19 @@ fn print(lines: &[Vec<Point>]) {
     );
     println!("|{}", " --- |".repeat(6));
     for ((tlc, qlc), cached) in tlc.iter().zip(qlc).zip(cached) {
-        let Some(of_cache) = cached.cached else { continue };
+        let Some(cache) = cached.cache else { continue };
         println!(
             "| {} | {:.1} | {:.1} | {:.2} | {:.2}, {:.2}, {:.2} | {:.2}, {:.2}, {:.2} |",
             tlc.vms,
-            of_cache.hits * 100.0,
-            of_cache.filled * 100.0,
-            of_cache.fast_writes,
-            tlc.late,
-            qlc.late,
-            cached.late,
-            tlc.processors,
-            qlc.processors,
-            cached.processors
+            cache.hit_share * 100.0,
+            cache.fill_share * 100.0,
+            cache.fast_writes_per_request,
+            tlc.lateness_us,
+            qlc.lateness_us,
+            cached.lateness_us,
+            tlc.cpus_busy,
+            qlc.cpus_busy,
+            cached.cpus_busy
         );
     }
 }
@@ -283,7 +288,7 @@ fn panel(title: &'static str, lines: &[Vec<Point>], value: fn(&Latency) -> f64) 
         colour: contender.colour(),
         points: points
             .iter()
-            .map(|point| (point.vms as f64, value(&point.seen)))
+            .map(|point| (point.vms as f64, value(&point.measured)))
             .collect(),
     };
     Panel {

@@ -16,8 +16,8 @@ use crate::vhost_user::client::{Client, Request};
 /// A VM: its server, and the thread of its client.
 struct Vm {
     larder: Larder,
-    orders: Sender<Order>,
-    answers: Receiver<anyhow::Result<Vec<Duration>>>,
+    commands: Sender<Order>,
+    responses: Receiver<anyhow::Result<Vec<Duration>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Hits {
     pub(super) hits: u64,
     pub(super) misses: u64,
     /// Bytes that reads have filled into the caches.
-    pub(super) filled: u64,
+    pub(super) filled_bytes: u64,
 }
 
 impl Hits {
@@ -50,7 +50,7 @@ impl Hits {
         Self {
             hits: self.hits - earlier.hits,
             misses: self.misses - earlier.misses,
-            filled: self.filled - earlier.filled,
+            filled_bytes: self.filled_bytes - earlier.filled_bytes,
         }
     }
 
@@ -63,7 +63,7 @@ impl Vms {
     /// Starts `count` VMs on disks of `disk` bytes. `image` gives the URI of each disk, `options` the options of its
     /// server.
     pub(super) fn start(
-        place: &Place,
+        scratch: &Place,
         count: usize,
         disk: u64,
         image: impl Fn(usize) -> String,
@@ -79,7 +79,7 @@ impl Vms {
                     // Hundreds of spinning servers would leave no processor for those with work.
                     options: &format!("--poll-us 0 {}", options(number)),
                 };
-                Vm::start(serve.start(place)?, Requests::of(number, disk), disk)
+                Vm::start(serve.start(scratch)?, Requests::of(number, disk), disk)
             })
             .collect::<anyhow::Result<_>>()?;
         Ok(Self { vms })
@@ -102,11 +102,11 @@ impl Vms {
         let vms = &self.vms[..count];
         for vm in vms {
             // A thread that has ended has left its error as its answer.
-            let _ = vm.orders.send(order);
+            let _ = vm.commands.send(order);
         }
         let mut reads = Vec::new();
         for vm in vms {
-            reads.extend(vm.answers.recv().context("a client has ended")??);
+            reads.extend(vm.responses.recv().context("a client has ended")??);
         }
         Ok(reads)
     }
@@ -117,13 +117,13 @@ impl Vms {
         for vm in &self.vms {
             let answer = vm.larder.status()?;
             let cache = &answer["disks"][0]["cache"];
-            let of = |name: &str| {
+            let counter = |name: &str| {
                 let value = cache[name].as_u64();
                 value.with_context(|| format!("larder status reports no {name} of the cache: {answer}"))
             };
-            sum.hits += of("hits")?;
-            sum.misses += of("misses")? + of("partial_hits")?;
-            sum.filled += of("filled")?;
+            sum.hits += counter("hits")?;
+            sum.misses += counter("misses")? + counter("partial_hits")?;
+            sum.filled_bytes += counter("filled")?;
         }
         Ok(sum)
     }
@@ -136,20 +136,20 @@ impl Vms {
 
 impl Vm {
     fn start(larder: Larder, requests: Requests, disk: u64) -> anyhow::Result<Self> {
-        let (orders, to_do) = channel();
+        let (orders, command_receiver) = channel();
         let (done, answers) = channel();
         let socket = larder.socket().to_owned();
         let client = move || {
-            let ended = client(&socket, requests, disk, &to_do, &done);
-            if let Err(error) = ended {
+            let result = client(&socket, requests, disk, &command_receiver, &done);
+            if let Err(error) = result {
                 // The receiver is dropped if the experiment has ended.
                 let _ = done.send(Err(error));
             }
         };
         Ok(Self {
             larder,
-            orders,
-            answers,
+            commands: orders,
+            responses: answers,
             thread: Some(std::thread::Builder::new().name("client".to_owned()).spawn(client)?),
         })
     }
@@ -158,7 +158,7 @@ impl Vm {
 impl Drop for Vm {
     fn drop(&mut self) {
         // Dropping the sender ends the client.
-        self.orders = channel().0;
+        self.commands = channel().0;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -192,13 +192,13 @@ fn client(
                 replay(&mut blocks.into_iter().map(|number| (false, number)))?
             }
             Order::Run { from, to } => {
-                let mut until = |end: Instant| {
+                let mut replay_until = |end: Instant| {
                     replay(&mut std::iter::from_fn(|| {
-                        (Instant::now() < end).then(|| requests.next_one())
+                        (Instant::now() < end).then(|| requests.next_request())
                     }))
                 };
-                until(from)?;
-                until(to)?
+                replay_until(from)?;
+                replay_until(to)?
             }
         };
         if answers.send(Ok(reads.latencies)).is_err() {

@@ -11,57 +11,57 @@ const WORDS: usize = SECTOR / 8;
 
 /// Known state of one sector, as write numbers. Higher is later.
 #[derive(Clone, Copy, Default)]
-struct Book {
+struct ExpectedSector {
     completed: u64,
     flushed: u64,
-    under_way: Option<u64>,
+    in_flight: Option<u64>,
 }
 
-impl Book {
+impl ExpectedSector {
     /// Returns whether a read may return write `number`, if `before` was the last completed write when the read
     /// began.
     fn has(&self, number: u64, before: u64) -> bool {
-        number >= before && (number <= self.completed || Some(number) == self.under_way)
+        number >= before && (number <= self.completed || Some(number) == self.in_flight)
     }
 }
 
 /// Expected state of all sectors of a disk.
-pub struct Books(Vec<Book>);
+pub struct ExpectedDisk(Vec<ExpectedSector>);
 
 /// Sectors with the number of their last completed write.
 pub type Completed = Vec<(u64, u64)>;
 
-impl Books {
+impl ExpectedDisk {
     /// Creates the state of a zeroed disk with the given number of sectors.
     pub fn new(sectors: u64) -> Self {
-        Self(vec![Book::default(); sectors as usize])
+        Self(vec![ExpectedSector::default(); sectors as usize])
     }
 
-    fn of(&self, sectors: &Range<u64>) -> &[Book] {
+    fn of(&self, sectors: &Range<u64>) -> &[ExpectedSector] {
         &self.0[sectors.start as usize..sectors.end as usize]
     }
 
-    fn of_mut(&mut self, sectors: &Range<u64>) -> &mut [Book] {
+    fn sector_states_mut(&mut self, sectors: &Range<u64>) -> &mut [ExpectedSector] {
         &mut self.0[sectors.start as usize..sectors.end as usize]
     }
 
     /// Returns whether a write to any of the sectors is in flight.
-    pub fn are_written(&self, sectors: &Range<u64>) -> bool {
-        self.of(sectors).iter().any(|book| book.under_way.is_some())
+    pub fn has_writes_in_flight(&self, sectors: &Range<u64>) -> bool {
+        self.of(sectors).iter().any(|book| book.in_flight.is_some())
     }
 
     /// Records the start of a write.
     pub fn begin(&mut self, sectors: &Range<u64>, number: u64) {
-        for book in self.of_mut(sectors) {
-            book.under_way = Some(number);
+        for book in self.sector_states_mut(sectors) {
+            book.in_flight = Some(number);
         }
     }
 
     /// Records the completion of a write.
     pub fn complete(&mut self, sectors: &Range<u64>, number: u64) {
-        for book in self.of_mut(sectors) {
+        for book in self.sector_states_mut(sectors) {
             book.completed = number;
-            book.under_way = None;
+            book.in_flight = None;
         }
     }
 
@@ -88,17 +88,17 @@ impl Books {
     pub fn compare_read(&self, before: &Completed, bytes: &[u8]) -> anyhow::Result<()> {
         for ((sector, before), got) in before.iter().zip(bytes.chunks(SECTOR)) {
             let book = &self.0[*sector as usize];
-            let found = number_in(*sector, got);
-            let is_allowed = match found {
+            let write_number = write_number_in(*sector, got);
+            let is_allowed = match write_number {
                 Some(number) => book.has(number, *before),
                 None => is_mixed(
                     *sector,
                     got,
-                    &[*before, book.completed, book.under_way.unwrap_or(*before)],
+                    &[*before, book.completed, book.in_flight.unwrap_or(*before)],
                 ),
             };
             if !is_allowed {
-                return self.complain("returned", *sector, found);
+                return self.complain("returned", *sector, write_number);
             }
         }
         Ok(())
@@ -109,7 +109,7 @@ impl Books {
     /// # Errors
     /// If a sector holds anything else.
     pub fn compare(&self, disk: &[u8]) -> anyhow::Result<()> {
-        self.compare_since(disk, |book| book.completed)
+        self.compare_at_least(disk, |book| book.completed)
     }
 
     /// Checks an image after power loss: each sector holds its last flushed write or a later one.
@@ -117,33 +117,33 @@ impl Books {
     /// # Errors
     /// If a sector holds anything else.
     pub fn compare_flushed(&self, disk: &[u8]) -> anyhow::Result<()> {
-        self.compare_since(disk, |book| book.flushed)
+        self.compare_at_least(disk, |book| book.flushed)
     }
 
-    /// Checks that each sector holds the `least` write, or a later one.
-    fn compare_since(&self, disk: &[u8], least: fn(&Book) -> u64) -> anyhow::Result<()> {
+    /// Checks that each sector holds the `oldest_allowed` write, or a later one.
+    fn compare_at_least(&self, disk: &[u8], oldest_allowed: fn(&ExpectedSector) -> u64) -> anyhow::Result<()> {
         ensure!(disk.len() == self.0.len() * SECTOR, "the disk has {} bytes", disk.len());
         for ((sector, book), got) in (0..).zip(&self.0).zip(disk.chunks(SECTOR)) {
-            let found = number_in(sector, got);
-            if !found.is_some_and(|number| book.has(number, least(book))) {
+            let found = write_number_in(sector, got);
+            if !found.is_some_and(|number| book.has(number, oldest_allowed(book))) {
                 return self.complain("holds", sector, found);
             }
         }
         Ok(())
     }
 
-    fn complain(&self, how: &str, sector: u64, found: Option<u64>) -> anyhow::Result<()> {
-        let Book {
+    fn complain(&self, verb: &str, sector: u64, found: Option<u64>) -> anyhow::Result<()> {
+        let ExpectedSector {
             completed,
             flushed,
-            under_way,
+            in_flight: under_way,
         } = self.0[sector as usize];
-        let what = match found {
+        let found_text = match found {
             Some(number) => format!("write {number}"),
             None => "no write to this sector".to_owned(),
         };
         bail!(
-            "sector {sector} {how} {what}; last flushed {flushed}, last completed {completed}, in flight {under_way:?}"
+            "sector {sector} {verb} {found_text}; last flushed {flushed}, last completed {completed}, in flight {under_way:?}"
         );
     }
 }
@@ -183,11 +183,11 @@ fn words(sector: u64, number: u64) -> impl Iterator<Item = u64> {
 
 /// Returns the write that made a sector's bytes: 0 for zeros, `None` if the bytes are not of this sector or not all
 /// of one write.
-fn number_in(sector: u64, got: &[u8]) -> Option<u64> {
+fn write_number_in(sector: u64, got: &[u8]) -> Option<u64> {
     let word = |index: usize| Some(u64::from_le_bytes(got.get(index * 8..index * 8 + 8)?.try_into().ok()?));
     let number = word(1)?;
-    let is_whole = is_mixed(sector, got, &[number]);
-    (is_whole && got.len() == SECTOR).then_some(number)
+    let is_intact = is_mixed(sector, got, &[number]);
+    (is_intact && got.len() == SECTOR).then_some(number)
 }
 
 #[cfg(test)]
@@ -197,7 +197,7 @@ mod tests {
     #[test]
     /// The check detects stale, torn and misplaced sectors, and accepts words mixed by an overlapping write.
     fn stale_torn_or_misplaced_sector_detected() {
-        let mut books = Books::new(4);
+        let mut books = ExpectedDisk::new(4);
         let all = 0..4;
         let zeros = vec![0; 4 * SECTOR];
         assert!(books.compare(&zeros).is_ok());
@@ -223,11 +223,17 @@ mod tests {
         books.begin(&all, 2);
         let second = contents(&all, 2);
         assert!(books.compare_read(&before, &second).is_ok() && books.compare_read(&before, &zeros).is_err());
-        let met = [&first[..64], &second[64..]].concat();
-        assert!(books.compare_read(&before, &met).is_ok(), "a write overlapped the read");
+        let overlapped = [&first[..64], &second[64..]].concat();
+        assert!(
+            books.compare_read(&before, &overlapped).is_ok(),
+            "a write overlapped the read"
+        );
         books.complete(&all, 2);
-        assert!(books.compare_read(&before, &met).is_ok(), "a write overlapped the read");
+        assert!(
+            books.compare_read(&before, &overlapped).is_ok(),
+            "a write overlapped the read"
+        );
         let before = books.completed(all.clone());
-        assert!(books.compare_read(&before, &met).is_err() && books.compare(&met).is_err());
+        assert!(books.compare_read(&before, &overlapped).is_err() && books.compare(&overlapped).is_err());
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::ensure;
 
 use super::Random;
-use super::cached::CacheChoice;
+use super::cached::TestCacheOptions;
 use super::disk::{self, Format, Victim};
 use super::guest::{KERNEL_ARGUMENTS, accelerator, initramfs, test_bed};
 use super::process::Process;
@@ -43,22 +43,22 @@ pub struct Report {
 /// Bytes of each disk.
 pub const DISK: u64 = 16 << 20;
 
-/// Boots `count` guests, each from a new raw and a new qcow2 image in `folder`, with or without caches.
+/// Boots `count` guests, each from a new raw and a new qcow2 image in `directory`, with or without caches.
 ///
 /// # Errors
 /// If a guest cannot be started at all.
 pub fn run(
     larder: &Path,
-    folder: &Path,
-    cache: Option<CacheChoice>,
+    directory: &Path,
+    cache: Option<TestCacheOptions>,
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let mut report = Report::default();
-    let initrd = initramfs(SCRIPT, folder)?;
+    let initrd = initramfs(SCRIPT, directory)?;
     for boot in 0..count {
         report.boots += 1;
-        let images = [Format::Raw, Format::Qcow2].map(|format| (format, folder.join(format!("disk-{format:?}"))));
+        let images = [Format::Raw, Format::Qcow2].map(|format| (format, directory.join(format!("disk-{format:?}"))));
         for (format, image) in &images {
             let victim = Victim {
                 format: *format,
@@ -67,7 +67,7 @@ pub fn run(
             disk::create(&victim, image, DISK)?;
         }
         let mut command = Command::new(larder);
-        command.arg("run").env("STATE_DIRECTORY", folder.join("state"));
+        command.arg("run").env("STATE_DIRECTORY", directory.join("state"));
         if let Some(cache) = cache {
             for (format, image) in &images {
                 command.arg("--disk").arg(with_cache(*format, image, cache)?);
@@ -88,11 +88,11 @@ pub fn run(
             command.args(["-drive", &drive]);
         }
         let mut run = Process::start(command)?;
-        let ended = kill_servers(&mut run, &mut report.kills, random).and_then(|()| {
+        let result = kill_servers(&mut run, &mut report.kills, random).and_then(|()| {
             disk::qcow2_contents(&images[1].1)?;
             Ok(())
         });
-        if let Err(error) = ended {
+        if let Err(error) = result {
             report.failures.push(format!("boot {boot}: {error:#}"));
         }
     }
@@ -100,7 +100,7 @@ pub fn run(
 }
 
 /// Returns the `--disk` value for a new image with a new cache.
-fn with_cache(format: Format, image: &Path, cache: CacheChoice) -> anyhow::Result<String> {
+fn with_cache(format: Format, image: &Path, cache: TestCacheOptions) -> anyhow::Result<String> {
     let file = image.with_extension("cache");
     if file.exists() {
         std::fs::remove_file(&file)?;
@@ -138,9 +138,9 @@ fn kill_servers(run: &mut Process, kills: &mut u32, random: &mut Random) -> anyh
             Err(_) => {}
         }
     };
-    let well = run.output().contains("LARDER-GUEST-EXIT 0");
+    let guest_succeeded = run.output().contains("LARDER-GUEST-EXIT 0");
     ensure!(
-        status.success() && well,
+        status.success() && guest_succeeded,
         "larder run exited with {status}:\n{}",
         run.output()
     );
@@ -153,14 +153,14 @@ fn kill_children(run: u32) -> u32 {
     let children = children.split_whitespace().filter_map(|text| text.parse::<i32>().ok());
     let commands: Vec<(i32, String)> = children
         .map(|child| {
-            let words = std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
-            (child, String::from_utf8_lossy(&words).into_owned())
+            let cmdline = std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+            (child, String::from_utf8_lossy(&cmdline).into_owned())
         })
         .collect();
-    if !commands.iter().any(|(_, words)| words.starts_with("qemu-system")) {
+    if !commands.iter().any(|(_, cmdline)| cmdline.starts_with("qemu-system")) {
         return 0;
     }
-    let servers = commands.iter().filter(|(_, words)| words.contains("disk\0serve"));
+    let servers = commands.iter().filter(|(_, cmdline)| cmdline.contains("disk\0serve"));
     servers
         .map(|(server, _)| {
             // SAFETY: `kill` accesses no memory. The number was a server's a moment ago, and PIDs are not soon

@@ -51,7 +51,7 @@ impl CacheMode {
 
 /// Cache options of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CacheChoice {
+pub struct TestCacheOptions {
     /// Handling of writes.
     pub mode: CacheMode,
     /// Bytes of the cache's file.
@@ -62,11 +62,11 @@ pub struct CacheChoice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Holds {
     /// Bytes of the cached lines.
-    pub bytes: u64,
+    pub cached_bytes: u64,
     /// Bytes of cached lines that a kill may lose because their metadata is not checkpointed.
-    pub unsettled: u64,
+    pub uncheckpointed_bytes: u64,
     /// Bytes of the dirty lines, which only the cache has.
-    pub dirty: u64,
+    pub dirty_bytes: u64,
     /// Bytes that were read from the cache.
     pub hit_bytes: u64,
     /// Bytes that are compared with the disk before they are used.
@@ -82,16 +82,16 @@ impl Holds {
         let answer = get_disks(control).with_context(|| format!("querying {}", control.display()))?;
         let cache = &answer["disks"][0]["cache"];
         ensure!(cache["state"] == "works", "the cache does not work: {answer}");
-        let of = |name: &str| {
+        let counter = |name: &str| {
             let value = cache[name].as_u64();
             value.with_context(|| format!("{name} is not reported: {answer}"))
         };
         Ok(Self {
-            bytes: of("occupancy")?,
-            unsettled: of("unsettled")?,
-            dirty: of("dirty")?,
-            hit_bytes: of("hit_bytes")?,
-            unproven: of("unproven")?,
+            cached_bytes: counter("occupancy")?,
+            uncheckpointed_bytes: counter("unsettled")?,
+            dirty_bytes: counter("dirty")?,
+            hit_bytes: counter("hit_bytes")?,
+            unproven: counter("unproven")?,
         })
     }
 
@@ -103,10 +103,12 @@ impl Holds {
     pub fn loaded(control: &Path, before: Self) -> anyhow::Result<Self> {
         let mut last = Self::ask(control)?;
         let mut since = Instant::now();
-        while last.bytes < before.bytes - before.unsettled.min(before.bytes) && since.elapsed() < STEADY {
+        while last.cached_bytes < before.cached_bytes - before.uncheckpointed_bytes.min(before.cached_bytes)
+            && since.elapsed() < STEADY_TIME
+        {
             std::thread::sleep(ASKED_EVERY);
             let now = Self::ask(control)?;
-            if now.bytes > last.bytes {
+            if now.cached_bytes > last.cached_bytes {
                 since = Instant::now();
             }
             last = now;
@@ -116,7 +118,7 @@ impl Holds {
 }
 
 /// Time without growth after which a cache counts as loaded.
-const STEADY: Duration = Duration::from_millis(200);
+const STEADY_TIME: Duration = Duration::from_millis(200);
 const ASKED_EVERY: Duration = Duration::from_millis(2);
 
 /// Time within which a server must answer.
@@ -135,7 +137,7 @@ fn get_disks(control: &Path) -> anyhow::Result<Value> {
 
 /// Share of cached data that survived the kills of servers.
 #[derive(Clone, Debug, Default)]
-pub struct Warmth {
+pub struct CacheRetention {
     /// Bytes cached after a kill, over the bytes before.
     of_all: Vec<f64>,
     /// Bytes cached after a kill, over the checkpointed bytes before; at most 1.
@@ -144,23 +146,24 @@ pub struct Warmth {
     reread: Vec<f64>,
 }
 
-impl Warmth {
+impl CacheRetention {
     /// Records the cache's state before and after a kill; empty caches are not counted.
     pub fn killed(&mut self, before: Holds, after: Holds) {
-        let share = |of: u64| after.bytes as f64 / of as f64;
-        if before.bytes > 0 {
-            self.of_all.push(share(before.bytes));
+        let share = |of: u64| after.cached_bytes as f64 / of as f64;
+        if before.cached_bytes > 0 {
+            self.of_all.push(share(before.cached_bytes));
         }
-        if before.bytes > before.unsettled {
-            self.of_settled.push(share(before.bytes - before.unsettled).min(1.0));
+        if before.cached_bytes > before.uncheckpointed_bytes {
+            self.of_settled
+                .push(share(before.cached_bytes - before.uncheckpointed_bytes).min(1.0));
         }
     }
 
     /// Records a read of the whole disk between the two states.
     pub fn reread(&mut self, from: Holds, to: Holds) {
-        if from.bytes > 0 {
+        if from.cached_bytes > 0 {
             let found = to.hit_bytes - from.hit_bytes;
-            self.reread.push((found as f64 / from.bytes as f64).min(1.0));
+            self.reread.push((found as f64 / from.cached_bytes as f64).min(1.0));
         }
     }
 
@@ -173,19 +176,19 @@ impl Warmth {
 
     /// Median share of the checkpointed lines that survived a kill, 0 to 1.
     pub fn of_settled(&self) -> Option<f64> {
-        median_and_least(&self.of_settled).map(|(median, _)| median)
+        median_and_min(&self.of_settled).map(|(median, _)| median)
     }
 }
 
-fn median_and_least(shares: &[f64]) -> Option<(f64, f64)> {
+fn median_and_min(shares: &[f64]) -> Option<(f64, f64)> {
     let mut sorted = shares.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     Some((*sorted.get((sorted.len().max(1) - 1) / 2)?, *sorted.first()?))
 }
 
-impl fmt::Display for Warmth {
+impl fmt::Display for CacheRetention {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = |shares: &[f64]| match median_and_least(shares) {
+        let format_shares = |shares: &[f64]| match median_and_min(shares) {
             Some((median, least)) => format!("P50 {:.2} %, least {:.2} %", median * 100.0, least * 100.0),
             None => "none".to_owned(),
         };
@@ -193,15 +196,15 @@ impl fmt::Display for Warmth {
             f,
             "{} caches after a kill: share of cached lines kept: {}; of checkpointed lines: {}",
             self.of_all.len(),
-            shown(&self.of_all),
-            shown(&self.of_settled)
+            format_shares(&self.of_all),
+            format_shares(&self.of_settled)
         )?;
         match self.reread.is_empty() {
             true => Ok(()),
             false => write!(
                 f,
                 "; share of cached bytes hit by a read of the disk: {}",
-                shown(&self.reread)
+                format_shares(&self.reread)
             ),
         }
     }
@@ -214,21 +217,21 @@ mod tests {
     #[test]
     /// Lines without checkpointed metadata do not lower the share of checkpointed ones.
     fn unsettled_lines_are_counted_separately() {
-        let holds = |bytes, unsettled| Holds {
-            bytes,
-            unsettled,
+        let stats = |bytes, unsettled| Holds {
+            cached_bytes: bytes,
+            uncheckpointed_bytes: unsettled,
             ..Holds::default()
         };
-        let mut warmth = Warmth::default();
-        warmth.killed(holds(0, 0), holds(0, 0));
-        assert_eq!(warmth.of_settled(), None);
-        warmth.killed(holds(100, 20), holds(80, 0));
-        warmth.killed(holds(100, 20), holds(90, 0));
+        let mut retention = CacheRetention::default();
+        retention.killed(stats(0, 0), stats(0, 0));
+        assert_eq!(retention.of_settled(), None);
+        retention.killed(stats(100, 20), stats(80, 0));
+        retention.killed(stats(100, 20), stats(90, 0));
         assert_eq!(
-            (warmth.of_all.as_slice(), warmth.of_settled()),
+            (retention.of_all.as_slice(), retention.of_settled()),
             (&[0.8, 0.9][..], Some(1.0))
         );
-        warmth.killed(holds(100, 20), holds(40, 0));
-        assert_eq!(median_and_least(&warmth.of_settled), Some((1.0, 0.5)));
+        retention.killed(stats(100, 20), stats(40, 0));
+        assert_eq!(median_and_min(&retention.of_settled), Some((1.0, 0.5)));
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 
 use super::Random;
-use super::books::{Books, Completed, SECTOR, contents};
+use super::books::{Completed, ExpectedDisk, SECTOR, contents};
 use super::front_end::FrontEnd;
 use super::front_end::queue::Request;
 use super::front_end::ring::Buffer;
@@ -45,7 +45,7 @@ enum Task {
 /// A guest that tracks the expected state of its disk.
 pub(super) struct Client {
     pub(super) guest: FrontEnd,
-    pub(super) books: Books,
+    pub(super) books: ExpectedDisk,
     tasks: BTreeMap<(usize, u16), Task>,
     buffers: Vec<usize>,
     next_number: u64,
@@ -67,7 +67,7 @@ impl Client {
         Self {
             buffers: (0..DEPTH * guest.queues.len()).collect(),
             guest,
-            books: Books::new(SECTORS),
+            books: ExpectedDisk::new(SECTORS),
             tasks: BTreeMap::new(),
             next_number: 1,
             since_flush: BTreeSet::new(),
@@ -94,7 +94,7 @@ impl Client {
             for _ in self.busy(queue)..DEPTH {
                 match random.below(12) {
                     0 => self.submit_flush(queue),
-                    1..4 => self.submit_read(queue, any_sectors(random)),
+                    1..4 => self.submit_read(queue, random_sectors(random)),
                     _ => self.submit_write(queue, random),
                 }
             }
@@ -104,9 +104,9 @@ impl Client {
 
     fn submit_write(&mut self, queue: usize, random: &mut Random) {
         let sectors = loop {
-            let sectors = any_sectors(random);
+            let sectors = random_sectors(random);
             // Only one write at a time goes to a sector: the order of two concurrent ones is undefined.
-            if !self.books.are_written(&sectors) {
+            if !self.books.has_writes_in_flight(&sectors) {
                 break sectors;
             }
         };
@@ -151,10 +151,14 @@ impl Client {
     pub(super) fn collect(&mut self) -> anyhow::Result<bool> {
         let mut any = false;
         for queue in 0..self.guest.queues.len() {
-            while let Some(done) = self.guest.queues[queue].try_complete() {
+            while let Some(completion) = self.guest.queues[queue].try_complete() {
                 any = true;
-                ensure!(done.status == 0, "a request failed with status {}", done.status);
-                let task = self.tasks.remove(&(queue, done.id));
+                ensure!(
+                    completion.status == 0,
+                    "a request failed with status {}",
+                    completion.status
+                );
+                let task = self.tasks.remove(&(queue, completion.id));
                 self.complete(task.context("a completion of an unknown request")?)?;
             }
         }
@@ -190,7 +194,7 @@ impl Client {
 
     /// Waits for a completion, with interrupts enabled on all queues. A lost interrupt is an error.
     pub(super) fn wait(&mut self) -> anyhow::Result<()> {
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         loop {
             for queue in &mut self.guest.queues {
                 queue.ring.want_interrupt();
@@ -201,14 +205,14 @@ impl Client {
             let busy = (0..self.guest.queues.len()).find(|queue| self.busy(*queue) > 0);
             let queue = busy.context("nothing is in flight")?;
             self.guest.queues[queue]
-                .wait_for_interrupt(give_up)
+                .wait_for_interrupt(deadline)
                 .context("no completion or interrupt arrived in time")?;
         }
     }
 
-    /// Keeps the queues full for the duration `life`, and leaves requests in flight.
-    pub(super) fn work(&mut self, life: Duration, random: &mut Random) -> anyhow::Result<()> {
-        let end = Instant::now() + life;
+    /// Keeps the queues full for the duration `duration`, and leaves requests in flight.
+    pub(super) fn work(&mut self, duration: Duration, random: &mut Random) -> anyhow::Result<()> {
+        let end = Instant::now() + duration;
         while Instant::now() < end {
             self.submit(random);
             self.wait()?;
@@ -252,16 +256,16 @@ impl Client {
 }
 
 /// Returns random sectors for a request: mostly one block, half of the time in the hot area.
-fn any_sectors(random: &mut Random) -> Range<u64> {
-    let within = [HOT, SECTORS][random.below(2) as usize];
+fn random_sectors(random: &mut Random) -> Range<u64> {
+    let area_sectors = [HOT, SECTORS][random.below(2) as usize];
     match random.below(4) {
         0 => {
             let count = 1 + random.below(LONGEST);
-            let start = random.below(within - count + 1);
+            let start = random.below(area_sectors - count + 1);
             start..start + count
         }
         _ => {
-            let start = random.below(within / BLOCK) * BLOCK;
+            let start = random.below(area_sectors / BLOCK) * BLOCK;
             start..start + BLOCK
         }
     }

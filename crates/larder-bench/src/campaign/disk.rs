@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, bail, ensure};
 use clap::ValueEnum;
 
-use super::cached::{CacheChoice, CacheMode, Holds, Warmth};
+use super::cached::{CacheMode, CacheRetention, Holds, TestCacheOptions};
 use super::guest::LIMIT;
 use super::process::Process;
 use super::server::Server;
@@ -45,7 +45,7 @@ pub struct Victim<'a> {
     /// Format of the image.
     pub format: Format,
     /// Options of the disk's cache, if it has one.
-    pub cache: Option<CacheChoice>,
+    pub cache: Option<TestCacheOptions>,
     /// True if all layers are stacked: read-ahead over the cache over qcow2 over NBD.
     pub whole: bool,
 }
@@ -75,7 +75,7 @@ impl Victim<'_> {
     }
 
     /// Returns whether flushed writes are on the image, whatever layers are above it.
-    pub fn image_has_all(&self) -> bool {
+    pub fn image_has_flushed_data(&self) -> bool {
         !self.cache.is_some_and(|cache| cache.mode.keeps_dirty())
     }
 }
@@ -108,7 +108,7 @@ pub struct Disk<'a> {
     places: Places<'a>,
     export: Export,
     /// Cache options for the next server.
-    cache: Option<CacheChoice>,
+    cache: Option<TestCacheOptions>,
     server: Server,
     store: Option<Process>,
     /// Number of output lines of Larder when the store was killed.
@@ -116,35 +116,35 @@ pub struct Disk<'a> {
     /// Cache statistics before the last kill.
     before: Option<Holds>,
     /// Cache survival over the kills so far.
-    pub warmth: Warmth,
+    pub warmth: CacheRetention,
 }
 
 impl<'a> Disk<'a> {
-    /// Serves `image` to a front-end, with sockets in `folder`, whose path should be short. Removes what an earlier
+    /// Serves `image` to a front-end, with sockets in `directory`, whose path should be short. Removes what an earlier
     /// image's disk has left there.
     ///
     /// # Errors
     /// If a server does not start.
-    pub fn start(victim: Victim<'a>, image: &'a Path, folder: &Path) -> anyhow::Result<Self> {
-        Self::export(victim, image, folder, Export::VhostUser)
+    pub fn start(victim: Victim<'a>, image: &'a Path, directory: &Path) -> anyhow::Result<Self> {
+        Self::export(victim, image, directory, Export::VhostUser)
     }
 
     /// Serves `image` over the given protocol; otherwise as [`Disk::start`].
     ///
     /// # Errors
     /// As in [`Disk::start`].
-    pub fn export(victim: Victim<'a>, image: &'a Path, folder: &Path, export: Export) -> anyhow::Result<Self> {
+    pub fn export(victim: Victim<'a>, image: &'a Path, directory: &Path, export: Export) -> anyhow::Result<Self> {
         let places = Places {
             image,
-            socket: folder.join("socket"),
-            control: folder.join("control"),
-            store: folder.join("nbd"),
+            socket: directory.join("socket"),
+            control: directory.join("control"),
+            store: directory.join("nbd"),
             cache: image.with_extension("cache"),
             state: image.with_extension("state"),
         };
-        for left in [&places.cache, &places.store] {
-            if left.exists() {
-                std::fs::remove_file(left)?;
+        for stale_file in [&places.cache, &places.store] {
+            if stale_file.exists() {
+                std::fs::remove_file(stale_file)?;
             }
         }
         let store = start_store(&victim, &places)?;
@@ -161,7 +161,7 @@ impl<'a> Disk<'a> {
             store,
             said: 0,
             before: None,
-            warmth: Warmth::default(),
+            warmth: CacheRetention::default(),
         })
     }
 
@@ -202,7 +202,7 @@ impl<'a> Disk<'a> {
 
     /// Returns whether reads of the disk may bypass the cache: in pass-through mode, or with read-ahead above the
     /// cache.
-    pub fn is_passed_by(&self) -> bool {
+    pub fn may_bypass_cache(&self) -> bool {
         self.victim.whole || self.cache.is_some_and(|cache| cache.mode == CacheMode::Pt)
     }
 
@@ -218,7 +218,7 @@ impl<'a> Disk<'a> {
     ///
     /// # Errors
     /// If the cache does not work.
-    pub fn note_holds(&mut self) -> anyhow::Result<Option<Holds>> {
+    pub fn record_cache_stats(&mut self) -> anyhow::Result<Option<Holds>> {
         self.before = match self.is_remote() {
             true => None,
             false => self.holds()?,
@@ -239,13 +239,13 @@ impl<'a> Disk<'a> {
         let store = self.store.as_mut().context("the disk has no NBD server behind it")?;
         self.said = self.server.process.lines();
         store.kill();
-        let lost = "the connection is lost";
-        self.server.process.wait_for_after(self.said, lost, LIMIT)?;
+        let connection_lost = "the connection is lost";
+        self.server.process.wait_for_after(self.said, connection_lost, LIMIT)?;
         Ok(())
     }
 
     /// Kills the store of a dead Larder, so that no outstanding request still takes effect.
-    pub fn kill_store(&mut self) {
+    pub fn kill_nbd_server(&mut self) {
         if let Some(store) = &mut self.store {
             store.kill();
         }
@@ -259,8 +259,8 @@ impl<'a> Disk<'a> {
     pub fn end(&mut self) -> anyhow::Result<()> {
         self.before = None;
         let code = self.server.ask_to_end()?;
-        let said = self.server.process.output();
-        ensure!(code == Some(0), "the server exited with {code:?}: {said}");
+        let output = self.server.process.output();
+        ensure!(code == Some(0), "the server exited with {code:?}: {output}");
         Ok(())
     }
 
@@ -272,8 +272,8 @@ impl<'a> Disk<'a> {
         let mut command = Command::new(self.victim.larder);
         command.args(["disk", "cache", "flush"]).arg(&self.places.cache);
         let output = command.env("STATE_DIRECTORY", &self.places.state).output()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "the cache was not flushed: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "the cache was not flushed: {stderr}");
         Ok(())
     }
 
@@ -289,8 +289,8 @@ impl<'a> Disk<'a> {
     ///
     /// # Errors
     /// If it does not start.
-    pub fn restart_as(&mut self, mode: CacheMode) -> anyhow::Result<()> {
-        self.restart_with(self.victim.cache.map(|cache| CacheChoice { mode, ..cache }))
+    pub fn restart_with_mode(&mut self, mode: CacheMode) -> anyhow::Result<()> {
+        self.restart_with(self.victim.cache.map(|cache| TestCacheOptions { mode, ..cache }))
     }
 
     /// Starts Larder again without its cache, whose content is stale from then on.
@@ -302,7 +302,7 @@ impl<'a> Disk<'a> {
         self.restart_with(None)
     }
 
-    fn restart_with(&mut self, cache: Option<CacheChoice>) -> anyhow::Result<()> {
+    fn restart_with(&mut self, cache: Option<TestCacheOptions>) -> anyhow::Result<()> {
         if self.is_remote() || (self.victim.store().is_some() && self.store.is_none()) {
             // nbdkit does not reuse the socket of a dead server.
             std::fs::remove_file(&self.places.store)?;
@@ -315,12 +315,12 @@ impl<'a> Disk<'a> {
             wait_until_listening(store, &self.places.store)?;
         }
         self.cache = cache;
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         loop {
             let command = serve(&self.victim, &self.places, self.export, cache);
             match Server::from_command(command, &self.places.socket) {
                 // A dead server's locks stay until its last I/O has ended, which can take long on a slow disk.
-                Err(error) if error.to_string().contains(IN_USE) && Instant::now() < give_up => {}
+                Err(error) if error.to_string().contains(IN_USE) && Instant::now() < deadline => {}
                 started => break self.server = started?,
             }
         }
@@ -331,7 +331,7 @@ impl<'a> Disk<'a> {
     ///
     /// # Errors
     /// If the cache does not work.
-    pub fn count_warmth(&mut self) -> anyhow::Result<()> {
+    pub fn record_retention(&mut self) -> anyhow::Result<()> {
         if let (Some(before), Some(_)) = (self.before.take(), self.cache) {
             let after = Holds::loaded(&self.places.control, before)?;
             self.warmth.killed(before, after);
@@ -339,17 +339,17 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Asserts that Larder refuses to start with its cache, with a message that contains `why`.
+    /// Asserts that Larder refuses to start with its cache, with a message that contains `reason`.
     ///
     /// # Errors
     /// If it starts, or fails with another message.
-    pub fn is_refused(&self, why: &str) -> anyhow::Result<()> {
+    pub fn is_refused(&self, reason: &str) -> anyhow::Result<()> {
         let command = serve(&self.victim, &self.places, self.export, self.victim.cache);
         match Server::from_command(command, &self.places.socket) {
-            Ok(_) => bail!("the disk was served although {why}"),
+            Ok(_) => bail!("the disk was served although {reason}"),
             Err(error) => {
-                let said = format!("{error:#}");
-                ensure!(said.contains(why), "the error should say that {why}: {said}");
+                let text = format!("{error:#}");
+                ensure!(text.contains(reason), "the error should say that {reason}: {text}");
                 Ok(())
             }
         }
@@ -359,10 +359,10 @@ impl<'a> Disk<'a> {
     ///
     /// # Errors
     /// If it has not, with its output.
-    pub fn has_said_one_of(&self, texts: &[&str]) -> anyhow::Result<()> {
-        let said = self.server.process.output();
-        let has = texts.iter().any(|text| said.contains(text));
-        ensure!(has, "none of {texts:?} is in: {said}");
+    pub fn assert_logged_any(&self, texts: &[&str]) -> anyhow::Result<()> {
+        let output = self.server.process.output();
+        let found = texts.iter().any(|text| output.contains(text));
+        ensure!(found, "none of {texts:?} is in: {output}");
         Ok(())
     }
 
@@ -378,17 +378,17 @@ impl<'a> Disk<'a> {
     ///
     /// # Errors
     /// If a system call fails.
-    pub fn set_modified_to(&self, time: SystemTime) -> anyhow::Result<()> {
+    pub fn set_image_mtime(&self, time: SystemTime) -> anyhow::Result<()> {
         let file = std::fs::File::options().write(true).open(self.places.image)?;
         Ok(file.set_modified(time)?)
     }
 
-    /// Sets the image's modification time to now plus `later`.
+    /// Sets the image's modification time to now plus `offset`.
     ///
     /// # Errors
     /// If a system call fails.
-    pub fn set_modified(&self, later: Duration) -> anyhow::Result<()> {
-        self.set_modified_to(SystemTime::now() + later)
+    pub fn shift_image_mtime(&self, offset: Duration) -> anyhow::Result<()> {
+        self.set_image_mtime(SystemTime::now() + offset)
     }
 
     /// Waits until the restarted target has its client back: QEMU's front-end, or Larder after it has repeated all
@@ -397,20 +397,20 @@ impl<'a> Disk<'a> {
     /// # Errors
     /// If the client does not reconnect.
     pub fn wait_until_connected(&self) -> anyhow::Result<()> {
-        let connected = match self.is_remote() {
+        let connected_text = match self.is_remote() {
             false => "front-end connected",
             true => "reconnected",
         };
-        self.server.process.wait_for_after(self.said, connected, LIMIT)?;
+        self.server.process.wait_for_after(self.said, connected_text, LIMIT)?;
         Ok(())
     }
 
     /// Returns whether requests were in flight at the last kill.
     pub fn was_interrupted(&self) -> bool {
-        let said = self.server.process.output();
+        let output = self.server.process.output();
         match self.is_remote() {
-            false => said.contains("resubmitting requests"),
-            true => said
+            false => output.contains("resubmitting requests"),
+            true => output
                 .lines()
                 .rfind(|line| line.contains("the connection is lost"))
                 .is_some_and(|line| !line.contains("unanswered=0 ")),
@@ -477,7 +477,7 @@ fn nbd_uri(socket: &Path) -> String {
 }
 
 /// Returns the `larder disk serve` command with this cache, or none.
-fn serve(victim: &Victim<'_>, places: &Places<'_>, export: Export, cache: Option<CacheChoice>) -> Command {
+fn serve(victim: &Victim<'_>, places: &Places<'_>, export: Export, cache: Option<TestCacheOptions>) -> Command {
     let mut command = Command::new(victim.larder);
     command.args(["disk", "serve"]);
     match (victim.store(), victim.format) {
@@ -489,7 +489,7 @@ fn serve(victim: &Victim<'_>, places: &Places<'_>, export: Export, cache: Option
         Export::VhostUser => command.arg("--socket").arg(&places.socket),
         Export::Nbd => command.arg("--nbd").arg(nbd_uri(&places.socket)),
     };
-    if let Some(CacheChoice { mode, size }) = cache {
+    if let Some(TestCacheOptions { mode, size }) = cache {
         command.arg("--control").arg(&places.control);
         command.arg("--cache").arg(&places.cache);
         command.args(["--cache-size", &size.to_string(), "--cache-mode", mode.word()]);
@@ -504,7 +504,7 @@ fn serve(victim: &Victim<'_>, places: &Places<'_>, export: Export, cache: Option
 
 fn start_store(victim: &Victim<'_>, places: &Places<'_>) -> anyhow::Result<Option<Process>> {
     let Some(store) = victim.store() else { return Ok(None) };
-    let (program, options, image_words): (_, &[&str], &[&str]) = match store {
+    let (program, options, image_arguments): (_, &[&str], &[&str]) = match store {
         Target::Larder => return Ok(None),
         Target::Nbdkit => ("nbdkit", &["-f", "-U"], &["file"]),
         Target::NbdkitCache => ("nbdkit", &["-f", "--filter=cache", "-U"], &["file"]),
@@ -518,16 +518,16 @@ fn start_store(victim: &Victim<'_>, places: &Places<'_>) -> anyhow::Result<Optio
     command
         .args(options)
         .arg(&places.store)
-        .args(image_words)
+        .args(image_arguments)
         .arg(places.image);
     Process::start(command).map(Some)
 }
 
 /// Waits until the NBD server listens. A starting Larder needs that; a running one must reconnect by itself.
 fn wait_until_listening(store: &Process, socket: &Path) -> anyhow::Result<()> {
-    let give_up = Instant::now() + LIMIT;
+    let deadline = Instant::now() + LIMIT;
     while let Err(error) = std::os::unix::net::UnixStream::connect(socket) {
-        if Instant::now() > give_up {
+        if Instant::now() > deadline {
             return Err(error).with_context(|| format!("the NBD server does not listen: {}", store.output()));
         }
         std::thread::sleep(Duration::from_millis(1));

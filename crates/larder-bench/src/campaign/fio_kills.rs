@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 
 use super::Random;
-use super::cached::Warmth;
+use super::cached::CacheRetention;
 use super::disk::{self, Disk, Export, Format, Victim};
-use super::pauses::Pauses;
-use super::process::{Process, mortal};
+use super::pauses::DurationSample;
+use super::process::{Process, killed_with_parent};
 
 /// Bytes of the disk.
 pub const DISK: u64 = 16 << 20;
@@ -45,9 +45,9 @@ pub struct Report {
     /// Kills at which the cache held dirty lines.
     pub dirty: u32,
     /// Times from a kill until the next server listens.
-    pub pauses: Pauses,
+    pub pauses: DurationSample,
     /// Cache survival over the kills.
-    pub warmth: Warmth,
+    pub warmth: CacheRetention,
 }
 
 struct Rounds<'a> {
@@ -61,14 +61,14 @@ struct Rounds<'a> {
     report: Report,
 }
 
-/// Kills the victim `count` times. `folder` is for sockets, and for a copy of the disk.
+/// Kills the victim `count` times. `directory` is for sockets, and for a copy of the disk.
 ///
 /// # Errors
 /// If fio or nbdcopy finds wrong data, or a server does not start.
 pub fn run<'a>(
     victim: impl Into<Victim<'a>>,
     image: &'a Path,
-    folder: &Path,
+    directory: &Path,
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
@@ -78,9 +78,9 @@ pub fn run<'a>(
         "the fio campaign can kill only Larder: nothing reconnects fio to another server"
     );
     disk::create(&victim, image, DISK)?;
-    let copy = folder.join("copy");
+    let copy = directory.join("copy");
     let mut rounds = Rounds {
-        disk: Disk::export(victim, image, folder, Export::Nbd)?,
+        disk: Disk::export(victim, image, directory, Export::Nbd)?,
         jobs: [None; REGIONS],
         next_job: 1,
         seen: vec![0; DISK as usize],
@@ -116,14 +116,14 @@ impl Rounds<'_> {
     /// Runs a job that writes a region, kills or stops the server, and checks the whole disk.
     fn round(&mut self, is_stop: bool, random: &mut Random) -> anyhow::Result<()> {
         let region = random.below(REGIONS as u64) as usize;
-        let job = self.take_job();
+        let job = self.next_job_number();
         // Reads of another region fill the cache meanwhile.
-        let other = (region + 1 + random.below(REGIONS as u64 - 1) as usize) % REGIONS;
+        let read_region = (region + 1 + random.below(REGIONS as u64 - 1) as usize) % REGIONS;
         let uri = format!("--uri={}", self.disk.uri());
         let mut command = fio("nbd", &uri);
         write(&mut command, region, job);
-        if let Some(written) = self.jobs[other] {
-            verify(&mut command, other, written);
+        if let Some(written) = self.jobs[read_region] {
+            verify(&mut command, read_region, written);
         }
         let mut writer = Process::start(command)?;
         writer.wait_for("connected to NBD server", LIMIT)?;
@@ -136,7 +136,7 @@ impl Rounds<'_> {
         self.jobs[region] = is_done.then_some(job);
         self.report.completed += u32::from(is_done);
         let victim = self.disk.victim();
-        if victim.format == Format::Raw && (is_stop || victim.image_has_all()) {
+        if victim.format == Format::Raw && (is_stop || victim.image_has_flushed_data()) {
             let image = format!("--filename={}", self.disk.image().display());
             self.verify_all("psync", &image)?;
         }
@@ -145,7 +145,7 @@ impl Rounds<'_> {
         if !is_stop {
             self.report.pauses.push(pause + begin.elapsed());
         }
-        self.disk.count_warmth()?;
+        self.disk.record_retention()?;
         self.verify_all("nbd", &uri)?;
         self.look(Some((region, job, &before)))?;
         if self.jobs[region].is_none() {
@@ -157,7 +157,7 @@ impl Rounds<'_> {
 
     /// Kills or stops the server. Returns the time that it took.
     fn end(&mut self, is_stop: bool) -> anyhow::Result<Duration> {
-        let has = self.disk.note_holds()?;
+        let cache_stats = self.disk.record_cache_stats()?;
         let begin = Instant::now();
         match is_stop {
             true => {
@@ -167,25 +167,25 @@ impl Rounds<'_> {
             false => {
                 self.disk.kill()?;
                 self.report.kills += 1;
-                self.report.dirty += u32::from(has.is_some_and(|has| has.dirty > 0));
+                self.report.dirty += u32::from(cache_stats.is_some_and(|cache_stats| cache_stats.dirty_bytes > 0));
             }
         }
         Ok(begin.elapsed())
     }
 
-    fn take_job(&mut self) -> u64 {
+    fn next_job_number(&mut self) -> u64 {
         self.next_job += 1;
         self.next_job - 1
     }
 
     /// Lets fio write a whole region, and verify it.
     fn write_whole(&mut self, region: usize) -> anyhow::Result<()> {
-        let job = self.take_job();
+        let job = self.next_job_number();
         let uri = format!("--uri={}", self.disk.uri());
         let mut command = fio("nbd", &uri);
         write(&mut command, region, job);
         command.arg("--do_verify=1");
-        to_its_end(command)?;
+        run_to_completion(command)?;
         self.jobs[region] = Some(job);
         // Marks the content as unknown until the next check.
         let start = range_of(region).start;
@@ -194,8 +194,8 @@ impl Rounds<'_> {
     }
 
     /// Lets fio verify all regions that one job has written.
-    fn verify_all(&mut self, engine: &str, place: &str) -> anyhow::Result<()> {
-        let mut command = fio(engine, place);
+    fn verify_all(&mut self, engine: &str, target: &str) -> anyhow::Result<()> {
+        let mut command = fio(engine, target);
         for (region, job) in self.jobs.iter().enumerate() {
             if let Some(job) = job {
                 verify(&mut command, region, *job);
@@ -203,7 +203,7 @@ impl Rounds<'_> {
             }
         }
         match self.jobs.iter().any(Option::is_some) {
-            true => to_its_end(command).with_context(|| format!("fio verifies over {engine}")),
+            true => run_to_completion(command).with_context(|| format!("fio verifies over {engine}")),
             false => Ok(()),
         }
     }
@@ -211,26 +211,26 @@ impl Rounds<'_> {
     /// Reads the whole disk and checks that it has not changed. In the region that a job was writing, each sector may
     /// instead hold the job's data. Newly written regions may hold anything.
     fn look(&mut self, writing: Option<(usize, u64, &[u8])>) -> anyhow::Result<()> {
-        let copied = Command::new("nbdcopy")
+        let copy_output = Command::new("nbdcopy")
             .arg(self.disk.uri())
             .arg(self.copy)
             .output()
             .context("nbdcopy")?;
         ensure!(
-            copied.status.success(),
+            copy_output.status.success(),
             "nbdcopy: {}",
-            String::from_utf8_lossy(&copied.stderr)
+            String::from_utf8_lossy(&copy_output.stderr)
         );
         let found = std::fs::read(self.copy)?;
         std::fs::remove_file(self.copy)?;
         ensure!(found.len() as u64 == DISK, "the disk has {} bytes", found.len());
         for region in 0..REGIONS {
             let range = range_of(region);
-            let (now, then) = (&found[range.clone()], &self.seen[range.clone()]);
+            let (now, previous) = (&found[range.clone()], &self.seen[range.clone()]);
             match writing {
                 Some((written, job, before)) if written == region => compare_written(range.start, now, before, job)?,
-                _ if then[..SECTOR].iter().all(|byte| *byte == 0xff) => {}
-                _ => ensure!(now == then, "region {region} has changed"),
+                _ if previous[..SECTOR].iter().all(|byte| *byte == 0xff) => {}
+                _ => ensure!(now == previous, "region {region} has changed"),
             }
         }
         self.seen = found;
@@ -244,7 +244,7 @@ fn range_of(region: usize) -> std::ops::Range<usize> {
 
 /// Returns the fio command with the options that all jobs share.
 fn fio(engine: &str, place: &str) -> Command {
-    let mut command = mortal("fio");
+    let mut command = killed_with_parent("fio");
     command.args([
         &format!("--ioengine={engine}"),
         place,
@@ -260,7 +260,7 @@ fn fio(engine: &str, place: &str) -> Command {
     command
 }
 
-fn job_words(command: &mut Command, region: usize, job: u64) {
+fn add_job_arguments(command: &mut Command, region: usize, job: u64) {
     command.args([
         &format!("--name={job}"),
         &format!("--offset={}", range_of(region).start),
@@ -276,17 +276,17 @@ fn request_of(job: u64) -> u64 {
 
 /// Adds a job that writes a region.
 fn write(command: &mut Command, region: usize, job: u64) {
-    job_words(command, region, job);
+    add_job_arguments(command, region, job);
     command.arg("--do_verify=0");
 }
 
 /// Adds the same job in verify-only mode.
 fn verify(command: &mut Command, region: usize, job: u64) {
-    job_words(command, region, job);
+    add_job_arguments(command, region, job);
     command.arg("--verify_only");
 }
 
-fn to_its_end(command: Command) -> anyhow::Result<()> {
+fn run_to_completion(command: Command) -> anyhow::Result<()> {
     let mut fio = Process::start(command)?;
     let status = fio.wait(LIMIT)?;
     ensure!(status.success(), "fio exited with {status}: {}", fio.output());
@@ -298,7 +298,7 @@ fn compare_written(start: usize, now: &[u8], before: &[u8], job: u64) -> anyhow:
     for (index, (now, before)) in now.chunks(SECTOR).zip(before.chunks(SECTOR)).enumerate() {
         let at = (start + index * SECTOR) as u64;
         ensure!(
-            now == before || is_of_job(at, now, job),
+            now == before || is_written_by_job(at, now, job),
             "the sector at {at} holds neither job {job}'s data nor its previous data: {:02x?}",
             &now[..16]
         );
@@ -307,7 +307,7 @@ fn compare_written(start: usize, now: &[u8], before: &[u8], job: u64) -> anyhow:
 }
 
 /// Returns whether every 16 bytes of the sector hold the job's number and the offset of its request.
-fn is_of_job(at: u64, sector: &[u8], job: u64) -> bool {
+fn is_written_by_job(at: u64, sector: &[u8], job: u64) -> bool {
     let (Some(stamp), Some(begin)) = (sector.first_chunk::<8>(), sector[8..].first_chunk::<8>()) else {
         return false;
     };

@@ -18,20 +18,20 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 
 use super::Random;
-use super::cached::Warmth;
+use super::cached::CacheRetention;
 use super::client::Client;
 pub use super::client::DISK;
 use super::disk::{self, Disk, Format, Victim};
 use super::front_end::{FrontEnd, Options};
-use super::pauses::Pauses;
+use super::pauses::DurationSample;
 
 /// Lifetime of a server at most.
-const LIFE_US: u64 = 60_000;
+const SERVER_LIFETIME_US_MAX: u64 = 60_000;
 
 /// Log texts of a server that discards its stale cache.
-const BEGINS_ANEW: [&str; 2] = ["begins anew", "cached data is not used"];
+const CACHE_EMPTIED_TEXTS: [&str; 2] = ["starts empty", "cached data is not used"];
 /// Time shift that is too long to be attributed to the killed server's own writes.
-const NOT_ITS_OWN: Duration = Duration::from_secs(60);
+const FOREIGN_MTIME_SHIFT: Duration = Duration::from_secs(60);
 
 /// Result of the campaign.
 #[derive(Debug, Default)]
@@ -55,9 +55,9 @@ pub struct Report {
     /// Caches whose dirty lines were written to the disk before the next server was started.
     pub flushed: u32,
     /// Times from a kill to the first answer of the next server, its start included.
-    pub pauses: Pauses,
+    pub pauses: DurationSample,
     /// Cache survival over the kills.
-    pub warmth: Warmth,
+    pub warmth: CacheRetention,
 }
 
 impl Report {
@@ -85,14 +85,14 @@ impl Report {
 pub fn run<'a>(
     victim: impl Into<Victim<'a>>,
     image: &'a Path,
-    folder: &Path,
+    directory: &Path,
     options: Options,
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let victim = victim.into();
     disk::create(&victim, image, DISK)?;
-    let disk = Disk::start(victim, image, folder)?;
+    let disk = Disk::start(victim, image, directory)?;
     let guest = FrontEnd::connect(disk.socket(), options)?;
     let mut rounds = Rounds {
         client: Client::new(guest),
@@ -102,7 +102,7 @@ pub fn run<'a>(
     while rounds.report.kills < count {
         rounds
             .client
-            .work(Duration::from_micros(random.below(LIFE_US)), random)?;
+            .work(Duration::from_micros(random.below(SERVER_LIFETIME_US_MAX)), random)?;
         let kill = rounds.report.kills;
         rounds.round(random).with_context(|| format!("at kill {kill}"))?;
     }
@@ -128,42 +128,42 @@ impl Rounds<'_> {
 
     /// Kills the victim, and continues with the next server.
     fn kill(&mut self, random: &mut Random) -> anyhow::Result<()> {
-        let has = self.disk.note_holds()?;
+        let cache_stats = self.disk.record_cache_stats()?;
         self.client.submit(random);
         let killed = Instant::now();
         self.disk.kill()?;
         let begin = Instant::now();
-        let is_dirty = has.is_some_and(|has| has.dirty > 0);
+        let is_dirty = cache_stats.is_some_and(|cache_stats| cache_stats.dirty_bytes > 0);
         self.report.dirty += u32::from(is_dirty);
         self.client.collect()?;
         self.report.interrupted += self.client.in_flight() as u64;
         if !self.disk.is_remote() {
             let whole = self.disk.victim().whole;
             if whole && random.below(2) == 0 {
-                self.disk.kill_store();
+                self.disk.kill_nbd_server();
             }
             if is_dirty && !whole && random.below(8) == 0 {
-                self.refuse_changed()?;
+                self.assert_changed_disk_refused()?;
                 self.report.without += 1;
             }
             // A store that is still running may complete outstanding requests.
             if !whole || !self.disk.has_store() {
-                let has_all = self.disk.victim().image_has_all();
+                let has_all = self.disk.victim().image_has_flushed_data();
                 let is_flushed = !has_all && !whole && random.below(8) == 0;
                 if is_flushed {
                     self.disk.flush_cache()?;
                     self.report.flushed += 1;
                 }
                 if has_all || is_flushed {
-                    self.compare_at_rest()?;
+                    self.check_image_after_exit()?;
                 }
             }
         }
-        let compared = begin.elapsed();
+        let check_time = begin.elapsed();
         self.restart(random)?;
         let begin = Instant::now();
-        self.disk.count_warmth()?;
-        let loaded = begin.elapsed();
+        self.disk.record_retention()?;
+        let load_time = begin.elapsed();
         if self.disk.is_remote() {
             self.disk.wait_until_connected()?;
         } else {
@@ -174,9 +174,9 @@ impl Rounds<'_> {
         }
         self.client.wait()?;
         // The check's own time is not part of the pause.
-        self.report.pauses.push(killed.elapsed() - compared - loaded);
+        self.report.pauses.push(killed.elapsed() - check_time - load_time);
         self.report.kills += 1;
-        self.compare_served(random)
+        self.check_served_data(random)
     }
 
     /// Restarts the server, mostly in the campaign's cache mode.
@@ -184,25 +184,26 @@ impl Rounds<'_> {
         match self.disk.victim().cache {
             Some(cache) if random.below(8) == 0 => {
                 let others = cache.mode.others();
-                self.disk.restart_as(others[random.below(others.len() as u64) as usize])
+                self.disk
+                    .restart_with_mode(others[random.below(others.len() as u64) as usize])
             }
             _ => self.disk.restart(),
         }
     }
 
     /// Checks the data that the next server returns.
-    fn compare_served(&mut self, random: &mut Random) -> anyhow::Result<()> {
+    fn check_served_data(&mut self, random: &mut Random) -> anyhow::Result<()> {
         self.client.finish()?;
         if let Some(from) = self.disk.holds()? {
             self.client.read_all(random).context("reading the whole disk")?;
             let to = self.disk.holds()?.unwrap_or_default();
-            if !self.disk.is_passed_by() {
+            if !self.disk.may_bypass_cache() {
                 self.disk.warmth.reread(from, to);
             }
         }
         // After a flush the image itself can be checked. Before, only the server knows all of its mapping.
         if self.disk.is_remote() || self.disk.format() == Format::Qcow2 {
-            self.compare_settled()?;
+            self.check_image_after_flush()?;
         }
         Ok(())
     }
@@ -213,19 +214,19 @@ impl Rounds<'_> {
         self.disk.end()?;
         self.client.collect()?;
         if !self.disk.victim().whole {
-            self.compare_at_rest()?;
+            self.check_image_after_exit()?;
         }
         self.restart(random)?;
         self.reconnect()?;
         self.report.stops += 1;
-        self.compare_served(random)
+        self.check_served_data(random)
     }
 
     /// Writes to the disk through a server without its cache. The next server with the cache must detect that.
     fn change_without_cache(&mut self, random: &mut Random) -> anyhow::Result<()> {
         // After a kill, a late enough change is needed to tell it from the server's own writes, and the image must be
         // complete, with no dirty lines.
-        let is_killed = self.disk.victim().image_has_all() && random.below(2) == 0;
+        let is_killed = self.disk.victim().image_has_flushed_data() && random.below(2) == 0;
         match is_killed {
             true => self.disk.kill()?,
             false => self.disk.end()?,
@@ -233,20 +234,21 @@ impl Rounds<'_> {
         self.client.collect()?;
         self.disk.restart_without_cache()?;
         self.reconnect()?;
-        self.client.work(Duration::from_micros(random.below(LIFE_US)), random)?;
+        self.client
+            .work(Duration::from_micros(random.below(SERVER_LIFETIME_US_MAX)), random)?;
         self.client.settle()?;
         self.disk.end()?;
         if is_killed {
-            self.disk.set_modified(NOT_ITS_OWN)?;
+            self.disk.shift_image_mtime(FOREIGN_MTIME_SHIFT)?;
         }
         self.disk.restart()?;
-        self.disk.has_said_one_of(&BEGINS_ANEW)?;
+        self.disk.assert_logged_any(&CACHE_EMPTIED_TEXTS)?;
         self.reconnect()?;
         self.client
             .read_all(random)
             .context("reading a disk that was changed without its cache")?;
         self.disk.end()?;
-        self.disk.set_modified(Duration::ZERO)?;
+        self.disk.shift_image_mtime(Duration::ZERO)?;
         self.disk.restart()?;
         self.reconnect()?;
         self.report.without += 1;
@@ -254,11 +256,11 @@ impl Rounds<'_> {
     }
 
     /// Asserts that a dirty cache is refused for a disk that was changed without it, and is not modified.
-    fn refuse_changed(&self) -> anyhow::Result<()> {
+    fn assert_changed_disk_refused(&self) -> anyhow::Result<()> {
         let before = self.disk.modified()?;
-        self.disk.set_modified(NOT_ITS_OWN)?;
+        self.disk.shift_image_mtime(FOREIGN_MTIME_SHIFT)?;
         self.disk.is_refused("the disk was changed since without it")?;
-        self.disk.set_modified_to(before)
+        self.disk.set_image_mtime(before)
     }
 
     fn reconnect(&mut self) -> anyhow::Result<()> {
@@ -266,8 +268,8 @@ impl Rounds<'_> {
     }
 
     /// Checks the image after a server's end.
-    fn compare_at_rest(&self) -> anyhow::Result<()> {
-        let bytes = contents_of(self.disk.format(), self.disk.image())?;
+    fn check_image_after_exit(&self) -> anyhow::Result<()> {
+        let bytes = disk_contents(self.disk.format(), self.disk.image())?;
         let compared = match self.disk.format() {
             Format::Raw => self.client.books.compare(&bytes),
             Format::Qcow2 => self.client.books.compare_flushed(&bytes),
@@ -276,13 +278,13 @@ impl Rounds<'_> {
     }
 
     /// Checks the image when all requests are answered and flushed.
-    fn compare_settled(&mut self) -> anyhow::Result<()> {
+    fn check_image_after_flush(&mut self) -> anyhow::Result<()> {
         self.client.settle()?;
-        match self.disk.victim().image_has_all() {
+        match self.disk.victim().image_has_flushed_data() {
             true => self
                 .client
                 .books
-                .compare(&contents_of(self.disk.format(), self.disk.image())?)
+                .compare(&disk_contents(self.disk.format(), self.disk.image())?)
                 .context("checking the image after a flush"),
             false => Ok(()),
         }
@@ -294,7 +296,7 @@ impl Rounds<'_> {
         self.disk.end()?;
         self.client
             .books
-            .compare(&contents_of(self.disk.format(), self.disk.image())?)
+            .compare(&disk_contents(self.disk.format(), self.disk.image())?)
             .context("checking the final image")?;
         let done = self.client.done;
         let report = Report {
@@ -309,7 +311,7 @@ impl Rounds<'_> {
 }
 
 /// Returns the disk's bytes.
-fn contents_of(format: Format, image: &Path) -> anyhow::Result<Vec<u8>> {
+fn disk_contents(format: Format, image: &Path) -> anyhow::Result<Vec<u8>> {
     match format {
         Format::Raw => Ok(std::fs::read(image)?),
         Format::Qcow2 => disk::qcow2_contents(image),

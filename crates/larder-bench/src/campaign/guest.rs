@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use tempfile::TempDir;
 
-use super::process::{Process, mortal};
+use super::process::{Process, killed_with_parent};
 
 /// The guest kernel's command line. Without `no_timer_check` Linux panics if an emulated timer's first ticks come
 /// late, as they do on a busy machine.
@@ -34,7 +34,7 @@ done
 "#;
 
 /// A script that fails if the kernel has logged an error of a disk, or one that hung.
-pub const NO_ERRORS: &str = r#"
+pub const KERNEL_ERROR_CHECK_SCRIPT: &str = r#"
 if dmesg | grep -iE 'i/o error|blk_update|hung task|timeout'; then exit 1; fi
 "#;
 
@@ -63,13 +63,13 @@ impl Default for GuestOptions {
             disk: "num-queues=2".to_owned(),
             reconnects: true,
             qemu: Vec::new(),
-            base: GUEST,
+            base: DEFAULT_BASE,
         }
     }
 }
 
 /// A guest that needs no disk.
-const GUEST: &str = "guest.cpio.gz";
+const DEFAULT_BASE: &str = "guest.cpio.gz";
 
 /// A running guest.
 pub struct Guest {
@@ -94,22 +94,22 @@ pub fn test_bed(file: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Creates the initramfs, in `folder`, of a guest that runs `script` and powers off.
+/// Creates the initramfs, in `directory`, of a guest that runs `script` and powers off.
 ///
 /// # Errors
 /// If the test bed is not set up, or a system call fails.
-pub fn initramfs(script: &str, folder: &Path) -> anyhow::Result<PathBuf> {
-    initramfs_of(GUEST, script, folder)
+pub fn initramfs(script: &str, directory: &Path) -> anyhow::Result<PathBuf> {
+    initramfs_of(DEFAULT_BASE, script, directory)
 }
 
-fn initramfs_of(base: &str, script: &str, folder: &Path) -> anyhow::Result<PathBuf> {
-    let (source, initrd) = (folder.join("test.sh"), folder.join("initrd"));
+fn initramfs_of(base: &str, script: &str, directory: &Path) -> anyhow::Result<PathBuf> {
+    let (source, initrd) = (directory.join("test.sh"), directory.join("initrd"));
     fs::write(&source, script)?;
-    let made = Command::new(project().join("testbed/with-script.sh"))
+    let status = Command::new(project().join("testbed/with-script.sh"))
         .arg(test_bed(base)?)
         .args([&source, &initrd])
         .status()?;
-    ensure!(made.success(), "testbed/with-script.sh failed");
+    ensure!(status.success(), "testbed/with-script.sh failed");
     Ok(initrd)
 }
 
@@ -132,10 +132,10 @@ impl Guest {
     /// # Errors
     /// If the test bed is not set up, or QEMU cannot be started.
     pub fn start(script: &str, socket: &Path, options: &GuestOptions) -> anyhow::Result<Self> {
-        let folder = tempfile::tempdir()?;
-        let initrd = initramfs_of(options.base, script, folder.path())?;
-        let monitor = folder.path().join("qmp");
-        let mut command = mortal("qemu-system-x86_64");
+        let directory = tempfile::tempdir()?;
+        let initrd = initramfs_of(options.base, script, directory.path())?;
+        let monitor = directory.path().join("qmp");
+        let mut command = killed_with_parent("qemu-system-x86_64");
         command
             .args(["-accel", &accelerator()?, "-smp", &options.processors.to_string()])
             .arg("-m")
@@ -172,7 +172,7 @@ impl Guest {
         Ok(Self {
             process: Process::start(command)?,
             monitor,
-            _folder: folder,
+            _folder: directory,
         })
     }
 
@@ -237,7 +237,7 @@ impl Monitor {
     ///
     /// # Errors
     /// If the system call fails.
-    pub fn set_patience(&self, limit: Duration) -> anyhow::Result<()> {
+    pub fn set_timeout(&self, limit: Duration) -> anyhow::Result<()> {
         Ok(self.stream.set_read_timeout(Some(limit))?)
     }
 
@@ -257,7 +257,7 @@ impl Monitor {
         self.begin(command, arguments)?;
         loop {
             let line = self.line()?;
-            if !is_answer(&line) {
+            if !is_reply(&line) {
                 self.events.push(line);
                 continue;
             }
@@ -296,7 +296,7 @@ impl Monitor {
     pub fn wait_for_event(&mut self, name: &str) -> anyhow::Result<String> {
         loop {
             let line = self.line()?;
-            self.unanswered -= usize::from(self.unanswered > 0 && is_answer(&line));
+            self.unanswered -= usize::from(self.unanswered > 0 && is_reply(&line));
             if line.contains("\"event\"") && line.contains(name) {
                 return Ok(line);
             }
@@ -304,6 +304,6 @@ impl Monitor {
     }
 }
 
-fn is_answer(line: &str) -> bool {
+fn is_reply(line: &str) -> bool {
     line.starts_with("{\"return\"") || line.starts_with("{\"error\"")
 }

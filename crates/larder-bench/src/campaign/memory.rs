@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use larder_vm::control::fetch_memory;
 use larder_vm::control::memory::MemoryState;
 
-use super::process::{Process, mortal};
+use super::process::{Process, killed_with_parent};
 
 /// Limit for operations that may be slow on a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(300);
@@ -28,25 +28,25 @@ pub struct Attach {
 }
 
 impl Attach {
-    /// Attaches to process `pid`, with the control socket in `folder`, and further arguments.
-    pub fn new(larder: &Path, folder: &Path, pid: u32, words: &[&str]) -> Self {
+    /// Attaches to process `pid`, with the control socket in `directory`, and further arguments.
+    pub fn new(larder: &Path, directory: &Path, pid: u32, arguments: &[&str]) -> Self {
         let pid = pid.to_string();
-        Self::of(larder, folder, &[&["--pid", &pid], words].concat())
+        Self::of(larder, directory, &[&["--pid", &pid], arguments].concat())
     }
 
-    /// Attaches to the process that `words` selects, with the control socket in `folder`.
-    pub fn of(larder: &Path, folder: &Path, words: &[&str]) -> Self {
+    /// Attaches to the process that `words` selects, with the control socket in `directory`.
+    pub fn of(larder: &Path, directory: &Path, arguments: &[&str]) -> Self {
         Self {
             before: Vec::new(),
             larder: larder.to_owned(),
-            control: folder.join("control"),
-            words: words.iter().map(OsString::from).collect(),
+            control: directory.join("control"),
+            words: arguments.iter().map(OsString::from).collect(),
         }
     }
 
     /// Adds a prefix: a program with its arguments, which executes Larder.
-    pub fn by(mut self, words: &[&str]) -> Self {
-        self.before = words.iter().map(OsString::from).collect();
+    pub fn by(mut self, arguments: &[&str]) -> Self {
+        self.before = arguments.iter().map(OsString::from).collect();
         self
     }
 
@@ -63,7 +63,7 @@ impl Attach {
 
     /// Returns the whole command.
     pub fn command(&self) -> Command {
-        let mut command = mortal("env");
+        let mut command = killed_with_parent("env");
         command
             .args(&self.before)
             .arg(&self.larder)
@@ -79,21 +79,21 @@ impl Attach {
     /// If it does not attach, with its output.
     pub fn start(&self) -> anyhow::Result<Pager> {
         let process = Process::start(self.command())?;
-        let said = process.wait_for(ATTACHED, LIMIT)?;
+        let output = process.wait_for(ATTACHED_TEXT, LIMIT)?;
         Ok(Pager {
             process,
             control: self.control.clone(),
-            stood_still: stood_still(&said),
+            stood_still: stood_still(&output),
         })
     }
 }
 
 /// Part of the pager's log line after an attach. Warnings before that line may contain "attached" without "INFO".
-pub const ATTACHED: &str = "INFO attached";
+pub const ATTACHED_TEXT: &str = "INFO attached";
 
 /// Parses from the log line how long a thread of the process was paused.
-fn stood_still(said: &str) -> Option<Duration> {
-    let text = said.split_once("stood_still=")?.1.split_whitespace().next()?;
+fn stood_still(output: &str) -> Option<Duration> {
+    let text = output.split_once("stood_still=")?.1.split_whitespace().next()?;
     let number = text.trim_end_matches(char::is_alphabetic);
     let seconds = match &text[number.len()..] {
         "s" => 1.0,
@@ -121,8 +121,9 @@ impl Pager {
     /// # Errors
     /// If the pager does not answer.
     pub fn state(&self) -> anyhow::Result<MemoryState> {
-        let asked = fetch_memory(&self.control);
-        let (_, state) = asked.with_context(|| format!("querying the pager; its output: {}", self.process.output()))?;
+        let response = fetch_memory(&self.control);
+        let (_, state) =
+            response.with_context(|| format!("querying the pager; its output: {}", self.process.output()))?;
         Ok(state)
     }
 
@@ -130,14 +131,14 @@ impl Pager {
     ///
     /// # Errors
     /// If that does not happen in time.
-    pub fn wait_until(&self, is_so: impl Fn(&MemoryState) -> bool) -> anyhow::Result<MemoryState> {
-        let give_up = Instant::now() + LIMIT;
+    pub fn wait_until(&self, condition: impl Fn(&MemoryState) -> bool) -> anyhow::Result<MemoryState> {
+        let deadline = Instant::now() + LIMIT;
         loop {
             let state = self.state()?;
-            if is_so(&state) {
+            if condition(&state) {
                 return Ok(state);
             }
-            if Instant::now() > give_up {
+            if Instant::now() > deadline {
                 bail!(
                     "the memory does not reach the expected state: {state:#?}\n{}",
                     self.process.output()
@@ -171,8 +172,8 @@ impl Pager {
     /// If it does not.
     pub fn detach(&mut self) -> anyhow::Result<()> {
         let ended = self.end(libc::SIGTERM)?;
-        let said = self.process.output();
-        ensure!(ended.success() && said.contains(" detached"), "{ended}: {said}");
+        let output = self.process.output();
+        ensure!(ended.success() && output.contains(" detached"), "{ended}: {output}");
         Ok(())
     }
 }
@@ -204,8 +205,8 @@ impl Verifier {
     /// If it does not start.
     pub fn start(command: Command) -> anyhow::Result<Self> {
         let process = Process::start(command)?;
-        let said = process.wait_for("ready ", LIMIT)?;
-        let pid = said.split_once("ready ").context("no PID")?.1.trim().parse()?;
+        let output = process.wait_for("ready ", LIMIT)?;
+        let pid = output.split_once("ready ").context("no PID")?.1.trim().parse()?;
         Ok(Self { process, pid })
     }
 
@@ -235,7 +236,7 @@ impl Verifier {
     ///
     /// # Errors
     /// If the process has exited.
-    pub fn works_on(&mut self, percent: u64) -> anyhow::Result<()> {
+    pub fn set_hot_percent(&mut self, percent: u64) -> anyhow::Result<()> {
         self.process.say(&format!("hot {percent}"))
     }
 
@@ -245,10 +246,10 @@ impl Verifier {
     /// If there is no progress, or a page has wrong content.
     pub fn works(&mut self) -> anyhow::Result<()> {
         let goal = self.report()?.accesses + 1000;
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         while self.report()?.accesses < goal {
             ensure!(
-                Instant::now() < give_up,
+                Instant::now() < deadline,
                 "the verifier makes no progress: {}",
                 self.process.output()
             );
@@ -264,9 +265,9 @@ impl Verifier {
     pub fn stop(mut self) -> anyhow::Result<u64> {
         self.process.say("stop")?;
         let ended = self.process.wait(LIMIT)?;
-        let said = self.process.output();
-        ensure!(ended.success() && said.contains("mismatches=0"), "{ended}: {said}");
-        let line = said.lines().find(|line| line.starts_with("verified "));
+        let output = self.process.output();
+        ensure!(ended.success() && output.contains("mismatches=0"), "{ended}: {output}");
+        let line = output.lines().find(|line| line.starts_with("verified "));
         line.and_then(|line| number(line, "accesses"))
             .context("no access count in the verifier's output")
     }
@@ -282,8 +283,8 @@ fn parse(line: &str) -> Option<Verified> {
 }
 
 fn number(line: &str, name: &str) -> Option<u64> {
-    let words = line.split_whitespace().filter_map(|word| word.split_once('='));
-    words
+    let fields = line.split_whitespace().filter_map(|word| word.split_once('='));
+    fields
         .filter(|(key, _)| *key == name)
         .find_map(|(_, value)| value.parse().ok())
 }
@@ -295,8 +296,8 @@ mod tests {
     #[test]
     /// The pause in a pager's log line, and a verifier's report, are parsed.
     fn program_output_is_parsed() {
-        let said = "INFO attached process=\"x\" budget=32 MiB stood_still=51.5ms";
-        assert_eq!(stood_still(said), Some(Duration::from_micros(51_500)));
+        let output = "INFO attached process=\"x\" budget=32 MiB stood_still=51.5ms";
+        assert_eq!(stood_still(output), Some(Duration::from_micros(51_500)));
         assert_eq!(stood_still("stood_still=210µs"), Some(Duration::from_micros(210)));
         assert_eq!(stood_still("attached, in place of another pager"), None);
         let report = parse("report accesses=5 mismatches=0 stalls=1 longest_us=1200");

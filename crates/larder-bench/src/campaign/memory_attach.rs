@@ -12,10 +12,10 @@ use super::Random;
 use super::memory::{Attach, Verifier};
 use super::memory_guest::{DiskIo, MemoryGuest, Options};
 use super::memory_kills::{Load, VERIFIER_BUDGET, VERIFIER_MIB, verifier};
-use super::pauses::Pauses;
+use super::pauses::DurationSample;
 
 /// Limit for the first eviction: the quarantine, and an eviction on a busy machine.
-const PAGES_GO_WITHIN: Duration = Duration::from_secs(30);
+const FIRST_EVICTION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Repeatedly attach a pager to a process that uses its memory, and detach it
 #[derive(Args)]
@@ -41,11 +41,11 @@ pub struct Arguments {
 #[derive(Debug, Default)]
 pub struct Report {
     /// Duration for which each attach paused a thread of the process.
-    pub pauses: Pauses,
+    pub pauses: DurationSample,
     /// Times from each start of the pager until it had attached.
-    pub attaches: Pauses,
+    pub attaches: DurationSample,
     /// Times from each request to detach until the pager had exited.
-    pub detaches: Pauses,
+    pub detaches: DurationSample,
     /// Pages that were evicted.
     pub evicted: u64,
     /// Accesses of the verifier, or rounds of the guest.
@@ -59,19 +59,19 @@ pub struct Report {
 pub fn of_verifier(
     larder: &Path,
     command: Command,
-    folder: &Path,
+    directory: &Path,
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let mut verifier = Verifier::start(command)?;
     let budget = VERIFIER_BUDGET.to_string();
-    let attach = Attach::new(larder, folder, verifier.pid(), &["--budget", &budget]);
+    let attach = Attach::new(larder, directory, verifier.pid(), &["--budget", &budget]);
     let mut report = Report::default();
     let before = descriptors(verifier.pid())?;
     for round in 0..count {
         report.attach(&attach, random).with_context(|| {
-            let said = verifier.process.output();
-            format!("attach {round}; the verifier: {said}")
+            let output = verifier.process.output();
+            format!("attach {round}; the verifier: {output}")
         })?;
         verifier.report()?;
         std::thread::sleep(Duration::from_micros(random.below(50_000)));
@@ -89,14 +89,20 @@ pub fn of_verifier(
 ///
 /// # Errors
 /// If a page has wrong content, or the guest makes no progress.
-pub fn of_guest(larder: &Path, io: DiskIo, folder: &Path, count: u32, random: &mut Random) -> anyhow::Result<Report> {
+pub fn of_guest(
+    larder: &Path,
+    io: DiskIo,
+    directory: &Path,
+    count: u32,
+    random: &mut Random,
+) -> anyhow::Result<Report> {
     let options = Options {
         disk: Some(io),
         ..Options::default()
     };
-    let guest = MemoryGuest::start(options, folder)?;
+    let guest = MemoryGuest::start(options, directory)?;
     let budget = (guest.used()? / 2).to_string();
-    let attach = Attach::new(larder, folder, guest.pid(), &["--budget", &budget]);
+    let attach = Attach::new(larder, directory, guest.pid(), &["--budget", &budget]);
     let mut report = Report::default();
     for round in 0..count {
         report.attach(&attach, random).with_context(|| {
@@ -131,19 +137,19 @@ impl Report {
             2 => (false, 500_000),
             _ => (true, 100_000),
         };
-        let give_up = started + PAGES_GO_WITHIN;
+        let deadline = started + FIRST_EVICTION_TIMEOUT;
         while waits_for_pages && pager.state()?.evicted_pages == 0 {
             ensure!(
-                Instant::now() < give_up,
-                "no page was evicted within {PAGES_GO_WITHIN:?}"
+                Instant::now() < deadline,
+                "no page was evicted within {FIRST_EVICTION_TIMEOUT:?}"
             );
             std::thread::sleep(Duration::from_millis(20));
         }
         std::thread::sleep(Duration::from_micros(random.below(micros + 1)));
         self.evicted += pager.state()?.evicted_pages;
-        let asked = Instant::now();
+        let requested = Instant::now();
         pager.detach()?;
-        self.detaches.push(asked.elapsed());
+        self.detaches.push(requested.elapsed());
         Ok(())
     }
 }
@@ -157,21 +163,30 @@ fn descriptors(pid: u32) -> anyhow::Result<usize> {
 /// # Errors
 /// If a page has wrong content, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the disk")?;
-    let folder = folder.path().canonicalize()?;
+    let larder = super::find_larder(arguments.larder.as_deref())?;
+    let directory = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the disk")?;
+    let directory = directory.path().canonicalize()?;
     let mut random = Random::new(arguments.seed);
-    let (count, did) = (arguments.count, "rounds of the guest");
-    let (report, did) = match arguments.load {
+    let (count, progress_unit) = (arguments.count, "rounds of the guest");
+    let (report, progress_unit) = match arguments.load {
         Load::Verifier => {
             let command = verifier(VERIFIER_MIB)?;
-            (of_verifier(&larder, command, &folder, count, &mut random)?, "accesses")
+            (
+                of_verifier(&larder, command, &directory, count, &mut random)?,
+                "accesses",
+            )
         }
-        Load::Threads => (of_guest(&larder, DiskIo::Threads, &folder, count, &mut random)?, did),
-        Load::Uring => (of_guest(&larder, DiskIo::Uring, &folder, count, &mut random)?, did),
+        Load::Threads => (
+            of_guest(&larder, DiskIo::Threads, &directory, count, &mut random)?,
+            progress_unit,
+        ),
+        Load::Uring => (
+            of_guest(&larder, DiskIo::Uring, &directory, count, &mut random)?,
+            progress_unit,
+        ),
     };
     println!(
-        "attached and detached {count} times; {} pages evicted; {} {did} without a mismatch",
+        "attached and detached {count} times; {} pages evicted; {} {progress_unit} without a mismatch",
         report.evicted, report.done
     );
     println!("pause of a thread at each attach, {}", report.pauses);

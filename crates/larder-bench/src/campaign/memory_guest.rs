@@ -7,8 +7,8 @@ use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use tempfile::TempDir;
 
-use super::guest::{LIMIT, Monitor, NO_ERRORS, accelerator, initramfs, test_bed};
-use super::process::{Process, mortal};
+use super::guest::{KERNEL_ERROR_CHECK_SCRIPT, LIMIT, Monitor, accelerator, initramfs, test_bed};
+use super::process::{Process, killed_with_parent};
 
 /// The guest's load, which repeats until a line arrives on the console. Each round writes and verifies files in
 /// memory, and checks that a file from the beginning is unchanged. It does the same with the disk, if there is one,
@@ -51,10 +51,10 @@ done
 "#;
 
 /// Console line at the end of the first round.
-pub const FIRST_ROUND: &str = "ROUND 1";
+pub const FIRST_ROUND_TEXT: &str = "ROUND 1";
 
 /// Number of the guest's processors.
-pub const PROCESSORS: u32 = 2;
+pub const GUEST_CPUS: u32 = 2;
 
 /// The disk's size in bytes.
 const DISK: u64 = 32 << 20;
@@ -85,7 +85,7 @@ pub fn disk_socket(images: &Path) -> PathBuf {
 ///
 /// # Errors
 /// If the file cannot be created.
-pub fn make_disk(images: &Path) -> anyhow::Result<()> {
+pub fn create_disk(images: &Path) -> anyhow::Result<()> {
     Ok(std::fs::File::create(disk_image(images))?.set_len(DISK)?)
 }
 
@@ -133,7 +133,7 @@ impl MemoryGuest {
     /// If the test bed is not set up, or the guest does not get that far.
     pub fn start(options: Options, images: &Path) -> anyhow::Result<Self> {
         let guest = Self::boot(options, images)?;
-        guest.process.wait_for(FIRST_ROUND, LIMIT)?;
+        guest.process.wait_for(FIRST_ROUND_TEXT, LIMIT)?;
         Ok(guest)
     }
 
@@ -142,12 +142,12 @@ impl MemoryGuest {
     /// # Errors
     /// If the test bed is not set up.
     pub fn boot(options: Options, images: &Path) -> anyhow::Result<Self> {
-        let folder = tempfile::tempdir()?;
+        let directory = tempfile::tempdir()?;
         let script = ROUNDS
             .replace("OLD", &options.old_mib.to_string())
             .replace("NEW", &(options.new_mib / 2).to_string());
-        let initrd = initramfs(&[&script, NO_ERRORS].concat(), folder.path())?;
-        let mut command = mortal("qemu-system-x86_64");
+        let initrd = initramfs(&[&script, KERNEL_ERROR_CHECK_SCRIPT].concat(), directory.path())?;
+        let mut command = killed_with_parent("qemu-system-x86_64");
         let memory = format!("memory-backend-memfd,id=m,size={}M,share=on", options.mib);
         let slots = if options.pluggable { ",slots=2,maxmem=4G" } else { "" };
         command
@@ -155,7 +155,7 @@ impl MemoryGuest {
                 "-accel",
                 &accelerator()?,
                 "-smp",
-                &PROCESSORS.to_string(),
+                &GUEST_CPUS.to_string(),
                 "-m",
                 &format!("{}M{slots}", options.mib),
             ])
@@ -173,17 +173,17 @@ impl MemoryGuest {
             .arg("-qmp")
             .arg(format!(
                 "unix:{},server=on,wait=off",
-                folder.path().join("qmp").display()
+                directory.path().join("qmp").display()
             ));
-        if let Some(how) = options.disk {
-            let own = |how: &str| {
+        if let Some(io) = options.disk {
+            let drive_arguments = |io: &str| {
                 let image = disk_image(images);
-                let drive = format!("if=virtio,format=raw,file={},{how}", image.display());
-                make_disk(images).map(|()| ["-drive".to_owned(), drive].to_vec())
+                let drive = format!("if=virtio,format=raw,file={},{io}", image.display());
+                create_disk(images).map(|()| ["-drive".to_owned(), drive].to_vec())
             };
-            command.args(match how {
-                DiskIo::Threads => own("aio=threads,cache=writeback")?,
-                DiskIo::Uring => own("aio=io_uring,cache.direct=on")?,
+            command.args(match io {
+                DiskIo::Threads => drive_arguments("aio=threads,cache=writeback")?,
+                DiskIo::Uring => drive_arguments("aio=io_uring,cache.direct=on")?,
                 DiskIo::Larder => {
                     let socket = disk_socket(images);
                     let chardev = format!("socket,id=disk,reconnect=1,path={}", socket.display());
@@ -198,7 +198,7 @@ impl MemoryGuest {
         }
         Ok(Self {
             process: Process::start(command)?,
-            folder,
+            folder: directory,
         })
     }
 
@@ -248,14 +248,14 @@ impl MemoryGuest {
     pub fn works(&self, count: usize) -> anyhow::Result<()> {
         // Skips the round in progress.
         let goal = self.rounds() + count + 1;
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         while self.rounds() < goal {
             let (output, has_ended) = (self.process.output(), self.process.has_ended());
             ensure!(
                 !has_ended && !output.contains("LARDER-GUEST-EXIT"),
                 "the guest exited: {output}"
             );
-            ensure!(Instant::now() < give_up, "the guest makes no progress: {output}");
+            ensure!(Instant::now() < deadline, "the guest makes no progress: {output}");
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())

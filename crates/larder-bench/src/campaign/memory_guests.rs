@@ -12,7 +12,7 @@ use larder_vm::control::state::Latency;
 
 use super::guest::Monitor;
 use super::memory::{Attach, Pager};
-use super::memory_guest::{FIRST_ROUND, MemoryGuest, Options, PROCESSORS};
+use super::memory_guest::{FIRST_ROUND_TEXT, GUEST_CPUS, MemoryGuest, Options};
 
 /// Keep the memory of several guests within a budget while they use and verify it
 #[derive(Args)]
@@ -53,10 +53,10 @@ const LOOK: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(10);
 
 /// Divisor of the guest's memory that gives the balloon's size.
-const BALLOON: u64 = 8;
+const BALLOON_DIVISOR: u64 = 8;
 
 /// Divisor of the guest's memory that gives the balloon's permitted error: the guest counts in pages of its own.
-const NEAR: u64 = 256;
+const BALLOON_TOLERANCE_DIVISOR: u64 = 256;
 
 /// Divisor of the budget that gives the permitted excess: evictions lag behind page-ins while direct I/O pins pages.
 const OVER: u64 = 16;
@@ -108,66 +108,66 @@ struct Watched {
 /// # Errors
 /// If a page has wrong content, a guest or a pager hangs or exits, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the swap caches")?;
-    let folder = folder.path().canonicalize()?;
+    let larder = super::find_larder(arguments.larder.as_deref())?;
+    let directory = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the swap caches")?;
+    let directory = directory.path().canonicalize()?;
     let processors = std::thread::available_parallelism()?.get() as u64;
-    let load = u64::from(arguments.count * PROCESSORS).div_ceil(processors);
-    let patience = Duration::from_secs(arguments.patience.unwrap_or(60 * load));
+    let load = u64::from(arguments.count * GUEST_CPUS).div_ceil(processors);
+    let hang_timeout = Duration::from_secs(arguments.patience.unwrap_or(60 * load));
     let options = options(arguments.mib);
-    let boot = |_| MemoryGuest::boot(options, &folder);
+    let boot = |_| MemoryGuest::boot(options, &directory);
     let guests = (0..arguments.count).map(boot).collect::<anyhow::Result<Vec<_>>>()?;
     for guest in &guests {
-        guest.process.wait_for(FIRST_ROUND, patience)?;
+        guest.process.wait_for(FIRST_ROUND_TEXT, hang_timeout)?;
     }
-    eprintln!("{} guests are running; hang timeout {patience:.0?}", guests.len());
+    eprintln!("{} guests are running; hang timeout {hang_timeout:.0?}", guests.len());
     let budget = arguments.budget.get() / u64::from(arguments.count);
-    let mut all = Vec::new();
+    let mut observed_guests = Vec::new();
     for (number, guest) in guests.into_iter().enumerate() {
         let has_balloon = number < arguments.balloons as usize;
-        all.push(Watched::attach(
+        observed_guests.push(Watched::attach(
             guest,
             arguments.mib * MIB,
             &larder,
-            &folder.join(number.to_string()),
+            &directory.join(number.to_string()),
             budget,
             has_balloon,
         )?);
     }
-    within_budget(&mut all, patience)?;
+    wait_within_budget(&mut observed_guests, hang_timeout)?;
     let seconds = arguments.minutes * 60.0;
-    let (started, mut told) = (Instant::now(), Instant::now());
-    while started.elapsed().as_secs_f64() < seconds && all.iter().any(|one| one.problem.is_none()) {
+    let (started, mut last_report) = (Instant::now(), Instant::now());
+    while started.elapsed().as_secs_f64() < seconds && observed_guests.iter().any(|one| one.problem.is_none()) {
         std::thread::sleep(LOOK);
-        for one in &mut all {
-            one.look(patience);
+        for one in &mut observed_guests {
+            one.look(hang_timeout);
         }
-        if told.elapsed() > Duration::from_secs(60) {
-            told = Instant::now();
-            let rounds: Vec<usize> = all.iter().map(|one| one.rounds).collect();
+        if last_report.elapsed() > Duration::from_secs(60) {
+            last_report = Instant::now();
+            let rounds: Vec<usize> = observed_guests.iter().map(|one| one.rounds).collect();
             eprintln!("{:.0?}: rounds {rounds:?}", started.elapsed());
         }
     }
-    let took = started.elapsed();
+    let elapsed = started.elapsed();
     // Prints the last observed state: the unfinished rounds at the deadline are no failure.
     println!(
-        "\n{} guests of {} MiB in {}, {} with balloons, for {took:.0?}\n",
-        all.len(),
+        "\n{} guests of {} MiB in {}, {} with balloons, for {elapsed:.0?}\n",
+        observed_guests.len(),
         arguments.mib,
         arguments.budget,
         arguments.balloons
     );
-    print(&all);
-    end(all, patience)
+    print(&observed_guests);
+    end(observed_guests, hang_timeout)
 }
 
 /// Waits until each guest is within its budget, and starts the observations of its memory.
-fn within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result<()> {
-    let give_up = Instant::now() + patience;
+fn wait_within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result<()> {
+    let deadline = Instant::now() + patience;
     for one in all.iter_mut() {
         while one.last.used > one.last.budget + one.last.budget / OVER {
             ensure!(
-                Instant::now() < give_up,
+                Instant::now() < deadline,
                 "memory use stays above its budget: {:#?}",
                 one.last
             );
@@ -185,9 +185,9 @@ fn within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result<()> 
 /// Detaches all pagers and ends all guests, unless they have failed.
 fn end(all: Vec<Watched>, patience: Duration) -> anyhow::Result<()> {
     let ended: Vec<anyhow::Result<usize>> = std::thread::scope(|scope| {
-        let each = all.into_iter().map(|one| scope.spawn(move || one.end(patience)));
-        let each: Vec<_> = each.collect();
-        let joined = each.into_iter().map(|one| one.join());
+        let threads = all.into_iter().map(|one| scope.spawn(move || one.end(patience)));
+        let threads: Vec<_> = threads.collect();
+        let joined = threads.into_iter().map(|one| one.join());
         joined
             .map(|ended| ended.unwrap_or_else(|_| bail!("a thread panicked")))
             .collect()
@@ -210,15 +210,15 @@ impl Watched {
         guest: MemoryGuest,
         memory: u64,
         larder: &Path,
-        folder: &Path,
+        directory: &Path,
         budget: u64,
         has_balloon: bool,
     ) -> anyhow::Result<Self> {
-        std::fs::create_dir(folder)?;
-        let (swap, size, budget) = (folder.join("swap"), (memory * 2).to_string(), budget.to_string());
+        std::fs::create_dir(directory)?;
+        let (swap, size, budget) = (directory.join("swap"), (memory * 2).to_string(), budget.to_string());
         let swap = swap.display().to_string();
-        let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", &size];
-        let pager = Attach::new(larder, folder, guest.pid(), &words).start()?;
+        let attach_options = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", &size];
+        let pager = Attach::new(larder, directory, guest.pid(), &attach_options).start()?;
         let balloon = match has_balloon {
             false => None,
             true => Some(Balloon {
@@ -249,9 +249,9 @@ impl Watched {
         if self.problem.is_none()
             && let Err(error) = self.see(patience)
         {
-            let said = format!("{error:#}");
-            eprintln!("{said}");
-            self.problem = Some(said);
+            let text = format!("{error:#}");
+            eprintln!("{text}");
+            self.problem = Some(text);
         }
     }
 
@@ -277,7 +277,7 @@ impl Watched {
             console()
         );
         self.used_most = self.used_most.max(self.last.used);
-        self.files_most = self.files_most.max(files_in_memory(self.guest.pid())?);
+        self.files_most = self.files_most.max(memfd_bytes(self.guest.pid())?);
         if let Some(balloon) = &mut self.balloon {
             balloon.turn(self.memory, patience)?;
         }
@@ -287,10 +287,10 @@ impl Watched {
     /// Counts console lines that report wrong data; the guest's script ends then.
     fn mismatches(&self) -> usize {
         let console = self.guest.process.output();
-        let tells = |line: &&str| {
+        let is_failure = |line: &&str| {
             line.starts_with("verify:") || line.contains(": FAILED") || line.starts_with("LARDER-GUEST-EXIT")
         };
-        console.lines().filter(tells).count()
+        console.lines().filter(is_failure).count()
     }
 
     /// Detaches the pager and ends the guest. Returns the guest's number of rounds.
@@ -309,8 +309,8 @@ impl Balloon {
         match self.reached {
             Some(reached) if reached.elapsed() < REST => return Ok(()),
             Some(_) => {
-                let small = memory - memory / BALLOON;
-                self.target = if self.target == memory { small } else { memory };
+                let deflated = memory - memory / BALLOON_DIVISOR;
+                self.target = if self.target == memory { deflated } else { memory };
                 self.monitor
                     .run("balloon", &format!("{{\"value\": {}}}", self.target))?;
                 (self.since, self.reached) = (Instant::now(), None);
@@ -321,7 +321,7 @@ impl Balloon {
         let answer: serde_json::Value = serde_json::from_str(&line)?;
         let actual = answer["return"]["actual"].as_u64();
         let actual = actual.with_context(|| format!("unexpected reply to query-balloon: {line}"))?;
-        if actual.abs_diff(self.target) <= memory / NEAR {
+        if actual.abs_diff(self.target) <= memory / BALLOON_TOLERANCE_DIVISOR {
             self.reached = Some(Instant::now());
             self.turns += 1;
         }
@@ -335,16 +335,16 @@ impl Balloon {
 }
 
 /// Returns the size of all memfds that a process has open: its RAM, compressed pages, and page metadata.
-fn files_in_memory(pid: u32) -> anyhow::Result<u64> {
+fn memfd_bytes(pid: u32) -> anyhow::Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut files = std::collections::BTreeMap::new();
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
         // The descriptor may have been closed meanwhile.
-        let Ok(leads_to) = std::fs::read_link(&path) else {
+        let Ok(target) = std::fs::read_link(&path) else {
             continue;
         };
-        if leads_to.to_string_lossy().starts_with("/memfd:")
+        if target.to_string_lossy().starts_with("/memfd:")
             && let Ok(file) = std::fs::metadata(&path)
         {
             files.insert(file.ino(), file.blocks() * 512);
@@ -364,8 +364,8 @@ fn print(all: &[Watched]) {
     for (number, one) in all.iter().enumerate() {
         let (state, budget) = (&one.last, one.last.budget as f64);
         let faults = &state.faults;
-        let lost = |lost: &larder_vm::control::memory::LostState| {
-            format!("{:.1} ({:.1} %)", lost.total_us as f64 / 1e6, lost.avg300)
+        let stall = |stall: &larder_vm::control::memory::StallState| {
+            format!("{:.1} ({:.1} %)", stall.total_us as f64 / 1e6, stall.avg300)
         };
         println!(
             "| {number} | {} | {:.0} | {} | {} | {} | {} | {} | {} | {} | {} | {:.1?} | {:.1}, {:.1} | {} | {} | {} |",
@@ -377,8 +377,8 @@ fn print(all: &[Watched]) {
             latency(&faults.disk),
             latency(&faults.zero),
             latency(&faults.write),
-            lost(&state.pressure.some),
-            lost(&state.pressure.full),
+            stall(&state.pressure.some),
+            stall(&state.pressure.full),
             one.pager.stood_still.unwrap_or_default(),
             one.used_most as f64 * 100.0 / budget,
             one.files_most as f64 * 100.0 / budget,

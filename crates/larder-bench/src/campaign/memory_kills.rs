@@ -13,7 +13,7 @@ use larder_vm::control::memory::MemoryPatch;
 use super::Random;
 use super::memory::{Attach, Pager, Verifier};
 use super::memory_guest::{DiskIo, MemoryGuest, Options};
-use super::pauses::Pauses;
+use super::pauses::DurationSample;
 
 /// Repeatedly kill the pager of a process that uses its memory
 #[derive(Args)]
@@ -54,7 +54,7 @@ pub enum Load {
 
 /// Number and kind of the kills.
 #[derive(Clone, Copy, Debug)]
-pub struct Kills {
+pub struct KillPlan {
     /// Number of kills.
     pub count: u32,
     /// Interval, in kills, at which the budget is lowered right before a kill.
@@ -71,9 +71,9 @@ pub struct Report {
     /// Pagers that were killed before they reported that they had attached.
     pub early: u32,
     /// Times from each kill until a successor served faults.
-    pub served: Pauses,
+    pub served: DurationSample,
     /// The verifier's longest access from each kill until it made progress again.
-    pub stalls: Pauses,
+    pub stalls: DurationSample,
     /// Pages that were evicted.
     pub evicted: u64,
     /// Faults that brought pages back.
@@ -94,18 +94,18 @@ pub const VERIFIER_BUDGET: u64 = 32 << 20;
 pub fn of_verifier(
     larder: &Path,
     command: Command,
-    words: &[&str],
-    folder: &Path,
-    kills: Kills,
+    attach_options: &[&str],
+    directory: &Path,
+    kills: KillPlan,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let mut verifier = Verifier::start(command)?;
     let budget = VERIFIER_BUDGET.to_string();
     let attach = Attach::new(
         larder,
-        folder,
+        directory,
         verifier.pid(),
-        &[&["--budget", &budget], words].concat(),
+        &[&["--budget", &budget], attach_options].concat(),
     );
     let mut report = Report::default();
     let mut pager = attach.start()?;
@@ -142,19 +142,24 @@ pub fn of_verifier(
 pub fn of_guest(
     larder: &Path,
     io: DiskIo,
-    words: &[&str],
-    folder: &Path,
-    kills: Kills,
+    attach_options: &[&str],
+    directory: &Path,
+    kills: KillPlan,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let options = Options {
         disk: Some(io),
         ..Options::default()
     };
-    let guest = MemoryGuest::start(options, folder)?;
+    let guest = MemoryGuest::start(options, directory)?;
     let budget = guest.used()? / 2;
     let text = budget.to_string();
-    let attach = Attach::new(larder, folder, guest.pid(), &[&["--budget", &text], words].concat());
+    let attach = Attach::new(
+        larder,
+        directory,
+        guest.pid(),
+        &[&["--budget", &text], attach_options].concat(),
+    );
     let mut report = Report::default();
     let mut pager = attach.start()?;
     pager.wait_until(|state| state.evicted_pages > 0)?;
@@ -183,7 +188,7 @@ impl Report {
         mut pager: Pager,
         budget: u64,
         kill: u32,
-        kills: Kills,
+        kills: KillPlan,
         random: &mut Random,
     ) -> anyhow::Result<Pager> {
         self.count(&pager)?;
@@ -201,9 +206,9 @@ impl Report {
         self.kills += 1;
         // Some successors are killed while they start.
         while random.below(6) == 0 {
-            let mut early = super::process::Process::start(attach.command())?;
+            let mut early_pager = super::process::Process::start(attach.command())?;
             std::thread::sleep(Duration::from_micros(random.below(40_000)));
-            early.kill();
+            early_pager.kill();
             self.early += 1;
         }
         let pager = attach.start()?;
@@ -225,15 +230,15 @@ impl Report {
 /// # Errors
 /// If a page has wrong content, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the disk")?;
-    let folder = folder.path().canonicalize()?;
-    let kills = Kills {
+    let larder = super::find_larder(arguments.larder.as_deref())?;
+    let directory = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the disk")?;
+    let directory = directory.path().canonicalize()?;
+    let kills = KillPlan {
         count: arguments.count,
         burst_every: if arguments.burst { 1 } else { 6 },
     };
-    let swap = folder.join("swap").display().to_string();
-    let words = match arguments.swap {
+    let swap = directory.join("swap").display().to_string();
+    let attach_options = match arguments.swap {
         true => vec!["--swap-cache", &swap, "--swap-size", "1GiB", "--compressed", "4MiB"],
         false => Vec::new(),
     };
@@ -241,18 +246,25 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let report = match arguments.load {
         Load::Verifier => {
             let command = verifier(VERIFIER_MIB)?;
-            of_verifier(&larder, command, &words, &folder, kills, &mut random)?
+            of_verifier(&larder, command, &attach_options, &directory, kills, &mut random)?
         }
-        Load::Threads => of_guest(&larder, DiskIo::Threads, &words, &folder, kills, &mut random)?,
-        Load::Uring => of_guest(&larder, DiskIo::Uring, &words, &folder, kills, &mut random)?,
+        Load::Threads => of_guest(
+            &larder,
+            DiskIo::Threads,
+            &attach_options,
+            &directory,
+            kills,
+            &mut random,
+        )?,
+        Load::Uring => of_guest(&larder, DiskIo::Uring, &attach_options, &directory, kills, &mut random)?,
     };
-    let did = match arguments.load {
+    let progress_unit = match arguments.load {
         Load::Verifier => "accesses",
         Load::Threads | Load::Uring => "rounds of the guest",
     };
     println!(
         "{} kills, {} of them during a burst of evictions, and {} of successors that were starting; {} pages evicted, {} paged \
-         in by faults; {} {did} without a mismatch",
+         in by faults; {} {progress_unit} without a mismatch",
         report.kills, report.bursts, report.early, report.evicted, report.faults, report.done
     );
     println!(

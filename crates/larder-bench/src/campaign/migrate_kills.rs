@@ -14,13 +14,13 @@ use anyhow::{Context, bail, ensure};
 use clap::Args;
 use serde_json::json;
 
-pub use self::disks::DiskChoice;
+pub use self::disks::DiskOptions;
 use self::disks::{Disks, script};
 pub use self::report::{Fault, Report};
 use self::report::{Place, Stage};
 use super::Random;
 use super::disk::Format;
-use super::migration::larder::{Side, move_command, receive_whole_command, take_back_command, verdict};
+use super::migration::larder::{Side, take_back_command, verdict, whole_move_command, whole_receive_command};
 use super::migration::relay::Relay;
 use super::migration::vm::{Load, Machine, Release, Vm};
 use super::process::Process;
@@ -62,15 +62,15 @@ const MEMORY_MIB: u64 = 320;
 /// Limit for a move on a busy machine, including the repair of the fault.
 const LIMIT: Duration = Duration::from_secs(180);
 /// Time for which a mover may query a dead destination before it is told to stop.
-const ASKS_IN_VAIN_FOR: Duration = Duration::from_secs(30);
+const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time after which an answer of QEMU's is not expected any more.
-const HUNG_AFTER: Duration = Duration::from_secs(10);
+const QEMU_HANG_TIMEOUT: Duration = Duration::from_secs(10);
 /// Range of the random moments. A move takes about 2 s at `words`'s bandwidth; some faults come after its end.
-const MOMENTS_MS: u64 = 2_500;
+const FAULT_DELAY_MS_MAX: u64 = 2_500;
 /// Range of random moments after the source stops.
-const MOMENTS_OF_HAND_OVER_US: u64 = 60_000;
+const HAND_OVER_DELAY_US_MAX: u64 = 60_000;
 /// Range of random moments after the disk is released or opened.
-const MOMENTS_OF_DISKS_US: u64 = 8_000;
+const DISK_DELAY_US_MAX: u64 = 8_000;
 
 /// Moment of a fault.
 enum Moment {
@@ -99,8 +99,8 @@ struct Move<'a> {
 }
 
 /// Run states of a QEMU, as far as they matter here.
-const RUNS: u8 = 1;
-const STANDS: u8 = 2;
+const QEMU_RUNNING: u8 = 1;
+const QEMU_NOT_RUNNING: u8 = 2;
 
 /// State of both QEMUs, updated by a watching thread.
 #[derive(Default)]
@@ -118,7 +118,7 @@ struct Watched {
 pub fn campaign(
     larder: &Path,
     release: Release,
-    disk: Option<&DiskChoice>,
+    disk: Option<&DiskOptions>,
     faults: &[Fault],
     count: u32,
     random: &mut Random,
@@ -145,42 +145,42 @@ pub fn campaign(
             Some(disks) => disks.there().incoming(&machine)?,
             None => machine.incoming()?,
         };
-        let mut how = words(random, disks.is_some());
+        let mut options = words(random, disks.is_some());
         if fault == Fault::LoseLink {
-            how.extend(["--patience", "0"]);
+            options.extend(["--patience", "0"]);
         }
-        let begun = Instant::now();
-        let mut the_move = Move::begin(larder, disks.as_mut(), &mut source, &mut destination, how.clone())?;
-        let place = the_move.break_and_mend(fault, random);
-        let (log, stage) = (the_move.log(), the_move.stage);
-        drop(the_move);
-        let place = place.with_context(|| format!("move {number}, {fault:?} ({}):\n{log}", how.join(" ")))?;
+        let started = Instant::now();
+        let mut running_move = Move::begin(larder, disks.as_mut(), &mut source, &mut destination, options.clone())?;
+        let location = running_move.inject_and_recover(fault, random);
+        let (log, stage) = (running_move.log(), running_move.stage);
+        drop(running_move);
+        let location = location.with_context(|| format!("move {number}, {fault:?} ({}):\n{log}", options.join(" ")))?;
         println!(
-            "{number}: {fault:?} {stage} ({}): {place:?}, {:.1} s",
-            how.join(" "),
-            begun.elapsed().as_secs_f64()
+            "{number}: {fault:?} {stage} ({}): {location:?}, {:.1} s",
+            options.join(" "),
+            started.elapsed().as_secs_f64()
         );
-        let had_ended = fault == Fault::Nothing || stage == Stage::After;
+        let should_have_moved = fault == Fault::Nothing || stage == Stage::After;
         ensure!(
-            !had_ended || place != Place::Source,
+            !should_have_moved || location != Place::Source,
             "move {number}, {fault:?}: the guest did not move although no fault had occurred:\n{log}"
         );
-        report.count((fault, stage), place);
+        report.count((fault, stage), location);
         let check = || -> anyhow::Result<()> {
-            disks.as_ref().map_or(Ok(()), |disks| disks.check(place))?;
-            match place {
+            disks.as_ref().map_or(Ok(()), |disks| disks.check(location))?;
+            match location {
                 Place::Source => source.verifies(),
                 Place::Destination => destination.verifies(),
                 Place::Lost => Ok(()),
             }
         };
-        check().with_context(|| format!("move {number}, {fault:?}, the guest is at the {place:?}:\n{log}"))?;
-        match place {
+        check().with_context(|| format!("move {number}, {fault:?}, the guest is at the {location:?}:\n{log}"))?;
+        match location {
             Place::Source => {}
             Place::Destination => {
                 consoles.push(source.console());
                 source = destination;
-                disks.iter_mut().for_each(Disks::went);
+                disks.iter_mut().for_each(Disks::switch_hosts);
             }
             Place::Lost => {
                 source.process.kill();
@@ -240,16 +240,16 @@ impl<'a> Move<'a> {
         })
     }
 
-    fn break_and_mend(&mut self, fault: Fault, random: &mut Random) -> anyhow::Result<Place> {
-        let mut monitors = [&*self.source, &*self.destination].map(|vm| vm.second_monitor().ok());
+    fn inject_and_recover(&mut self, fault: Fault, random: &mut Random) -> anyhow::Result<Place> {
+        let mut monitors = [&*self.source, &*self.destination].map(|vm| vm.observer_monitor().ok());
         let watched = Watched::default();
-        let opens = self.disks.as_ref().map(|disks| disks.opens());
+        let disk_observer = self.disks.as_ref().map(|disks| disks.opens());
         std::thread::scope(|scope| {
-            if let Some(opens) = opens {
+            if let Some(disk_observer) = disk_observer {
                 let watched = &watched;
                 scope.spawn(move || {
                     while !watched.over.load(Ordering::Relaxed) {
-                        if opens.both() {
+                        if disk_observer.both() {
                             watched.both_open.store(true, Ordering::Relaxed);
                         }
                         std::thread::sleep(Duration::from_millis(2));
@@ -257,25 +257,25 @@ impl<'a> Move<'a> {
                 });
             }
             scope.spawn(|| {
-                let mut run = |of: usize| match monitors[of].as_mut().map(|of| of.run("query-status", "{}")) {
-                    Some(Ok(line)) if line.contains("\"running\": true") => RUNS,
-                    Some(Ok(_)) | None => STANDS,
+                let mut run_state = |of: usize| match monitors[of].as_mut().map(|of| of.run("query-status", "{}")) {
+                    Some(Ok(line)) if line.contains("\"running\": true") => QEMU_RUNNING,
+                    Some(Ok(_)) | None => QEMU_NOT_RUNNING,
                     Some(Err(_)) => {
                         // This QEMU has exited, or hangs.
                         monitors[of] = None;
-                        STANDS
+                        QEMU_NOT_RUNNING
                     }
                 };
-                let mut before = STANDS;
+                let mut before = QEMU_NOT_RUNNING;
                 while !watched.over.load(Ordering::Relaxed) {
-                    let there = run(1);
-                    let here = run(0);
-                    watched.source.store(here, Ordering::Relaxed);
+                    let destination_state = run_state(1);
+                    let source_state = run_state(0);
+                    watched.source.store(source_state, Ordering::Relaxed);
                     // The guest ran here before and after it ran there.
-                    if [before, there, here] == [RUNS; 3] {
+                    if [before, destination_state, source_state] == [QEMU_RUNNING; 3] {
                         watched.both.store(true, Ordering::Relaxed);
                     }
-                    before = here;
+                    before = source_state;
                     std::thread::sleep(Duration::from_millis(2));
                 }
             });
@@ -298,26 +298,26 @@ impl<'a> Move<'a> {
 
     /// Waits for a random moment of the move.
     fn wait(&mut self, watched: &Watched, random: &mut Random) -> anyhow::Result<()> {
-        let until = Instant::now() + Duration::from_millis(random.below(MOMENTS_MS));
-        let stands = || watched.source.load(Ordering::Relaxed) == STANDS;
-        let moments = if self.disks.is_some() { 5 } else { 2 };
-        let (moment, within_us) = match random.below(moments) {
+        let until = Instant::now() + Duration::from_millis(random.below(FAULT_DELAY_MS_MAX));
+        let source_stopped = || watched.source.load(Ordering::Relaxed) == QEMU_NOT_RUNNING;
+        let moment_kinds = if self.disks.is_some() { 5 } else { 2 };
+        let (fault_moment, within_us) = match random.below(moment_kinds) {
             0 => (Moment::Any, 1),
-            1 | 2 => (Moment::Stop, MOMENTS_OF_HAND_OVER_US),
-            3 => (Moment::Left, MOMENTS_OF_DISKS_US),
-            _ => (Moment::Come, MOMENTS_OF_DISKS_US),
+            1 | 2 => (Moment::Stop, HAND_OVER_DELAY_US_MAX),
+            3 => (Moment::Left, DISK_DELAY_US_MAX),
+            _ => (Moment::Come, DISK_DELAY_US_MAX),
         };
-        let has_come = |disks: Option<&Disks>| match (&moment, disks) {
+        let moment_reached = |disks: Option<&Disks>| match (&fault_moment, disks) {
             (Moment::Any, _) => Instant::now() >= until,
             (Moment::Left, Some(disks)) => disks.has_left(),
-            (Moment::Come, Some(disks)) => disks.has_come(),
-            (Moment::Stop | Moment::Left | Moment::Come, _) => Instant::now() >= until && stands(),
+            (Moment::Come, Some(disks)) => disks.destination_opened_image(),
+            (Moment::Stop | Moment::Left | Moment::Come, _) => Instant::now() >= until && source_stopped(),
         };
-        while !has_come(self.disks.as_deref()) && !self.mover.has_ended() {
+        while !moment_reached(self.disks.as_deref()) && !self.mover.has_ended() {
             std::thread::sleep(Duration::from_micros(300));
         }
         std::thread::sleep(Duration::from_micros(random.below(within_us)));
-        self.stage = match (self.mover.has_ended(), stands()) {
+        self.stage = match (self.mover.has_ended(), source_stopped()) {
             (true, _) => Stage::After,
             (false, true) => Stage::HandOver,
             (false, false) => Stage::Before,
@@ -340,14 +340,14 @@ impl<'a> Move<'a> {
                 self.mover.signal(libc::SIGKILL);
                 // The mover may have exited before.
                 if !self.mover.wait(LIMIT)?.success() {
-                    self.hear_mover();
+                    self.record_mover_output();
                     self.start_mover()?;
                 }
             }
             Fault::KillReceiver => {
                 let address = self.receiver.address().to_string();
                 self.receiver.process.kill();
-                self.hear_receiver();
+                self.record_receiver_output();
                 if let Ok(receiver) = receiver(self.larder, self.disks.as_deref(), &address, self.destination) {
                     self.receiver = receiver;
                 }
@@ -359,13 +359,13 @@ impl<'a> Move<'a> {
             Fault::KillServerThere => self.kill(|disks| disks.kill_server(false))?,
             Fault::KillHost => {
                 self.mover.kill();
-                self.hear_mover();
+                self.record_mover_output();
                 end(&mut self.source.process)?;
                 self.kill(|disks| disks.kill_host(true))?;
             }
             Fault::KillHostThere => {
                 self.receiver.process.kill();
-                self.hear_receiver();
+                self.record_receiver_output();
                 end(&mut self.destination.process)?;
                 self.kill(|disks| disks.kill_host(false))?;
             }
@@ -376,8 +376,8 @@ impl<'a> Move<'a> {
     /// Kills a server of the disk, and keeps its output.
     fn kill(&mut self, kill: impl FnOnce(&mut Disks) -> anyhow::Result<String>) -> anyhow::Result<()> {
         let disks = self.disks.as_mut().context("there is no disk (--disks)")?;
-        let said = kill(disks)?;
-        self.log.push(format!("output of the killed server: {said}"));
+        let output = kill(disks)?;
+        self.log.push(format!("output of the killed server: {output}"));
         Ok(())
     }
 
@@ -400,26 +400,26 @@ impl<'a> Move<'a> {
         all.collect::<Vec<String>>().join("\n")
     }
 
-    fn hear_receiver(&mut self) {
+    fn record_receiver_output(&mut self) {
         self.log.push(format!("receiver: {}", self.receiver.process.output()));
     }
 
-    fn hear_mover(&mut self) {
-        let said = self.mover.output();
+    fn record_mover_output(&mut self) {
+        let output = self.mover.output();
         // Omits the statistics.
-        let words = said
+        let lines = output
             .lines()
             .filter(|line| !line.starts_with([' ', '{', '}']) || line.starts_with("  \"failed\""));
-        self.log.extend(words.map(|line| format!("mover: {line}")));
+        self.log.extend(lines.map(|line| format!("mover: {line}")));
     }
 
     /// Does what an operator would do, until the guest's location is known.
     fn mend(&mut self, fault: Fault) -> anyhow::Result<Place> {
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         loop {
-            let left = give_up.saturating_duration_since(Instant::now());
-            ensure!(!left.is_zero(), "the move does not finish");
-            if self.mover.wait(left.min(ASKS_IN_VAIN_FOR)).is_err() && self.destination.process.has_ended() {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            ensure!(!remaining.is_zero(), "the move does not finish");
+            if self.mover.wait(remaining.min(UNREACHABLE_TIMEOUT)).is_err() && self.destination.process.has_ended() {
                 // The mover queries a destination that will never answer.
                 self.mover.signal(libc::SIGTERM);
                 self.mover
@@ -430,22 +430,22 @@ impl<'a> Move<'a> {
                 continue;
             }
             if fault == Fault::KillHost {
-                self.wait_for_receiver();
+                self.wait_receiver_done();
             }
-            self.hear_mover();
-            self.hear_receiver();
+            self.record_mover_output();
+            self.record_receiver_output();
             let verdict = verdict(&self.mover.output());
-            let is = verdict.as_ref().map(|verdict| match &verdict["vm"] {
+            let reported = verdict.as_ref().map(|verdict| match &verdict["vm"] {
                 serde_json::Value::String(place) => place.clone(),
                 _ => "moved".to_owned(),
             });
             let [source_is_dead, destination_is_dead] =
                 [&self.source.process, &self.destination.process].map(Process::has_ended);
             self.log.push(format!(
-                "reported: {is:?}; QEMU exited: source {source_is_dead}, destination {destination_is_dead}"
+                "reported: {reported:?}; QEMU exited: source {source_is_dead}, destination {destination_is_dead}"
             ));
-            match is.as_deref() {
-                Some("moved") if fault.ends_destination() && destination_is_dead => return Ok(Place::Lost),
+            match reported.as_deref() {
+                Some("moved") if fault.kills_destination() && destination_is_dead => return Ok(Place::Lost),
                 Some("moved") => {
                     ensure!(
                         self.runs_there()?,
@@ -460,12 +460,12 @@ impl<'a> Move<'a> {
                     {
                         self.source.process.kill();
                     }
-                    let ended = self.source.process.wait(HUNG_AFTER).map(drop);
+                    let ended = self.source.process.wait(QEMU_HANG_TIMEOUT).map(drop);
                     ended.context("the source's QEMU does not exit")?;
                     return Ok(Place::Destination);
                 }
                 // The source was killed before the mover began.
-                _ if source_is_dead && fault.ends_source() => {
+                _ if source_is_dead && fault.kills_source() => {
                     if !destination_is_dead && self.runs_there()? {
                         return Ok(Place::Destination);
                     }
@@ -478,12 +478,12 @@ impl<'a> Move<'a> {
                 _ if source_is_dead => bail!("the source's QEMU has exited"),
                 Some("here") => {
                     ensure!(
-                        self.runs_here()?,
+                        self.runs_at_source()?,
                         "the guest is reported at the source, but does not run there"
                     );
                     // QEMU 7.2 with multifd sometimes hangs and answers no command when its incoming migration breaks
                     // off.
-                    self.destination.monitor().set_patience(HUNG_AFTER)?;
+                    self.destination.monitor().set_timeout(QEMU_HANG_TIMEOUT)?;
                     let runs_there = !destination_is_dead && self.runs_there().unwrap_or(false);
                     ensure!(!runs_there, "the guest also runs at the destination");
                     return Ok(Place::Source);
@@ -509,32 +509,32 @@ impl<'a> Move<'a> {
         }
         let output = take_back(self.larder, self.disks.as_deref(), self.source).output()?;
         self.log.push(String::from_utf8_lossy(&output.stderr).into_owned());
-        if self.runs_here()? {
+        if self.runs_at_source()? {
             return Ok(Place::Source);
         }
         // In post-copy there is no way back, and a destination's QEMU without the whole device state exits.
-        let switched = self.words.contains(&"--postcopy");
+        let postcopy = self.words.contains(&"--postcopy");
         ensure!(
-            switched || fault.ends_destination(),
+            postcopy || fault.kills_destination(),
             "the guest cannot be resumed at the source"
         );
         Ok(Place::Lost)
     }
 
     /// Waits until a receiver without a source has finished, or reports that the source is absent or uninformed.
-    fn wait_for_receiver(&mut self) {
-        let until = Instant::now() + ASKS_IN_VAIN_FOR;
-        let said = |of: &Process, what: &str| of.output().contains(what);
+    fn wait_receiver_done(&mut self) {
+        let until = Instant::now() + UNREACHABLE_TIMEOUT;
+        let has_output = |of: &Process, what: &str| of.output().contains(what);
         while !self.receiver.process.has_ended()
-            && !said(&self.receiver.process, "waiting for the source")
-            && !said(&self.receiver.process, "may not know that")
+            && !has_output(&self.receiver.process, "waiting for the source")
+            && !has_output(&self.receiver.process, "may not know that")
             && Instant::now() < until
         {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    fn runs_here(&mut self) -> anyhow::Result<bool> {
+    fn runs_at_source(&mut self) -> anyhow::Result<bool> {
         runs(self.source)
     }
 
@@ -552,12 +552,12 @@ fn end(qemu: &mut Process) -> anyhow::Result<()> {
 fn runs(vm: &mut Vm) -> anyhow::Result<bool> {
     match vm.ask("query-status", &json!({})) {
         Ok(status) => Ok(status["running"] == true),
-        Err(error) => vm.process.wait(HUNG_AFTER).map(|_| false).map_err(|_| error),
+        Err(error) => vm.process.wait(QEMU_HANG_TIMEOUT).map(|_| false).map_err(|_| error),
     }
 }
 
 fn receiver(larder: &Path, disks: Option<&Disks>, listen: &str, destination: &Vm) -> anyhow::Result<Side> {
-    let command = receive_whole_command(larder, listen, destination.qmp_for_others(), &[]);
+    let command = whole_receive_command(larder, listen, destination.external_qmp(), &[]);
     Side::listening(match disks {
         Some(disks) => disks.there().has(command),
         None => command,
@@ -565,7 +565,7 @@ fn receiver(larder: &Path, disks: Option<&Disks>, listen: &str, destination: &Vm
 }
 
 fn mover(larder: &Path, disks: Option<&Disks>, source: &Vm, relay: &Relay, words: &[&str]) -> Command {
-    let command = move_command(larder, source.qmp_for_others(), &relay.address().to_string(), words);
+    let command = whole_move_command(larder, source.external_qmp(), &relay.address().to_string(), words);
     match disks {
         Some(disks) => disks.here().has(command),
         None => command,
@@ -573,7 +573,7 @@ fn mover(larder: &Path, disks: Option<&Disks>, source: &Vm, relay: &Relay, words
 }
 
 fn take_back(larder: &Path, disks: Option<&Disks>, source: &Vm) -> Command {
-    let command = take_back_command(larder, source.qmp_for_others());
+    let command = take_back_command(larder, source.external_qmp());
     match disks {
         Some(disks) => disks.here().has(command),
         None => command,
@@ -585,14 +585,14 @@ fn take_back(larder: &Path, disks: Option<&Disks>, source: &Vm) -> Command {
 /// # Errors
 /// If a guest's state or a report is wrong, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = super::larder_beside(arguments.larder.as_deref())?;
+    let larder = super::find_larder(arguments.larder.as_deref())?;
     let release = if arguments.debian13 {
         Release::Debian13
     } else {
         Release::Host
     };
     let mut random = Random::new(arguments.seed);
-    let disk = arguments.disks.then(|| DiskChoice {
+    let disk = arguments.disks.then(|| DiskOptions {
         format: arguments.format,
         nbd: arguments.nbd,
         folder: arguments.folder.clone(),

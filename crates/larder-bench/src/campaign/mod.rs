@@ -32,7 +32,7 @@ pub mod verifier;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
-use cached::{CacheChoice, CacheMode};
+use cached::{CacheMode, TestCacheOptions};
 use clap::{Args, ValueEnum};
 use disk::{Format, Target, Victim};
 use larder_block::ByteLen;
@@ -106,7 +106,7 @@ impl Random {
 }
 
 /// Returns the path of `larder`: `given`, or the one in this program's directory.
-pub fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
+pub fn find_larder(given: Option<&Path>) -> anyhow::Result<PathBuf> {
     let larder = match given {
         Some(path) => path.to_owned(),
         None => std::env::current_exe()?.with_file_name("larder"),
@@ -124,39 +124,46 @@ pub fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
 /// # Errors
 /// If the client noticed an error, or something is missing.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = larder_beside(arguments.larder.as_deref())?;
-    let images = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the image")?;
-    let sockets = tempfile::tempdir()?;
-    let image = images.path().join("disk.raw");
+    let larder = find_larder(arguments.larder.as_deref())?;
+    let image_directory = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the image")?;
+    let socket_directory = tempfile::tempdir()?;
+    let image = image_directory.path().join("disk.raw");
     let mut random = Random::new(arguments.seed);
     let victim = arguments.victim(&larder)?;
     match arguments.load {
         Load::Guest => {
-            let disk = if arguments.packed {
+            let properties = if arguments.packed {
                 "num-queues=2,packed=on"
             } else {
                 "num-queues=2"
             };
-            let report = guest_kills::run(victim, &image, sockets.path(), disk, arguments.count, &mut random)?;
+            let report = guest_kills::run(
+                victim,
+                &image,
+                socket_directory.path(),
+                properties,
+                arguments.count,
+                &mut random,
+            )?;
             println!(
                 "{} kills; the guest wrote and verified {} rounds without an error",
                 report.kills, report.rounds
             );
             println!("{} kills interrupted requests in flight", report.interrupted);
             println!("time from the kill until reconnected, {}", report.reconnects);
-            print_warmth(victim, &report.warmth);
+            print_retention(victim, &report.warmth);
         }
-        Load::Boot => boot(arguments, victim, images.path(), &mut random)?,
-        Load::Flush => flush(arguments, victim, &image, sockets.path(), &mut random)?,
+        Load::Boot => boot(arguments, victim, image_directory.path(), &mut random)?,
+        Load::Flush => flush(arguments, victim, &image, socket_directory.path(), &mut random)?,
         Load::Fio => {
-            let report = fio_kills::run(victim, &image, sockets.path(), arguments.count, &mut random)?;
+            let report = fio_kills::run(victim, &image, socket_directory.path(), arguments.count, &mut random)?;
             println!(
                 "{} kills and {} stops under fio, {} of its jobs had completed; it verified {} regions: no write was lost, no data was stale",
                 report.kills, report.stops, report.completed, report.verified
             );
             println!("time from the kill until served again, {}", report.pauses);
-            print_dirty(victim, report.dirty);
-            print_warmth(victim, &report.warmth);
+            print_dirty_kills(victim, report.dirty);
+            print_retention(victim, &report.warmth);
         }
     }
     Ok(())
@@ -173,7 +180,7 @@ impl Arguments {
             "--whole is not possible with --load boot: larder run has no such disk"
         );
         let working_set = match self.load {
-            Load::Guest => guest_kills::WORKING_SET,
+            Load::Guest => guest_kills::WORKING_SET_BYTES,
             Load::Flush => flush_kills::DISK,
             Load::Fio => fio_kills::DISK,
             Load::Boot => boot_kills::DISK / 2,
@@ -183,14 +190,14 @@ impl Arguments {
             larder,
             target: self.target,
             format: if self.whole { Format::Qcow2 } else { self.format },
-            cache: self.cache_mode.map(|mode| CacheChoice { mode, size }),
+            cache: self.cache_mode.map(|mode| TestCacheOptions { mode, size }),
             whole: self.whole,
         })
     }
 }
 
-fn boot(arguments: &Arguments, victim: Victim<'_>, folder: &Path, random: &mut Random) -> anyhow::Result<()> {
-    let report = boot_kills::run(victim.larder, folder, victim.cache, arguments.count, random)?;
+fn boot(arguments: &Arguments, victim: Victim<'_>, directory: &Path, random: &mut Random) -> anyhow::Result<()> {
+    let report = boot_kills::run(victim.larder, directory, victim.cache, arguments.count, random)?;
     for failure in &report.failures {
         println!("{failure}");
     }
@@ -216,13 +223,13 @@ fn flush(
         packed: arguments.packed,
         ..front_end::Options::default()
     };
-    let at_once = match victim.format {
+    let kills_per_image = match victim.format {
         Format::Raw => arguments.count,
         Format::Qcow2 => 10,
     };
     let mut report = flush_kills::Report::default();
     while report.kills < arguments.count {
-        let count = at_once.min(arguments.count - report.kills);
+        let count = kills_per_image.min(arguments.count - report.kills);
         report.add(flush_kills::run(victim, image, sockets, options, count, random)?);
     }
     println!(
@@ -236,24 +243,24 @@ fn flush(
             report.stops, report.without
         );
     }
-    print_dirty(victim, report.dirty);
+    print_dirty_kills(victim, report.dirty);
     if report.flushed > 0 {
         println!(
             "{} caches were flushed to their disks before the next server started",
             report.flushed
         );
     }
-    print_warmth(victim, &report.warmth);
+    print_retention(victim, &report.warmth);
     Ok(())
 }
 
-fn print_warmth(victim: Victim<'_>, warmth: &cached::Warmth) {
+fn print_retention(victim: Victim<'_>, warmth: &cached::CacheRetention) {
     if victim.cache.is_some() {
         println!("{warmth}");
     }
 }
 
-fn print_dirty(victim: Victim<'_>, dirty: u32) {
+fn print_dirty_kills(victim: Victim<'_>, dirty: u32) {
     if victim.cache.is_some_and(|cache| cache.mode.keeps_dirty()) {
         println!("{dirty} kills left dirty lines, which only the cache held");
     }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 /// A sample of durations.
 #[derive(Clone, Debug, Default)]
-pub struct Pauses(Vec<Duration>);
+pub struct DurationSample(Vec<Duration>);
 
-impl Pauses {
+impl DurationSample {
     /// Adds a duration.
     pub fn push(&mut self, pause: Duration) {
         self.0.push(pause);
@@ -37,7 +37,7 @@ impl Pauses {
     }
 }
 
-impl fmt::Display for Pauses {
+impl fmt::Display for DurationSample {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [p50, p99, max] = [50, 99, 100].map(|percent| self.percentile(percent));
         write!(
@@ -55,7 +55,7 @@ mod tests {
     #[test]
     /// Percentiles follow the nearest-rank method.
     fn percentiles_are_nearest_rank() {
-        let mut pauses = Pauses::default();
+        let mut pauses = DurationSample::default();
         assert_eq!(pauses.percentile(50), Duration::ZERO);
         (1..=200)
             .rev()

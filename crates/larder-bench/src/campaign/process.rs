@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 /// Returns a command that the kernel kills when the thread that started it ends.
-pub fn mortal(program: &str) -> Command {
+pub fn killed_with_parent(program: &str) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "--", program]);
     command
@@ -44,10 +44,10 @@ pub fn install_script(text: &str, path: &Path) {
     std::fs::remove_file(source).expect("the script's source can be removed");
 }
 
-const ENDING_POLL_INTERVAL: Duration = Duration::from_millis(2);
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Longer than a process takes to exit if it waits for no device, however large its memory.
-const DROP_LIMIT: Duration = Duration::from_secs(60);
+const DROP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A child process.
 pub struct Process {
@@ -138,7 +138,7 @@ impl Process {
     }
 
     /// Returns whether a line after the first `skip` lines contains `text`.
-    pub fn has_said_after(&self, skip: usize, text: &str) -> bool {
+    pub fn has_output_after(&self, skip: usize, text: &str) -> bool {
         let state = self.output.lock();
         state.lines.iter().skip(skip).any(|line| line.contains(text))
     }
@@ -172,8 +172,8 @@ impl Process {
     /// As in [`Process::wait_for`].
     pub fn wait_for_after(&self, skip: usize, text: &str, limit: Duration) -> anyhow::Result<String> {
         self.wait_for_lines(text, limit, |lines| {
-            let mut behind = lines.iter().skip(skip);
-            behind.find(|line| line.contains(text)).cloned()
+            let mut following = lines.iter().skip(skip);
+            following.find(|line| line.contains(text)).cloned()
         })
     }
 
@@ -194,17 +194,17 @@ impl Process {
         limit: Duration,
         find: impl Fn(&[String]) -> Option<T>,
     ) -> anyhow::Result<T> {
-        let give_up = Instant::now() + limit;
+        let deadline = Instant::now() + limit;
         let mut state = self.output.lock();
         loop {
             if let Some(found) = find(&state.lines) {
                 return Ok(found);
             }
-            let left = give_up.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             if state.open == 0 || left.is_zero() {
-                let why = if state.open == 0 { "exited" } else { "timed out" };
+                let outcome = if state.open == 0 { "exited" } else { "timed out" };
                 bail!(
-                    "{} {why} without printing '{text}':\n{}",
+                    "{} {outcome} without printing '{text}':\n{}",
                     self.name,
                     state.lines.join("\n")
                 );
@@ -225,10 +225,10 @@ impl Process {
     /// # Errors
     /// If `limit` expires.
     pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
-        let give_up = Instant::now() + limit;
+        let deadline = Instant::now() + limit;
         let mut state = self.output.lock();
         while state.open > 0 {
-            let left = give_up.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 bail!("{} does not exit:\n{}", self.name, state.lines.join("\n"));
             }
@@ -237,7 +237,7 @@ impl Process {
         }
         drop(state);
         // Both outputs are closed: the process is exiting.
-        match self.gone_by(give_up)? {
+        match self.wait_exit_until(deadline)? {
             Some(status) => Ok(status),
             None => bail!(
                 "{} has closed its outputs, and does not exit:\n{}",
@@ -255,22 +255,22 @@ impl Process {
     }
 
     /// Returns the exit status if the process exits in time.
-    fn gone_by(&mut self, give_up: Instant) -> std::io::Result<Option<ExitStatus>> {
+    fn wait_exit_until(&mut self, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
         loop {
             let status = self.child.try_wait()?;
-            if status.is_some() || Instant::now() >= give_up {
+            if status.is_some() || Instant::now() >= deadline {
                 return Ok(status);
             }
-            std::thread::sleep(ENDING_POLL_INTERVAL);
+            std::thread::sleep(EXIT_POLL_INTERVAL);
         }
     }
 }
 
-/// A killed process that has not exited within [`DROP_LIMIT`] is abandoned: the kernel may make it wait for a device
+/// A killed process that has not exited within [`DROP_TIMEOUT`] is abandoned: the kernel may make it wait for a device
 /// whose server is a process that is dropped later.
 impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.child.kill();
-        let _ = self.gone_by(Instant::now() + DROP_LIMIT);
+        let _ = self.wait_exit_until(Instant::now() + DROP_TIMEOUT);
     }
 }

@@ -9,8 +9,8 @@ use anyhow::{Context, bail, ensure};
 use clap::Args;
 
 use super::Random;
-use super::guest::{Guest, GuestOptions, LIMIT, NO_ERRORS, ROUNDS};
-use super::pauses::Pauses;
+use super::guest::{Guest, GuestOptions, KERNEL_ERROR_CHECK_SCRIPT, LIMIT, ROUNDS};
+use super::pauses::DurationSample;
 use super::service::Service;
 
 /// Repeatedly restart a VM's server under a guest that verifies its disk
@@ -34,14 +34,14 @@ pub struct Arguments {
 }
 
 /// Script part that runs during the rounds: a reader that logs the latency of each read.
-const PROBE: &str = r#"
+const READ_PROBE_SCRIPT: &str = r#"
 fio --minimal --direct=1 --ioengine=psync --rw=randread --bs=4k --rate_iops=500 --time_based --runtime=1d \
   --filename=/dev/vda --name=probe --offset=32m --size=16m --write_lat_log=/probe --output=/probe.out &
 probe=$!
 "#;
 
 /// Script part that runs after the rounds. COUNT is the number of longest reads that it prints.
-const PAUSES: &str = r#"
+const LONGEST_READS_SCRIPT: &str = r#"
 kill -INT $probe
 wait $probe
 echo "PAUSES" $(sort -t , -k 2 -n /probe_lat.1.log | tail -n COUNT | cut -d , -f 2)
@@ -65,48 +65,48 @@ pub struct Report {
     /// Rounds that the guest wrote and verified.
     pub rounds: usize,
     /// Times from the signal until the next process was ready.
-    pub servers: Pauses,
+    pub servers: DurationSample,
     /// The guest's longest reads, as many as there were restarts.
-    pub guest: Pauses,
+    pub guest: DurationSample,
 }
 
-/// Creates a VM's file in `folder`, with one qcow2 disk and a write-back cache. Returns the command that serves it.
+/// Creates a VM's file in `directory`, with one qcow2 disk and a write-back cache. Returns the command that serves it.
 ///
 /// # Errors
 /// If the image cannot be created.
-pub fn vm(larder: &Path, folder: &Path) -> anyhow::Result<Vec<OsString>> {
-    let image = folder.join("disk.qcow2");
+pub fn vm(larder: &Path, directory: &Path) -> anyhow::Result<Vec<OsString>> {
+    let image = directory.join("disk.qcow2");
     let mut create = std::process::Command::new("qemu-img");
     create
         .args(["create", "-q", "-f", "qcow2"])
         .arg(&image)
         .arg(DISK.to_string());
     ensure!(create.status().context("qemu-img")?.success(), "qemu-img failed");
-    let file = folder.join("web.toml");
+    let file = directory.join("web.toml");
     let text = "control = \"control\"\n\n[[disk]]\nname = \"vda\"\nimage = \"disk.qcow2\"\nformat = \"qcow2\"\nsocket = \"vda\"\n\
                 cache = \"./cache\"\ncache-size = \"24M\"\ncache-mode = \"wb\"\n";
     std::fs::write(&file, text)?;
-    let state = format!("STATE_DIRECTORY={}", folder.join("state").display());
-    let words = ["env".into(), state.into(), larder.into(), "vm".into(), file.into()];
-    Ok(words.to_vec())
+    let state = format!("STATE_DIRECTORY={}", directory.join("state").display());
+    let command_line = ["env".into(), state.into(), larder.into(), "vm".into(), file.into()];
+    Ok(command_line.to_vec())
 }
 
 /// Restarts the server `count` times.
 ///
 /// # Errors
 /// If the guest sees an error or wrong data, or hangs.
-pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Random) -> anyhow::Result<Report> {
-    let mut service = Service::start(&vm(larder, folder)?, &folder.join("notify"))?;
+pub fn run(larder: &Path, directory: &Path, method: How, count: u32, random: &mut Random) -> anyhow::Result<Report> {
+    let mut service = Service::start(&vm(larder, directory)?, &directory.join("notify"))?;
     let options = GuestOptions {
         reconnects: false,
         ..GuestOptions::default()
     };
-    let pauses = PAUSES.replace("COUNT", &count.to_string());
-    let script = [PROBE, ROUNDS, &pauses, NO_ERRORS].concat();
-    let mut guest = Guest::start(&script, &folder.join("vda"), &options)?;
+    let pauses = LONGEST_READS_SCRIPT.replace("COUNT", &count.to_string());
+    let script = [READ_PROBE_SCRIPT, ROUNDS, &pauses, KERNEL_ERROR_CHECK_SCRIPT].concat();
+    let mut guest = Guest::start(&script, &directory.join("vda"), &options)?;
     guest.process.wait_for("ROUND 1", LIMIT)?;
-    let mut servers = Pauses::default();
-    let signal = match how {
+    let mut servers = DurationSample::default();
+    let signal = match method {
         How::Asked => libc::SIGTERM,
         How::Killed => libc::SIGKILL,
     };
@@ -125,9 +125,9 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
     served.with_context(|| format!("the server's output: {}", service.process.output()))?;
     guest.process.say("stop")?;
     let console = guest.finish()?;
-    let mut pauses = Pauses::default();
-    let told = console.lines().find_map(|line| Some(line.split_once("PAUSES ")?.1));
-    for pause in told
+    let mut pauses = DurationSample::default();
+    let console_line = console.lines().find_map(|line| Some(line.split_once("PAUSES ")?.1));
+    for pause in console_line
         .with_context(|| format!("no line PAUSES on the guest's console: {console}"))?
         .split_whitespace()
     {
@@ -149,12 +149,12 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
 /// # Errors
 /// If the guest noticed an error, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = super::larder_beside(arguments.larder.as_deref())?;
-    let folder = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the image")?;
+    let larder = super::find_larder(arguments.larder.as_deref())?;
+    let directory = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the image")?;
     let how = if arguments.kill { How::Killed } else { How::Asked };
     let report = run(
         &larder,
-        folder.path(),
+        directory.path(),
         how,
         arguments.count,
         &mut Random::new(arguments.seed),

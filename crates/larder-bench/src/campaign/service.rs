@@ -50,26 +50,26 @@ struct Heard {
 }
 
 impl Service {
-    /// Starts the program and its arguments, `words`, and waits until it is ready. `notify` becomes its
+    /// Starts the program and its arguments, `command_line`, and waits until it is ready. `notify` becomes its
     /// `$NOTIFY_SOCKET`.
     ///
     /// # Errors
     /// If it exits, or is not ready in time; with its output.
-    pub fn start(words: &[OsString], notify: &Path) -> anyhow::Result<Self> {
+    pub fn start(command_line: &[OsString], notify: &Path) -> anyhow::Result<Self> {
         let socket = UnixDatagram::bind(notify)?;
         let inbox = Arc::new(Inbox::default());
-        let theirs = Arc::downgrade(&inbox);
+        let weak_inbox = Arc::downgrade(&inbox);
         socket.set_read_timeout(Some(Duration::from_secs(1)))?;
         std::thread::spawn(move || {
-            while let Some(inbox) = theirs.upgrade() {
+            while let Some(inbox) = weak_inbox.upgrade() {
                 if let Some((text, files)) = receive(&socket) {
                     inbox.hear(&text, files);
                 }
             }
         });
-        let process = launch(words, notify, &[])?;
+        let process = launch(command_line, notify, &[])?;
         let this = Self {
-            words: words.to_vec(),
+            words: command_line.to_vec(),
             inbox,
             notify: notify.to_owned(),
             process,
@@ -84,10 +84,10 @@ impl Service {
     /// # Errors
     /// As in [`Service::start`].
     pub fn restart(&mut self, signal: i32) -> anyhow::Result<Duration> {
-        let began = Instant::now();
+        let started = Instant::now();
         self.end(signal)?;
         self.launch()?;
-        Ok(began.elapsed())
+        Ok(started.elapsed())
     }
 
     /// Starts the service again with the stored descriptors, and waits until it is ready.
@@ -95,10 +95,10 @@ impl Service {
     /// # Errors
     /// As in [`Service::start`].
     pub fn launch(&mut self) -> anyhow::Result<()> {
-        let heard = self.inbox.lock();
-        let ready = heard.ready;
-        self.process = launch(&self.words, &self.notify, &heard.kept)?;
-        drop(heard);
+        let state = self.inbox.lock();
+        let ready = state.ready;
+        self.process = launch(&self.words, &self.notify, &state.kept)?;
+        drop(state);
         self.wait_until_ready(ready + 1)
     }
 
@@ -137,14 +137,14 @@ impl Service {
     /// Waits until all messages that the service has sent are processed.
     fn hear_all(&self) -> anyhow::Result<()> {
         let mark = self.inbox.lock().marks + 1;
-        let ours = UnixDatagram::unbound()?;
-        ours.send_to(format!("MARK={mark}").as_bytes(), &self.notify)?;
+        let sender = UnixDatagram::unbound()?;
+        sender.send_to(format!("MARK={mark}").as_bytes(), &self.notify)?;
         self.inbox.wait(|heard| heard.marks >= mark)
     }
 
     fn wait_until_ready(&self, times: u32) -> anyhow::Result<()> {
-        let is_over = |heard: &Heard| heard.ready >= times || self.process.has_ended();
-        let waited = self.inbox.wait(is_over);
+        let finished = |heard: &Heard| heard.ready >= times || self.process.has_ended();
+        let waited = self.inbox.wait(finished);
         let is_ready = waited.is_ok() && self.inbox.lock().ready >= times;
         ensure!(is_ready, "the service is not ready:\n{}", self.process.output());
         Ok(())
@@ -156,11 +156,11 @@ impl Inbox {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait(&self, is_so: impl Fn(&Heard) -> bool) -> anyhow::Result<()> {
-        let give_up = Instant::now() + LIMIT;
+    fn wait(&self, condition: impl Fn(&Heard) -> bool) -> anyhow::Result<()> {
+        let deadline = Instant::now() + LIMIT;
         let mut heard = self.lock();
-        while !is_so(&heard) {
-            let left = give_up.saturating_duration_since(Instant::now());
+        while !condition(&heard) {
+            let left = deadline.saturating_duration_since(Instant::now());
             ensure!(!left.is_zero(), "the expected messages did not arrive within {LIMIT:?}");
             heard = self
                 .changed
@@ -172,10 +172,10 @@ impl Inbox {
     }
 
     fn hear(&self, text: &str, files: Vec<OwnedFd>) {
-        let said = |what: &str| text.lines().find_map(|line| line.strip_prefix(what)?.strip_prefix('='));
+        let value_of = |what: &str| text.lines().find_map(|line| line.strip_prefix(what)?.strip_prefix('='));
         let mut heard = self.lock();
-        let name = said("FDNAME").unwrap_or("stored");
-        if said("FDSTORE").is_some() {
+        let name = value_of("FDNAME").unwrap_or("stored");
+        if value_of("FDSTORE").is_some() {
             for file in files {
                 // systemd too ignores a descriptor that it already stores.
                 if heard.kept.iter().all(|(_, kept)| !is_same(kept, &file)) {
@@ -183,13 +183,13 @@ impl Inbox {
                 }
             }
         }
-        if said("FDSTOREREMOVE").is_some() {
+        if value_of("FDSTOREREMOVE").is_some() {
             heard.kept.retain(|(kept, _)| kept != name);
         }
-        if said("READY").is_some() {
+        if value_of("READY").is_some() {
             heard.ready += 1;
         }
-        if let Some(mark) = said("MARK").and_then(|mark| mark.parse().ok()) {
+        if let Some(mark) = value_of("MARK").and_then(|mark| mark.parse().ok()) {
             heard.marks = mark;
         }
         self.changed.notify_all();
@@ -198,9 +198,9 @@ impl Inbox {
 
 /// Returns whether both descriptors refer to the same open file description.
 fn is_same(one: &OwnedFd, other: &OwnedFd) -> bool {
-    let (ours, files) = (std::process::id(), [one, other].map(|file| file.as_raw_fd()));
+    let (pid, files) = (std::process::id(), [one, other].map(|file| file.as_raw_fd()));
     // SAFETY: only numbers are passed, and nothing is written. 0 is KCMP_FILE.
-    unsafe { libc::syscall(libc::SYS_kcmp, ours, ours, 0, files[0], files[1]) == 0 }
+    unsafe { libc::syscall(libc::SYS_kcmp, pid, pid, 0, files[0], files[1]) == 0 }
 }
 
 fn receive(socket: &UnixDatagram) -> Option<(String, Vec<OwnedFd>)> {
@@ -208,24 +208,24 @@ fn receive(socket: &UnixDatagram) -> Option<(String, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut pieces = [IoSliceMut::new(&mut bytes)];
-    let came = rustix::net::recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC).ok()?;
+    let received = rustix::net::recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC).ok()?;
     let rights = control.drain().filter_map(|item| match item {
         RecvAncillaryMessage::ScmRights(rights) => Some(rights),
         _ => None,
     });
     let files = rights.flatten().collect();
-    Some((String::from_utf8_lossy(&bytes[..came.bytes]).into_owned(), files))
+    Some((String::from_utf8_lossy(&bytes[..received.bytes]).into_owned(), files))
 }
 
 /// Starts a program that receives the stored descriptors as numbers 3 and up.
-fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyhow::Result<Process> {
-    let Some((program, arguments)) = words.split_first() else {
+fn launch(command_line: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyhow::Result<Process> {
+    let Some((program, arguments)) = command_line.split_first() else {
         bail!("the command line is empty");
     };
     // A shell moves the descriptors to their numbers, and its PID becomes $LISTEN_PID.
     let mut script = String::new();
     for (number, (_, file)) in (3..).zip(kept) {
-        script.push_str(&format!("exec {number}<&{0} {0}<&-\n", file.as_raw_fd() + ABOVE));
+        script.push_str(&format!("exec {number}<&{0} {0}<&-\n", file.as_raw_fd() + FD_OFFSET));
     }
     script.push_str("LISTEN_PID=$$ exec \"$0\" \"$@\"");
     let names: Vec<&str> = kept.iter().map(|(name, _)| name.as_str()).collect();
@@ -243,7 +243,7 @@ fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyh
     unsafe {
         command.pre_exec(move || {
             for file in &files {
-                if libc::dup2(*file, file + ABOVE) < 0 {
+                if libc::dup2(*file, file + FD_OFFSET) < 0 {
                     return Err(std::io::Error::last_os_error());
                 }
             }
@@ -254,4 +254,4 @@ fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyh
 }
 
 /// Offset added to a descriptor's number to pass it to the child.
-const ABOVE: i32 = 500;
+const FD_OFFSET: i32 = 500;

@@ -46,7 +46,7 @@ const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 
 /// Duration above which an access is a stall.
-const STALL: Duration = Duration::from_millis(1);
+const STALL_MIN: Duration = Duration::from_millis(1);
 
 /// Results and controls that the threads share.
 #[derive(Default)]
@@ -230,14 +230,14 @@ impl Worker {
         self.expect(page);
         let found = self.page(page);
         if *found != self.expected {
-            let at = found.iter().zip(&self.expected).position(|(one, other)| one != other);
-            let at = at.unwrap_or_default();
+            let word = found.iter().zip(&self.expected).position(|(one, other)| one != other);
+            let word = word.unwrap_or_default();
             println!(
-                "\nmismatch: page {:#x}, generation {}, word {at}: {:#x} instead of {:#x}",
+                "\nmismatch: page {:#x}, generation {}, word {word}: {:#x} instead of {:#x}",
                 self.first + page,
                 self.generations[page],
-                found[at],
-                self.expected[at]
+                found[word],
+                self.expected[word]
             );
             self.findings.mismatches.fetch_add(1, Ordering::Relaxed);
         }
@@ -277,10 +277,10 @@ impl Worker {
                 _ => self.give_up(page)?,
             }
             self.findings.accesses.fetch_add(1, Ordering::Relaxed);
-            let took = started.elapsed();
-            if took > STALL {
+            let elapsed = started.elapsed();
+            if elapsed > STALL_MIN {
                 let mut stalls = self.findings.stalls.lock().unwrap_or_else(PoisonError::into_inner);
-                stalls.push(took);
+                stalls.push(elapsed);
             }
         }
         (0..self.generations.len()).for_each(|page| self.verify(page));

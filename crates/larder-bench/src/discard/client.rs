@@ -19,7 +19,7 @@ const GREETING_LEN: usize = 18;
 const FRAMING: Framing = Framing::Extended;
 
 /// Time that a server may take from creating its socket to listening.
-const CONNECT_LIMIT: Duration = Duration::from_secs(60);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum payload of a reply chunk, in bytes.
 const PAYLOAD_MAX: u64 = 1 << 20;
@@ -34,11 +34,11 @@ pub(crate) struct Client {
 
 impl Client {
     pub(crate) fn connect(socket: &Path) -> anyhow::Result<Self> {
-        let give_up = Instant::now() + CONNECT_LIMIT;
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
         let stream = loop {
             match UnixStream::connect(socket) {
                 // The socket exists before its server listens.
-                Err(error) if error.kind() == ErrorKind::ConnectionRefused && Instant::now() < give_up => {
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused && Instant::now() < deadline => {
                     thread::sleep(Duration::from_millis(1));
                 }
                 connected => break connected.with_context(|| format!("connecting to {}", socket.display()))?,

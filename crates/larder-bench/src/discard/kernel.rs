@@ -9,7 +9,7 @@ use larder_block::nbd::Command;
 use larder_block::{AlignedBuf, ByteLen};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::{BLOCK, NEW, OLD, blocks};
+use super::{BLOCK, NEW_BYTE, OLD, blocks};
 
 /// Piece length of a long discard: Larder's longest pieces, without the shorter ones that it begins with.
 const PIECE: ByteLen = ByteLen::mib(1 << 10);
@@ -49,7 +49,7 @@ impl Disk {
     pub(super) fn request(&mut self, command: Command, at: u64) -> anyhow::Result<()> {
         match command {
             Command::Write => {
-                self.buffer.fill(NEW);
+                self.buffer.fill(NEW_BYTE);
                 self.file.write_all_at(&self.buffer, at)?;
             }
             _ => self.file.read_exact_at(&mut self.buffer, at)?,

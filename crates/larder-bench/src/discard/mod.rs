@@ -27,7 +27,7 @@ const BLOCK: u64 = 4096;
 
 /// Bytes that fill blocks written before the discard, and blocks written during it.
 const OLD: u8 = 0xa5;
-const NEW: u8 = 0x5a;
+const NEW_BYTE: u8 = 0x5a;
 
 /// Duration of the measurement of other requests without a discard, for comparison.
 const QUIET: Duration = Duration::from_secs(1);
@@ -141,9 +141,9 @@ fn longest_of(outcome: &Outcome, index: usize) -> String {
 }
 
 /// Prints one row of the table. `of` is its first four columns.
-fn print_row(of: &str, request: &str, outcome: &Outcome) {
+fn print_row(columns: &str, request: &str, outcome: &Outcome) {
     println!(
-        "| {of} | {} | {request} | {} | {} | {} | {} |",
+        "| {columns} | {} | {request} | {} | {} | {} | {} |",
         outcome.cached_bytes >> 10,
         ms(outcome.took),
         ms(outcome.cpu),
@@ -154,8 +154,8 @@ fn print_row(of: &str, request: &str, outcome: &Outcome) {
 
 /// Measures the file system alone.
 fn measure_kernel(arguments: &Arguments) -> anyhow::Result<Outcome> {
-    let place = Place::new(&arguments.folder)?;
-    let image = place.unused("image");
+    let scratch = Place::new(&arguments.folder)?;
+    let image = scratch.unused("image");
     let size: ByteLen = arguments.size.parse().map_err(anyhow::Error::msg)?;
     let disk = kernel::make(&image, size.get(), arguments.blocks)?;
     let connect = |command: Command| {
@@ -164,10 +164,10 @@ fn measure_kernel(arguments: &Arguments) -> anyhow::Result<Outcome> {
     };
     let (_, quiet) = beside(size.get(), connect, QUIET, || Ok(()))?;
     let before = cpu_time();
-    let (took, beside) = beside(size.get(), connect, BESIDE, || disk.clear(size.get()))?;
+    let (elapsed, beside) = beside(size.get(), connect, BESIDE, || disk.clear(size.get()))?;
     Ok(Outcome {
         cached_bytes: 0,
-        took,
+        took: elapsed,
         cpu: cpu_time() - before,
         quiet,
         beside,
@@ -175,18 +175,22 @@ fn measure_kernel(arguments: &Arguments) -> anyhow::Result<Outcome> {
 }
 
 fn measure(arguments: &Arguments, setup: Setup<'_>, command: Command) -> anyhow::Result<Outcome> {
-    let place = Place::new(&arguments.folder)?;
-    let image = place.unused("image");
-    let mut make = Program::new("qemu-img");
-    make.args(["create", "-q", "-f", setup.format])
+    let scratch = Place::new(&arguments.folder)?;
+    let image = scratch.unused("image");
+    let mut create = Program::new("qemu-img");
+    create
+        .args(["create", "-q", "-f", setup.format])
         .arg(&image)
         .arg(&arguments.size);
-    ensure!(make.status().context("starting qemu-img")?.success(), "{make:?} failed");
+    ensure!(
+        create.status().context("starting qemu-img")?.success(),
+        "{create:?} failed"
+    );
     let options = match setup.cache {
         "0" => String::new(),
         size => format!(
             "--cache {} --cache-size {size} --cache-line {} --cache-mode {}",
-            text(&place.unused("cache"))?,
+            text(&scratch.unused("cache"))?,
             setup.line,
             setup.mode
         ),
@@ -198,14 +202,14 @@ fn measure(arguments: &Arguments, setup: Setup<'_>, command: Command) -> anyhow:
         export: Export::Nbd,
         options: &options,
     };
-    let larder = serve.start(&place)?;
+    let larder = serve.start(&scratch)?;
     let mut client = Client::connect(larder.socket())?;
     fill(&mut client, arguments.blocks)?;
     let size = client.size;
     let connect = |command: Command| {
         let mut client = Client::connect(larder.socket())?;
         let data: &[u8] = match command {
-            Command::Write => &[NEW; BLOCK as usize],
+            Command::Write => &[NEW_BYTE; BLOCK as usize],
             _ => &[],
         };
         Ok(move |at| client.request(command, at, BLOCK, data).map(drop))
@@ -213,14 +217,14 @@ fn measure(arguments: &Arguments, setup: Setup<'_>, command: Command) -> anyhow:
     let (_, quiet) = beside(size, connect, QUIET, || Ok(()))?;
     let cached_bytes = larder.status()?["disks"][0]["cache"]["occupancy"].as_u64().unwrap_or(0);
     let before = larder.server().cpu_time()?.0;
-    let (took, beside) = beside(size, connect, BESIDE, || {
+    let (elapsed, beside) = beside(size, connect, BESIDE, || {
         client.request(command, 0, size, &[]).map(drop)
     })?;
     let cpu = larder.server().cpu_time()?.0 - before;
-    is_clear(&mut client, arguments.blocks)?;
+    check_discarded(&mut client, arguments.blocks)?;
     Ok(Outcome {
         cached_bytes,
-        took,
+        took: elapsed,
         cpu,
         quiet,
         beside,
@@ -246,7 +250,7 @@ fn fill(client: &mut Client, count: u64) -> anyhow::Result<()> {
 }
 
 /// Checks that no block written before the discard is left.
-fn is_clear(client: &mut Client, count: u64) -> anyhow::Result<()> {
+fn check_discarded(client: &mut Client, count: u64) -> anyhow::Result<()> {
     for at in blocks(client.size, count) {
         let found = client.request(Command::Read, at, BLOCK, &[])?;
         ensure!(
@@ -257,31 +261,31 @@ fn is_clear(client: &mut Client, count: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs `act` while a reader and a writer send requests, for at least `least`. Returns the duration of `act`, and the
-/// longest read and write. `connect` returns the function that sends each client's requests, for the block at an
-/// offset of the disk of `size` bytes.
+/// Runs `action` while a reader and a writer send requests, for at least `duration_min`. Returns the duration of
+/// `action`, and the longest read and write. `connect` returns the function that sends each client's requests, for the
+/// block at an offset of the disk of `size` bytes.
 fn beside<R: FnMut(u64) -> anyhow::Result<()>>(
     size: u64,
     connect: impl Fn(Command) -> anyhow::Result<R> + Sync,
-    least: Duration,
-    act: impl FnOnce() -> anyhow::Result<()>,
+    duration_min: Duration,
+    action: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<(Duration, [Duration; 2])> {
-    let (is_over, connect) = (&AtomicBool::new(false), &connect);
+    let (stop, connect) = (&AtomicBool::new(false), &connect);
     thread::scope(|scope| {
-        let others = [Command::Read, Command::Write]
-            .map(|command| scope.spawn(move || longest(size, connect(command)?, is_over)));
+        let clients =
+            [Command::Read, Command::Write].map(|command| scope.spawn(move || longest(size, connect(command)?, stop)));
         // Lets both clients start.
         thread::sleep(BESIDE);
-        let began = Instant::now();
-        let result = act();
-        let took = began.elapsed();
-        thread::sleep(least.saturating_sub(took));
-        is_over.store(true, Ordering::Relaxed);
+        let started = Instant::now();
+        let result = action();
+        let elapsed = started.elapsed();
+        thread::sleep(duration_min.saturating_sub(elapsed));
+        stop.store(true, Ordering::Relaxed);
         let mut times = [Duration::ZERO; 2];
-        for (time, other) in times.iter_mut().zip(others) {
+        for (time, other) in times.iter_mut().zip(clients) {
             *time = other.join().map_err(|_| anyhow::anyhow!("a client panicked"))??;
         }
-        result.map(|()| (took, times))
+        result.map(|()| (elapsed, times))
     })
 }
 
@@ -295,9 +299,9 @@ fn longest(
     let mut longest = Duration::ZERO;
     while !is_over.load(Ordering::Relaxed) {
         let at = random.below(size / BLOCK) * BLOCK;
-        let began = Instant::now();
+        let started = Instant::now();
         request(at)?;
-        longest = longest.max(began.elapsed());
+        longest = longest.max(started.elapsed());
     }
     Ok(longest)
 }

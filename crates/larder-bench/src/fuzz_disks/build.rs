@@ -6,13 +6,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::fault::{Fault, QEMU_DAMAGE};
-use super::random::Dice;
+use super::random::SeededRandom;
 use super::shape::{Backing, BackingFormat, Shape};
 use super::steps::{QemuStep, qemu_steps};
-use super::tools::{contents, qemu, qemu_must};
+use super::tools::{contents, qemu, run_qemu_tool_ok};
 
 /// A file that compresses to half its size.
-const PATTERN: &str = "pattern";
+const PATTERN_FILE: &str = "pattern";
 const PATTERN_BYTES: usize = 32 << 10;
 
 /// The files of a case.
@@ -25,7 +25,7 @@ pub(super) struct Files {
 }
 
 /// An image, and its content as QEMU reads it.
-pub(super) struct Built {
+pub(super) struct BuiltImage {
     pub(super) files: Files,
     pub(super) bytes: Vec<u8>,
     pub(super) snapshots: Vec<(String, Vec<u8>)>,
@@ -35,40 +35,40 @@ pub(super) struct Built {
 }
 
 /// Creates the image in a directory.
-pub(super) fn build(shape: &Shape, seed: u64, folder: &Path) -> Result<Built, Fault> {
-    let mut dice = Dice::new(seed, 2);
+pub(super) fn build(shape: &Shape, seed: u64, directory: &Path) -> Result<BuiltImage, Fault> {
+    let mut random = SeededRandom::new(seed, 2);
     let mut files = Files {
-        folder: folder.to_owned(),
-        image: folder.join("disk.qcow2"),
-        data_file: folder.join("data.raw"),
+        folder: directory.to_owned(),
+        image: directory.join("disk.qcow2"),
+        data_file: directory.join("data.raw"),
         backing: Vec::new(),
     };
-    let pattern: Vec<u8> = (0..PATTERN_BYTES).map(|_| dice.below(16) as u8).collect();
-    std::fs::write(folder.join(PATTERN), pattern)?;
-    create(shape, &mut files, &mut dice)?;
+    let pattern: Vec<u8> = (0..PATTERN_BYTES).map(|_| random.below(16) as u8).collect();
+    std::fs::write(directory.join(PATTERN_FILE), pattern)?;
+    create(shape, &mut files, &mut random)?;
     if shape.content {
         write(
             shape,
             &files.image,
-            &mut dice,
+            &mut random,
             shape.compression != super::shape::Compression::None,
         )?;
     }
     let mut snapshots = Vec::new();
     for index in 0..shape.snapshots {
         let name = format!("s{index}");
-        qemu_must("qemu-img", &["snapshot", "-c", &name, text(&files.image)])?;
-        snapshots.push((name.clone(), contents(&files.image, "qcow2", Some(&name), folder)?));
-        write(shape, &files.image, &mut dice, false)?;
+        run_qemu_tool_ok("qemu-img", &["snapshot", "-c", &name, text(&files.image)])?;
+        snapshots.push((name.clone(), contents(&files.image, "qcow2", Some(&name), directory)?));
+        write(shape, &files.image, &mut random, false)?;
     }
     if shape.bitmap {
-        qemu_must("qemu-img", &["bitmap", "--add", text(&files.image), "b0"])?;
-        write(shape, &files.image, &mut dice, false)?;
+        run_qemu_tool_ok("qemu-img", &["bitmap", "--add", text(&files.image), "b0"])?;
+        write(shape, &files.image, &mut random, false)?;
     }
     if shape.vm_state {
-        let at = dice.below(4) * shape.cluster_len();
+        let at = random.below(4) * shape.cluster_len();
         let command = format!("write -b -P 170 {at} 4k");
-        qemu_must("qemu-io", &["-f", "qcow2", "-c", &command, text(&files.image)])?;
+        run_qemu_tool_ok("qemu-io", &["-f", "qcow2", "-c", &command, text(&files.image)])?;
     }
     if shape.dirty {
         let command = format!("write -P 85 0 {}", shape.size.min(3 << shape.cluster_bits));
@@ -78,19 +78,19 @@ pub(super) fn build(shape: &Shape, seed: u64, folder: &Path) -> Result<Built, Fa
             &["-f", "qcow2", "-c", &command, "-c", "sigraise 9", text(&files.image)],
         )?;
     }
-    let bytes = contents(&files.image, "qcow2", None, folder)?;
+    let bytes = contents(&files.image, "qcow2", None, directory)?;
     if shape.device {
         fill_device(shape, &files)?;
     }
     let flagged = if shape.zero_flag {
-        flag_an_entry(&files.image, &mut dice)?
+        set_zero_flag(&files.image, &mut random)?
     } else {
         None
     };
     if shape.corrupt {
         set_incompatible(&files.image, 2)?;
     }
-    Ok(Built {
+    Ok(BuiltImage {
         files,
         bytes,
         snapshots,
@@ -102,14 +102,14 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("the path of a temporary directory is UTF-8")
 }
 
-fn create(shape: &Shape, files: &mut Files, dice: &mut Dice) -> Result<(), Fault> {
+fn create(shape: &Shape, files: &mut Files, dice: &mut SeededRandom) -> Result<(), Fault> {
     let options = shape.options(text(&files.data_file));
     let size = shape.size.to_string();
     let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", &options];
     let backing;
-    if let Some(wanted) = &shape.backing {
-        backing = create_backing(wanted, files, dice)?;
-        let format = if wanted.format == BackingFormat::Raw {
+    if let Some(spec) = &shape.backing {
+        backing = create_backing(spec, files, dice)?;
+        let format = if spec.format == BackingFormat::Raw {
             "raw"
         } else {
             "qcow2"
@@ -117,14 +117,14 @@ fn create(shape: &Shape, files: &mut Files, dice: &mut Dice) -> Result<(), Fault
         arguments.extend(["-b", text(&backing), "-F", format]);
     }
     arguments.extend([text(&files.image), &size]);
-    qemu_must("qemu-img", &arguments)?;
+    run_qemu_tool_ok("qemu-img", &arguments)?;
     for (path, bytes) in &mut files.backing {
         *bytes = std::fs::read(path)?;
     }
     Ok(())
 }
 
-fn create_backing(wanted: &Backing, files: &mut Files, dice: &mut Dice) -> Result<PathBuf, Fault> {
+fn create_backing(wanted: &Backing, files: &mut Files, dice: &mut SeededRandom) -> Result<PathBuf, Fault> {
     let raw = files.folder.join("base.raw");
     if wanted.format != BackingFormat::Qcow2 {
         let mut bytes = vec![0; wanted.bytes as usize];
@@ -140,30 +140,30 @@ fn create_backing(wanted: &Backing, files: &mut Files, dice: &mut Dice) -> Resul
             return Ok(raw);
         }
     }
-    let over = files.folder.join("base.qcow2");
+    let overlay = files.folder.join("base.qcow2");
     let size = (wanted.bytes / 512 * 512).to_string();
     let options = format!("cluster_size={}", 1u64 << wanted.cluster_bits);
     let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", &options];
     if wanted.format == BackingFormat::Chain {
         arguments.extend(["-b", text(&raw), "-F", "raw"]);
     }
-    arguments.extend([text(&over), &size]);
-    qemu_must("qemu-img", &arguments)?;
+    arguments.extend([text(&overlay), &size]);
+    run_qemu_tool_ok("qemu-img", &arguments)?;
     if wanted.bytes >= 512 {
         let shape = Shape {
             cluster_bits: wanted.cluster_bits,
             compression: super::shape::Compression::Zlib,
             size: wanted.bytes / 512 * 512,
-            ..Shape::random(&mut Dice::new(0, 0), super::shape::Wanted::default())
+            ..Shape::random(&mut SeededRandom::new(0, 0), super::shape::Wanted::default())
         };
-        write(&shape, &over, dice, dice.clone().one_in(2))?;
+        write(&shape, &overlay, dice, dice.clone().one_in(2))?;
     }
-    files.backing.push((over.clone(), Vec::new()));
-    Ok(over)
+    files.backing.push((overlay.clone(), Vec::new()));
+    Ok(overlay)
 }
 
 /// Lets QEMU change the image.
-fn write(shape: &Shape, image: &Path, dice: &mut Dice, compressed: bool) -> Result<(), Fault> {
+fn write(shape: &Shape, image: &Path, dice: &mut SeededRandom, compressed: bool) -> Result<(), Fault> {
     let mut steps = qemu_steps(dice, shape.size, shape);
     if compressed {
         // Compressed writes come first, while nothing is allocated: QEMU compresses only new clusters.
@@ -188,7 +188,10 @@ pub(super) fn apply(shape: &Shape, image: &Path, size: u64, steps: &[QemuStep]) 
                 let len = shape.cluster_len().min(size.saturating_sub(*at));
                 match byte % 2 {
                     0 => format!("write -c -P {byte} {at} {len}"),
-                    _ => format!("write -c -s {} {at} {len}", image.with_file_name(PATTERN).display()),
+                    _ => format!(
+                        "write -c -s {} {at} {len}",
+                        image.with_file_name(PATTERN_FILE).display()
+                    ),
                 }
             }
             QemuStep::Zeroes(true, range) => format!("write -z -u {} {}", range.start, range.end - range.start),
@@ -199,20 +202,20 @@ pub(super) fn apply(shape: &Shape, image: &Path, size: u64, steps: &[QemuStep]) 
     }
     arguments.push(text(image).to_owned());
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let (code, said) = qemu("qemu-io", &arguments)?;
-    if said.contains("Marking image as corrupt") {
+    let (code, output) = qemu("qemu-io", &arguments)?;
+    if output.contains("Marking image as corrupt") {
         // QEMU 7.2 may allocate an L2 table over compressed data with 512-byte clusters. It then detects that and
         // marks the image as corrupt.
-        return Err(Fault::new(QEMU_DAMAGE, said));
+        return Err(Fault::new(QEMU_DAMAGE, output));
     }
     match code {
         // Exit code 1 may come from a rejected request.
-        Some(0 | 1) if !said.contains("can't open") => {}
-        _ => return Err(Fault::new("qemu", format!("qemu-io: {said}"))),
+        Some(0 | 1) if !output.contains("can't open") => {}
+        _ => return Err(Fault::new("qemu", format!("qemu-io: {output}"))),
     }
     // QEMU 7.2 may also let compressed data share a cluster with other data, undetected. The image was sound before.
     match qemu("qemu-img", &["check", "-f", "qcow2", text(image)])? {
-        (Some(2), said) => Err(Fault::new(QEMU_DAMAGE, said)),
+        (Some(2), output) => Err(Fault::new(QEMU_DAMAGE, output)),
         _ => Ok(()),
     }
 }
@@ -221,11 +224,11 @@ pub(super) fn apply(shape: &Shape, image: &Path, size: u64, steps: &[QemuStep]) 
 fn fill_device(shape: &Shape, files: &Files) -> Result<(), Fault> {
     let options = shape.options("");
     let size = shape.size.to_string();
-    let said = qemu_must("qemu-img", &["measure", "--size", &size, "-O", "qcow2", "-o", &options])?;
-    let measured = said
+    let output = run_qemu_tool_ok("qemu-img", &["measure", "--size", &size, "-O", "qcow2", "-o", &options])?;
+    let measured = output
         .lines()
         .find_map(|line| line.strip_prefix("fully allocated size: ")?.parse::<u64>().ok())
-        .ok_or_else(|| Fault::new("qemu", format!("qemu-img measure: {said}")))?;
+        .ok_or_else(|| Fault::new("qemu", format!("qemu-img measure: {output}")))?;
     let slack = if shape.is_plain() { 0 } else { 3 * measured + (1 << 20) };
     let file = OpenOptions::new().write(true).open(&files.image)?;
     let bytes = (measured + slack).max(file.metadata()?.len()).next_multiple_of(512);
@@ -243,18 +246,18 @@ fn set_incompatible(image: &Path, bits: u8) -> Result<(), Fault> {
 
 /// Sets the zero flag in a random entry of the first L2 table of a version 2 image. Returns the guest cluster, and
 /// the offset of the entry's last byte. An image without a table is not changed.
-fn flag_an_entry(image: &Path, dice: &mut Dice) -> Result<Option<(u64, u64)>, Fault> {
+fn set_zero_flag(image: &Path, dice: &mut SeededRandom) -> Result<Option<(u64, u64)>, Fault> {
     let mut bytes = Vec::new();
     File::open(image)?.read_to_end(&mut bytes)?;
-    let long = |at: usize| {
+    let read_u64 = |at: usize| {
         bytes
             .get(at..at + 8)
             .and_then(|word| word.try_into().ok())
             .map_or(0, u64::from_be_bytes)
     };
-    let cluster_bits = long(16) & 0xffff_ffff;
-    let size = long(24);
-    let l2 = long(long(40) as usize) & 0x00ff_ffff_ffff_fe00;
+    let cluster_bits = read_u64(16) & 0xffff_ffff;
+    let size = read_u64(24);
+    let l2 = read_u64(read_u64(40) as usize) & 0x00ff_ffff_ffff_fe00;
     if l2 == 0 {
         return Ok(None);
     }
@@ -264,7 +267,7 @@ fn flag_an_entry(image: &Path, dice: &mut Dice) -> Result<Option<(u64, u64)>, Fa
     let Some(byte) = bytes.get(at as usize) else {
         return Ok(None);
     };
-    if long(at as usize - 7) >> 62 & 1 != 0 {
+    if read_u64(at as usize - 7) >> 62 & 1 != 0 {
         return Ok(None);
     }
     let file = OpenOptions::new().write(true).open(image)?;
@@ -273,7 +276,7 @@ fn flag_an_entry(image: &Path, dice: &mut Dice) -> Result<Option<(u64, u64)>, Fa
 }
 
 /// Clears that zero flag again.
-pub(super) fn clear_flag(image: &Path, at: u64) -> Result<(), Fault> {
+pub(super) fn clear_zero_flag(image: &Path, at: u64) -> Result<(), Fault> {
     let file = OpenOptions::new().read(true).write(true).open(image)?;
     let mut byte = [0];
     file.read_exact_at(&mut byte, at)?;

@@ -3,29 +3,29 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::random::Dice;
+use super::random::SeededRandom;
 use super::shape::{Shape, Wanted};
 
 /// Number of rarest pairs in the report.
-const RAREST: usize = 12;
+const RAREST_PAIRS_MAX: usize = 12;
 
 /// Number of random shapes that determine the possible pairs.
 const SHAPES: u64 = 50_000;
 
 /// Counts of features and of pairs.
 #[derive(Debug, Default)]
-pub(super) struct Coverage {
+pub(super) struct FeatureCoverage {
     features: BTreeMap<String, u64>,
     pairs: BTreeMap<(String, String), u64>,
 }
 
 /// The counts as a table, with the possible pairs that were never seen.
 pub(super) struct Table<'a> {
-    coverage: &'a Coverage,
-    possible: Coverage,
+    coverage: &'a FeatureCoverage,
+    possible: FeatureCoverage,
 }
 
-impl Coverage {
+impl FeatureCoverage {
     /// Adds a case's features.
     pub(super) fn add(&mut self, features: &[String]) {
         let mut features = features.to_vec();
@@ -43,7 +43,7 @@ impl Coverage {
     pub(super) fn table(&self, wanted: Wanted) -> Table<'_> {
         let mut possible = Self::default();
         for seed in 0..SHAPES {
-            possible.add(&Shape::random(&mut Dice::new(seed, 0), wanted).features());
+            possible.add(&Shape::random(&mut SeededRandom::new(seed, 0), wanted).features());
         }
         Table {
             coverage: self,
@@ -79,14 +79,15 @@ fn kind(feature: &str) -> &str {
 impl Table<'_> {
     /// Returns whether an image can have both features. Events, such as a kill, are possible with any feature.
     fn is_possible(&self, left: &str, right: &str) -> bool {
-        let is_shape = |name: &str| self.possible.features.contains_key(name);
-        kind(left) != kind(right) && (!is_shape(left) || !is_shape(right) || self.possible.pair(left, right) > 0)
+        let is_image_feature = |name: &str| self.possible.features.contains_key(name);
+        kind(left) != kind(right)
+            && (!is_image_feature(left) || !is_image_feature(right) || self.possible.pair(left, right) > 0)
     }
 }
 
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Coverage { features, pairs } = self.coverage;
+        let FeatureCoverage { features, pairs } = self.coverage;
         writeln!(f, "{:28} {:>7} {:>18}", "feature", "images", "with others")?;
         let mut never = Vec::new();
         for (name, count) in features {
@@ -117,7 +118,7 @@ impl fmt::Display for Table<'_> {
         let mut rarest: Vec<_> = pairs.iter().map(|(pair, count)| (*count, pair)).collect();
         rarest.sort();
         writeln!(f, "{} pairs of features; the rarest:", rarest.len())?;
-        for (count, (left, right)) in rarest.into_iter().take(RAREST) {
+        for (count, (left, right)) in rarest.into_iter().take(RAREST_PAIRS_MAX) {
             writeln!(f, "  {count:>5}  {left} + {right}")?;
         }
         write!(

@@ -2,7 +2,7 @@
 
 use super::fault::Fault;
 use super::guest::{Guest, Place};
-use super::live::Live;
+use super::live::RunningServer;
 use super::model::{Before, Change, Effect, Model};
 use super::nbd::{self, Reply};
 use super::steps::{Kind, Request};
@@ -67,7 +67,7 @@ impl Request {
         })
     }
 
-    fn is_whole_sectors(&self) -> bool {
+    fn is_sector_aligned(&self) -> bool {
         self.range.start.is_multiple_of(512) && self.range.end.is_multiple_of(512)
     }
 }
@@ -82,24 +82,24 @@ impl Flight {
     }
 
     /// Returns whether requests of a guest wait for the next server.
-    pub(super) fn has_guest(&self) -> bool {
+    pub(super) fn has_guest_requests(&self) -> bool {
         self.pending.iter().any(|pending| matches!(pending.name, Name::Id(..)))
     }
 
     /// Returns whether a request must wait: the model has no order of changes within a sector.
     pub(super) fn conflicts(&self, request: &Request) -> bool {
         let sectors = |request: &Request| request.range.start / 512..request.range.end.div_ceil(512);
-        let own = sectors(request);
+        let sectors_of_request = sectors(request);
         self.pending.iter().any(|pending| {
             let other = sectors(&pending.request);
-            let is_aligned = request.is_whole_sectors() && pending.request.is_whole_sectors();
+            let is_aligned = request.is_sector_aligned() && pending.request.is_sector_aligned();
             let both_change = request.changes() && pending.request.changes();
-            both_change && !is_aligned && own.start < other.end && other.start < own.end
+            both_change && !is_aligned && sectors_of_request.start < other.end && other.start < sectors_of_request.end
         })
     }
 
     /// Sends a request.
-    pub(super) fn send(&mut self, live: &mut Live, request: &Request) -> Result<(), Fault> {
+    pub(super) fn send(&mut self, live: &mut RunningServer, request: &Request) -> Result<(), Fault> {
         let name = match request.nbd {
             true => {
                 let sent = send_nbd(live.nbd()?, request);
@@ -115,7 +115,7 @@ impl Flight {
     }
 
     /// Waits for all answers, and checks them.
-    pub(super) fn settle(&mut self, live: &mut Live, model: &mut Model) -> Result<(), Fault> {
+    pub(super) fn settle(&mut self, live: &mut RunningServer, model: &mut Model) -> Result<(), Fault> {
         if self.pending.is_empty() {
             self.interrupted.clear();
             return Ok(());
@@ -136,7 +136,7 @@ impl Flight {
     }
 
     /// Returns the answers, in the order of the requests.
-    fn collect(&mut self, live: &mut Live) -> Result<Vec<Answer>, Fault> {
+    fn collect(&mut self, live: &mut RunningServer) -> Result<Vec<Answer>, Fault> {
         let mut answers: Vec<Option<Answer>> = self.pending.iter().map(|_| None).collect();
         let over_nbd = self.pending.iter().filter(|pending| pending.request.nbd).count();
         for _ in 0..over_nbd {
@@ -158,8 +158,8 @@ impl Flight {
             let completed = live.guest()?.complete();
             let done = completed
                 .map_err(|error| live.died("waiting for a completion over vhost-user-blk", &format!("{error:#}")))?;
-            let is_it = |pending: &Pending| matches!(&pending.name, Name::Id(id, _) if *id == done.id);
-            let index = self.pending.iter().position(is_it);
+            let matches_id = |pending: &Pending| matches!(&pending.name, Name::Id(id, _) if *id == done.id);
+            let index = self.pending.iter().position(matches_id);
             let index = index
                 .ok_or_else(|| Fault::new("protocol", "a completion over vhost-user-blk of an unknown request"))?;
             let pending = &self.pending[index];
@@ -171,7 +171,7 @@ impl Flight {
                 return Err(Fault::new("failed request", what));
             }
             let data = match &pending.name {
-                Name::Id(_, place) => live.guest()?.data(place),
+                Name::Id(_, buffers) => live.guest()?.data(buffers),
                 Name::Cookie(_) => Vec::new(),
             };
             answers[index] = Some(Answer::Guest(data));
@@ -243,13 +243,13 @@ fn send_guest(guest: &mut Guest, request: &Request) -> Name {
 /// Checks an answer against the model.
 fn compare(request: &Request, answer: &Answer, model: &mut Model, before: &Before) -> Result<(), Fault> {
     let range = &request.range;
-    let wrong = |what: String| Fault::new("content", format!("{:?} of {range:#x?}: {what}", request.kind));
+    let content_failure = |what: String| Fault::new("content", format!("{:?} of {range:#x?}: {what}", request.kind));
     match (&request.kind, answer) {
         (Kind::Read, Answer::Nbd(reply)) => {
             let data = reply.data(range).map_err(|what| Fault::new("protocol", what))?;
-            model.read(range.start, &data, before).map_err(wrong)
+            model.read(range.start, &data, before).map_err(content_failure)
         }
-        (Kind::Read, Answer::Guest(data)) => model.read(range.start, data, before).map_err(wrong),
+        (Kind::Read, Answer::Guest(data)) => model.read(range.start, data, before).map_err(content_failure),
         (Kind::Status { one }, Answer::Nbd(reply)) => {
             let zeros = reply.zeros(range, *one);
             for zeros in zeros.map_err(|what| Fault::new("status", format!("of {range:#x?}: {what}")))? {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 
-use super::random::Dice;
+use super::random::SeededRandom;
 use crate::campaign::front_end::queue::{self, Completion};
 use crate::campaign::front_end::ring::Buffer;
 use crate::campaign::front_end::{FrontEnd, Options};
@@ -25,7 +25,7 @@ pub(super) struct Guest {
     /// Offset of the next request's data.
     next: u64,
     /// Random source for the division of requests into buffers.
-    dice: Dice,
+    dice: SeededRandom,
 }
 
 /// Buffers of a request.
@@ -43,7 +43,7 @@ impl Guest {
         Ok(Self {
             next: 0,
             front,
-            dice: Dice::new(seed, 4),
+            dice: SeededRandom::new(seed, 4),
         })
     }
 
@@ -75,16 +75,16 @@ impl Guest {
         let pieces = 1 + self.dice.below(PIECES_MAX);
         while at < len {
             let is_last = place.len() as u64 + 1 >= pieces;
-            let piece = if is_last {
+            let buffer_len = if is_last {
                 len - at
             } else {
                 1 + self.dice.below(len - at)
             };
             place.push(Buffer {
                 address: start + at,
-                len: piece as u32,
+                len: buffer_len as u32,
             });
-            at += piece;
+            at += buffer_len;
         }
         place
     }

@@ -10,7 +10,7 @@ use super::guest::Guest;
 use super::nbd;
 use super::shape::Shape;
 use super::steps::Serve;
-use crate::campaign::process::{Process, mortal};
+use crate::campaign::process::{Process, killed_with_parent};
 
 const PATIENCE: Duration = Duration::from_secs(180);
 const EXPORT: &str = "disk";
@@ -28,27 +28,27 @@ pub(super) struct Paths {
 }
 
 impl Paths {
-    pub(super) fn new(folder: &Path, image: &Path) -> Self {
+    pub(super) fn new(directory: &Path, image: &Path) -> Self {
         Self {
             image: image.to_owned(),
-            cache: folder.join("cache"),
-            state: folder.join("state"),
-            nbd: folder.join("nbd"),
-            vhost: folder.join("vhost"),
-            store: folder.join("store"),
+            cache: directory.join("cache"),
+            state: directory.join("state"),
+            nbd: directory.join("nbd"),
+            vhost: directory.join("vhost"),
+            store: directory.join("store"),
         }
     }
 
     /// Returns a command of larder's, with the case's own state directory.
     pub(super) fn command(&self, larder: &Path, arguments: &[&str]) -> Command {
-        let mut command = mortal(&larder.to_string_lossy());
+        let mut command = killed_with_parent(&larder.to_string_lossy());
         command.args(arguments).env("STATE_DIRECTORY", &self.state);
         command
     }
 }
 
 /// A running server with its clients.
-pub(super) struct Live {
+pub(super) struct RunningServer {
     server: Process,
     store: Option<Process>,
     pub(super) nbd: Option<nbd::Client>,
@@ -59,7 +59,7 @@ pub(super) struct Live {
     seed: u64,
 }
 
-impl Live {
+impl RunningServer {
     /// Starts a server, and the NBD server below it. The inner `Err` has the output of a server that has refused to
     /// serve.
     pub(super) fn start(
@@ -153,9 +153,9 @@ impl Live {
         self.server.signal(libc::SIGTERM);
         let status = self.server.wait(PATIENCE);
         let status = status.map_err(|error| Fault::new("hang", format!("the server does not exit: {error:#}")))?;
-        let said = self.server.output();
+        let output = self.server.output();
         self.stop_store()?;
-        Ok((status.code(), said))
+        Ok((status.code(), output))
     }
 
     fn stop_store(&mut self) -> Result<(), Fault> {
@@ -169,8 +169,8 @@ impl Live {
 }
 
 /// Returns the last lines of a program's output.
-pub(super) fn last_lines(said: &str) -> String {
-    let lines: Vec<&str> = said.lines().collect();
+pub(super) fn last_lines(output: &str) -> String {
+    let lines: Vec<&str> = output.lines().collect();
     lines[lines.len().saturating_sub(4)..].join(" | ")
 }
 
@@ -204,9 +204,9 @@ fn command(larder: &Path, paths: &Paths, shape: &Shape, serve: &Serve, has_store
         (serve.little_memory, &["--metadata-memory", "64KiB"]),
         (serve.buffered && !has_store, &["--buffered"]),
     ];
-    for (is_set, words) in flags {
+    for (is_set, options) in flags {
         if is_set {
-            command.args(words);
+            command.args(options);
         }
     }
     command
@@ -214,14 +214,14 @@ fn command(larder: &Path, paths: &Paths, shape: &Shape, serve: &Serve, has_store
 
 /// Starts qemu-nbd to export the image's file, which cannot grow then.
 fn start_store(paths: &Paths) -> Result<Process, Fault> {
-    let mut command = mortal("qemu-nbd");
+    let mut command = killed_with_parent("qemu-nbd");
     command.args(["-f", "raw", "--persistent", "--cache=writeback", "--discard=unmap"]);
     command.args(["-x", EXPORT, "-k"]).arg(&paths.store).arg(&paths.image);
     let _ = std::fs::remove_file(&paths.store);
     let store = Process::start(command).map_err(|error| Fault::new("set-up", format!("{error:#}")))?;
-    let give_up = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + PATIENCE;
     while let Err(error) = UnixStream::connect(&paths.store) {
-        if Instant::now() > give_up || store.has_ended() {
+        if Instant::now() > deadline || store.has_ended() {
             return Err(Fault::new("set-up", format!("qemu-nbd: {error}; {}", store.output())));
         }
         std::thread::sleep(Duration::from_micros(300));

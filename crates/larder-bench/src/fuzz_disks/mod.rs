@@ -37,14 +37,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use coverage::Coverage;
+use coverage::FeatureCoverage;
 use fault::{Fault, QEMU_DAMAGE};
-use random::Dice;
+use random::SeededRandom;
 use shape::{REMOVABLE, Shape, Wanted};
 use steps::Step;
 use world::World;
 
-use crate::campaign::larder_beside;
+use crate::campaign::find_larder;
 
 /// Number of findings after which a campaign ends.
 const FINDINGS_MAX: usize = 5;
@@ -115,8 +115,8 @@ struct Done {
 
 impl Case {
     fn new(seed: u64, wanted: Wanted) -> Self {
-        let mut shape = Shape::random(&mut Dice::new(seed, 0), wanted);
-        let steps = steps::random(&mut Dice::new(seed, 1), &shape, wanted);
+        let mut shape = Shape::random(&mut SeededRandom::new(seed, 0), wanted);
+        let steps = steps::random(&mut SeededRandom::new(seed, 1), &shape, wanted);
         shape.has_kills = steps.iter().any(|step| matches!(step, Step::Kill { .. }));
         Self {
             seed,
@@ -163,17 +163,17 @@ impl Case {
     }
 
     /// Runs the case in a new directory, which is then removed. Files of a failing case are copied to `keep`.
-    fn run(&self, larder: &Path, folder: &Path, keep: Option<&Path>) -> Result<Done, Fault> {
-        let place = tempfile::Builder::new().prefix("fuzz").tempdir_in(folder)?;
-        let result = self.run_in(larder, place.path());
+    fn run(&self, larder: &Path, directory: &Path, keep: Option<&Path>) -> Result<Done, Fault> {
+        let case_directory = tempfile::Builder::new().prefix("fuzz").tempdir_in(directory)?;
+        let result = self.run_in(larder, case_directory.path());
         if let (Err(_), Some(keep)) = (&result, keep) {
-            copy_files(place.path(), keep)?;
+            copy_files(case_directory.path(), keep)?;
         }
         result
     }
 
-    fn run_in(&self, larder: &Path, folder: &Path) -> Result<Done, Fault> {
-        let mut world = World::new(larder, folder, &self.shape, self.seed)?;
+    fn run_in(&self, larder: &Path, directory: &Path) -> Result<Done, Fault> {
+        let mut world = World::new(larder, directory, &self.shape, self.seed)?;
         for (index, step) in self.steps() {
             let result = world.step(step);
             result.map_err(|fault| Fault {
@@ -214,7 +214,7 @@ pub struct Report {
     pub skipped: u64,
     /// Requests that were compared.
     pub requests: u64,
-    coverage: Coverage,
+    coverage: FeatureCoverage,
 }
 
 struct Campaign<'a> {
@@ -274,8 +274,8 @@ pub fn short(larder: &Path, seeds: std::ops::Range<u64>, data_files_only: bool, 
     campaign(&arguments, false)
 }
 
-fn campaign(arguments: &Arguments, is_shown: bool) -> anyhow::Result<Report> {
-    let larder = larder_beside(arguments.larder.as_deref())?;
+fn campaign(arguments: &Arguments, prints_progress: bool) -> anyhow::Result<Report> {
+    let larder = find_larder(arguments.larder.as_deref())?;
     let kept = shorten::numbers(&arguments.steps).context("--steps")?;
     ensure!(
         kept.is_none() || arguments.images == 1,
@@ -297,7 +297,7 @@ fn campaign(arguments: &Arguments, is_shown: bool) -> anyhow::Result<Report> {
             images: 0,
             skipped: 0,
             requests: 0,
-            coverage: Coverage::default(),
+            coverage: FeatureCoverage::default(),
         }),
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -308,7 +308,7 @@ fn campaign(arguments: &Arguments, is_shown: bool) -> anyhow::Result<Report> {
         .min(arguments.images.max(1) as usize);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..jobs).map(|_| scope.spawn(|| campaign.work())).collect();
-        if is_shown {
+        if prints_progress {
             campaign.show_progress(|| threads.iter().all(|thread| thread.is_finished()));
         }
     });
@@ -320,8 +320,8 @@ impl Campaign<'_> {
     fn work(&self) {
         loop {
             let index = self.taken.fetch_add(1, Ordering::Relaxed);
-            let is_enough = self.found.load(Ordering::Relaxed) >= self.arguments.findings;
-            if index >= self.arguments.images || is_enough {
+            let enough_findings = self.found.load(Ordering::Relaxed) >= self.arguments.findings;
+            if index >= self.arguments.images || enough_findings {
                 return;
             }
             self.one(self.arguments.seed.wrapping_add(index));
@@ -361,13 +361,13 @@ impl Campaign<'_> {
 
     /// Shortens a failing case. Returns the finding's text.
     fn explain(&self, case: Case, fault: Fault, keep: &Path) -> String {
-        let whole = case.command();
+        let full_command = case.command();
         let (case, fault) = match self.arguments.whole {
             true => (case, fault),
             false => shorten::shorten(case, fault, &self.larder, &self.arguments.folder, keep),
         };
         format!(
-            "{}\n{fault}\nrepeat with: {}\nthe full case: {whole}\nfiles of the case: {}\n",
+            "{}\n{fault}\nrepeat with: {}\nthe full case: {full_command}\nfiles of the case: {}\n",
             shorten::describe(&case),
             case.command(),
             keep.display()

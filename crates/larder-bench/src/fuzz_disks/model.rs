@@ -105,13 +105,13 @@ impl Model {
 
     /// Applies concurrent changes, in any order. Returns the possible contents of their sectors before.
     pub(super) fn change(&mut self, changes: &[Change]) -> Before {
-        let mut touching: BTreeMap<usize, Vec<&Change>> = BTreeMap::new();
+        let mut changes_by_sector: BTreeMap<usize, Vec<&Change>> = BTreeMap::new();
         for change in changes.iter().filter(|change| !change.range.is_empty()) {
             let sectors = change.range.start as usize / SECTOR..(change.range.end as usize).div_ceil(SECTOR);
-            sectors.for_each(|sector| touching.entry(sector).or_default().push(change));
+            sectors.for_each(|sector| changes_by_sector.entry(sector).or_default().push(change));
         }
         let mut before = Before::new();
-        for (sector, changes) in touching {
+        for (sector, changes) in changes_by_sector {
             let old = self.values(sector);
             let mut new = outcomes(sector, &changes, &old);
             if let Some(older) = &mut self.older {

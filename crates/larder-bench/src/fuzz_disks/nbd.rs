@@ -75,7 +75,7 @@ fn word32(bytes: &[u8]) -> u32 {
     bytes.try_into().map_or(0, u32::from_be_bytes)
 }
 
-fn word64(bytes: &[u8]) -> u64 {
+fn be_u64(bytes: &[u8]) -> u64 {
     bytes.try_into().map_or(0, u64::from_be_bytes)
 }
 
@@ -127,7 +127,7 @@ impl Client {
             }
             match word16(&info[..2]) {
                 INFO_EXPORT => {
-                    self.size = word64(&info[2..10]);
+                    self.size = be_u64(&info[2..10]);
                     self.is_read_only = word16(&info[10..12]) & 2 != 0;
                 }
                 INFO_BLOCK_SIZE => self.block_min = word32(&info[2..6]),
@@ -147,7 +147,7 @@ impl Client {
         let mut replies = Vec::new();
         loop {
             let head = self.take(20)?;
-            if word64(&head[..8]) != REPLY_MAGIC || word32(&head[8..12]) != option {
+            if be_u64(&head[..8]) != REPLY_MAGIC || word32(&head[8..12]) != option {
                 return Err(protocol("a reply to another option"));
             }
             let kind = word32(&head[12..16]);
@@ -185,7 +185,7 @@ impl Client {
             let magic = word32(&self.take(4)?);
             if magic == SIMPLE_MAGIC {
                 let head = self.take(12)?;
-                (reply.error, reply.cookie) = (word32(&head[..4]), word64(&head[4..]));
+                (reply.error, reply.cookie) = (word32(&head[..4]), be_u64(&head[4..]));
                 return Ok(reply);
             }
             if magic != CHUNK_MAGIC {
@@ -193,7 +193,7 @@ impl Client {
             }
             let head = self.take(16)?;
             let (flags, kind, len) = (word16(&head[..2]), word16(&head[2..4]), word32(&head[12..]));
-            let cookie = word64(&head[4..12]);
+            let cookie = be_u64(&head[4..12]);
             if reply.cookie != 0 && reply.cookie != cookie {
                 return Err(protocol(
                     "chunks of two replies are interleaved, which this client does not support",
@@ -219,10 +219,10 @@ impl Reply {
     fn chunk(&mut self, kind: u16, payload: &[u8]) -> io::Result<()> {
         match kind {
             0 => {}
-            1 if payload.len() >= 8 => self.pieces.push((word64(&payload[..8]), payload[8..].to_vec())),
+            1 if payload.len() >= 8 => self.pieces.push((be_u64(&payload[..8]), payload[8..].to_vec())),
             2 if payload.len() == 12 => {
                 let zeros = vec![0; word32(&payload[8..]) as usize];
-                self.pieces.push((word64(&payload[..8]), zeros));
+                self.pieces.push((be_u64(&payload[..8]), zeros));
             }
             5 if payload.len() >= 4 => {
                 let extents = payload[4..].chunks_exact(8);
@@ -263,10 +263,10 @@ impl Reply {
     }
 
     /// Returns the ranges with the flag for zeros.
-    pub(crate) fn zeros(&self, range: &Range<u64>, one: bool) -> Result<Vec<Range<u64>>, String> {
+    pub(crate) fn zeros(&self, range: &Range<u64>, single_extent: bool) -> Result<Vec<Range<u64>>, String> {
         let mut zeros = Vec::new();
         let mut at = range.start;
-        if self.extents.is_empty() || (one && self.extents.len() > 1) {
+        if self.extents.is_empty() || (single_extent && self.extents.len() > 1) {
             return Err(format!("the reply has {} extents", self.extents.len()));
         }
         for (index, (len, flags)) in self.extents.iter().enumerate() {
@@ -279,7 +279,7 @@ impl Reply {
             }
             at += len;
         }
-        match one && at > range.end {
+        match single_extent && at > range.end {
             true => Err("the extent reaches past the end of the range although REQ_ONE was set".to_owned()),
             false => Ok(zeros),
         }

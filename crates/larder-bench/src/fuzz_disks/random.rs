@@ -4,9 +4,9 @@ use std::ops::Range;
 
 /// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
 #[derive(Clone, Debug)]
-pub(super) struct Dice(u64);
+pub(super) struct SeededRandom(u64);
 
-impl Dice {
+impl SeededRandom {
     /// Creates the sequence `stream` of a seed. Different sequences of one seed are independent.
     pub(super) fn new(seed: u64, stream: u64) -> Self {
         let mut dice = Self(seed ^ stream.wrapping_mul(0xd605_bbb5_8c8a_bc03));
@@ -30,13 +30,13 @@ impl Dice {
         self.below(count) == 0
     }
 
-    pub(super) fn pick<'a, T>(&mut self, all: &'a [T]) -> &'a T {
-        &all[self.below(all.len() as u64) as usize]
+    pub(super) fn pick<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
+        &choices[self.below(choices.len() as u64) as usize]
     }
 
     /// Returns a random byte range of a disk: at the edges of clusters and near them, near the end, or anywhere. The
-    /// range is aligned to `unit` bytes, and at most `most` bytes long.
-    pub(super) fn range(&mut self, size: u64, cluster: u64, unit: u64, most: u64) -> Range<u64> {
+    /// range is aligned to `unit` bytes, and at most `len_max` bytes long.
+    pub(super) fn range(&mut self, size: u64, cluster: u64, unit: u64, len_max: u64) -> Range<u64> {
         let units = (size / unit).max(1);
         let per_cluster = (cluster / unit).max(1);
         let near = |dice: &mut Self, at: u64| (at + dice.below(5)).saturating_sub(2);
@@ -52,16 +52,16 @@ impl Dice {
             _ => units.saturating_sub(1 + self.below(2 * per_cluster)),
         };
         let start = start.min(units - 1);
-        let most = (most / unit).max(1);
+        let len_max = (len_max / unit).max(1);
         let len = match self.below(6) {
             0 => 1 + self.below(8),
-            1 => 1 + self.below(most),
+            1 => 1 + self.below(len_max),
             2 => per_cluster,
             3 => per_cluster * (1 + self.below(4)),
             4 => near(self, per_cluster).max(1),
             _ => units,
         };
-        let len = len.min(most).min(units - start).max(1);
+        let len = len.min(len_max).min(units - start).max(1);
         start * unit..(start + len) * unit
     }
 }

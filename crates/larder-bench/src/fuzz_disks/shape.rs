@@ -1,6 +1,6 @@
 //! The features of one image, chosen at random and then adjusted to the format's rules.
 
-use super::random::Dice;
+use super::random::SeededRandom;
 
 /// Names of the features that `--without` removes.
 pub(super) const REMOVABLE: [&str; 14] = [
@@ -114,7 +114,7 @@ pub(super) struct Wanted {
 }
 
 impl Shape {
-    pub(super) fn random(dice: &mut Dice, wanted: Wanted) -> Self {
+    pub(super) fn random(dice: &mut SeededRandom, wanted: Wanted) -> Self {
         let version = if dice.one_in(5) { 2 } else { 3 };
         let cluster_bits = *dice.pick(&[9, 9, 10, 11, 12, 12, 13, 14, 14, 15, 16, 16, 17, 18, 19, 20, 21]);
         let size = random_size(dice, cluster_bits);
@@ -313,7 +313,7 @@ impl Shape {
 }
 
 impl Backing {
-    fn random(dice: &mut Dice, size: u64) -> Self {
+    fn random(dice: &mut SeededRandom, size: u64) -> Self {
         let length = *dice.pick(&[BackingLength::Same, BackingLength::Shorter, BackingLength::Longer]);
         let format = *dice.pick(&[BackingFormat::Raw, BackingFormat::Qcow2, BackingFormat::Chain]);
         let bytes = match length {
@@ -321,21 +321,21 @@ impl Backing {
             BackingLength::Shorter => dice.below(size / 512) * 512,
             BackingLength::Longer => size + 512 * (1 + dice.below(2048)),
         };
-        let is_odd = format == BackingFormat::Raw && length == BackingLength::Shorter && dice.one_in(3);
+        let is_unaligned = format == BackingFormat::Raw && length == BackingLength::Shorter && dice.one_in(3);
         Self {
             format,
             length,
-            bytes: bytes + if is_odd { 1 + dice.below(511) } else { 0 },
+            bytes: bytes + if is_unaligned { 1 + dice.below(511) } else { 0 },
             cluster_bits: 9 + dice.below(8) as u32,
         }
     }
 }
 
 /// Returns a random disk size, mostly small, so that thousands of images can be made in an hour.
-fn random_size(dice: &mut Dice, cluster_bits: u32) -> u64 {
+fn random_size(dice: &mut SeededRandom, cluster_bits: u32) -> u64 {
     let cluster = 1 << cluster_bits;
-    let most: u64 = *dice.pick(&[128 << 10, 512 << 10, 1 << 20, 3 << 20]);
-    let clusters = 1 + dice.below((most / cluster).max(6));
+    let size_max: u64 = *dice.pick(&[128 << 10, 512 << 10, 1 << 20, 3 << 20]);
+    let clusters = 1 + dice.below((size_max / cluster).max(6));
     let size = match dice.below(3) {
         0 => clusters * cluster,
         _ => (clusters - 1) * cluster + 512 * (1 + dice.below(cluster / 512)),

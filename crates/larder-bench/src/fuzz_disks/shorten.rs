@@ -10,11 +10,11 @@ use super::fault::Fault;
 use super::shape::REMOVABLE;
 
 /// Time limit for shortening one case.
-const TIME_MAX: Duration = Duration::from_secs(60);
+const SHORTENING_TIME_MAX: Duration = Duration::from_secs(60);
 /// Attempts with each candidate: a seed does not determine which requests a kill interrupts.
 const TRIES: u32 = 2;
 
-struct Shortening<'a> {
+struct CaseShortener<'a> {
     best: Case,
     fault: Fault,
     larder: &'a Path,
@@ -24,23 +24,23 @@ struct Shortening<'a> {
 }
 
 /// Returns the shortest case found and its fault. Its files are in `keep`.
-pub(super) fn shorten(case: Case, fault: Fault, larder: &Path, folder: &Path, keep: &Path) -> (Case, Fault) {
-    let mut this = Shortening {
+pub(super) fn shorten(case: Case, fault: Fault, larder: &Path, directory: &Path, keep: &Path) -> (Case, Fault) {
+    let mut this = CaseShortener {
         best: case,
         fault,
         larder,
-        folder,
+        folder: directory,
         keep,
-        give_up: Instant::now() + TIME_MAX,
+        give_up: Instant::now() + SHORTENING_TIME_MAX,
     };
-    this.drop_what_follows();
+    this.drop_later_steps();
     this.drop_steps();
     this.drop_features();
     this.drop_steps();
     (this.best, this.fault)
 }
 
-impl Shortening<'_> {
+impl CaseShortener<'_> {
     /// Runs a case. If it fails with the same kind of fault, records it as the best one and returns `true`.
     fn fails(&mut self, case: Case) -> bool {
         for _ in 0..TRIES {
@@ -71,7 +71,7 @@ impl Shortening<'_> {
     }
 
     /// Tries to drop the steps after the one that failed.
-    fn drop_what_follows(&mut self) {
+    fn drop_later_steps(&mut self) {
         if let Some(failed) = self.fault.step {
             let kept = self.kept().into_iter().filter(|index| *index <= failed).collect();
             self.keeps(kept);

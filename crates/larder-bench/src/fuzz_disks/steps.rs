@@ -4,7 +4,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use super::random::Dice;
+use super::random::SeededRandom;
 use super::shape::{Shape, Wanted};
 use crate::campaign::cached::CacheMode;
 
@@ -100,13 +100,13 @@ impl fmt::Display for Step {
                     Kind::Flush => write!(f, "flush")?,
                     kind => write!(f, "{kind:?} {start:#x} + {len:#x}")?,
                 }
-                let words = [
+                let suffixes = [
                     (*fua, " FUA"),
                     (*nbd, " over NBD"),
                     (!*nbd, " over vhost-user"),
                     (*later, " ..."),
                 ];
-                words
+                suffixes
                     .iter()
                     .filter(|(is_set, _)| *is_set)
                     .try_for_each(|(_, word)| f.write_str(word))
@@ -117,15 +117,15 @@ impl fmt::Display for Step {
 }
 
 /// Returns all steps of a case.
-pub(super) fn random(dice: &mut Dice, shape: &Shape, wanted: Wanted) -> Vec<Step> {
+pub(super) fn random(dice: &mut SeededRandom, shape: &Shape, wanted: Wanted) -> Vec<Step> {
     let mut steps = Vec::new();
-    let lives = 1 + dice.below(3);
+    let server_count = 1 + dice.below(3);
     let has_cache = dice.one_in(3);
     let mut size = shape.size;
-    for life in 0..lives {
-        let serve = Serve::random(dice, has_cache);
-        let is_read_only = serve.read_only;
-        steps.push(Step::Serve(serve));
+    for server_index in 0..server_count {
+        let options = Serve::random(dice, has_cache);
+        let is_read_only = options.read_only;
+        steps.push(Step::Serve(options));
         let count = 4 + dice.below(28);
         for _ in 0..count {
             steps.push(match dice.below(40) {
@@ -133,7 +133,7 @@ pub(super) fn random(dice: &mut Dice, shape: &Shape, wanted: Wanted) -> Vec<Step
                 _ => Step::Request(Request::random(dice, size, shape, is_read_only)),
             });
         }
-        let is_last = life + 1 == lives;
+        let is_last = server_index + 1 == server_count;
         if dice.one_in(3) || (wanted.kills && is_last) {
             steps.push(Step::Kill {
                 compare: dice.one_in(2),
@@ -164,9 +164,9 @@ pub(super) fn random(dice: &mut Dice, shape: &Shape, wanted: Wanted) -> Vec<Step
 const REQUEST_MAX: u64 = 256 << 10;
 
 impl Request {
-    fn random(dice: &mut Dice, size: u64, shape: &Shape, is_read_only: bool) -> Self {
+    fn random(dice: &mut SeededRandom, size: u64, shape: &Shape, is_read_only: bool) -> Self {
         let cluster = shape.cluster_len();
-        let most = REQUEST_MAX.max(cluster * 2).min(4 << 20);
+        let len_max = REQUEST_MAX.max(cluster * 2).min(4 << 20);
         let kind = match dice.below(40) {
             0..14 => Kind::Write(dice.next()),
             14..18 => Kind::Fill(1 + dice.below(255) as u8),
@@ -183,11 +183,11 @@ impl Request {
         };
         // Byte-granular ranges are used only where the server accepts them, and extended to whole sectors otherwise.
         let unit = if dice.one_in(12) { 1 } else { 512 };
-        let most = match kind {
+        let len_max = match kind {
             Kind::Zeroes { .. } | Kind::Discard | Kind::Status { .. } if dice.one_in(6) => size,
-            _ => most,
+            _ => len_max,
         };
-        let range = dice.range(size, cluster, unit, most);
+        let range = dice.range(size, cluster, unit, len_max);
         Self {
             nbd: dice.one_in(2) || matches!(kind, Kind::Status { .. }),
             fua: dice.one_in(8),
@@ -204,7 +204,7 @@ impl Request {
 }
 
 impl Serve {
-    fn random(dice: &mut Dice, has_cache: bool) -> Self {
+    fn random(dice: &mut SeededRandom, has_cache: bool) -> Self {
         let modes = [CacheMode::Wt, CacheMode::Wb, CacheMode::Wa, CacheMode::Pt];
         Self {
             cache: (has_cache && !dice.one_in(5)).then(|| *dice.pick(&modes)),
@@ -220,7 +220,7 @@ impl Serve {
 }
 
 /// Returns some random requests of QEMU.
-pub(super) fn qemu_steps(dice: &mut Dice, size: u64, shape: &Shape) -> Vec<QemuStep> {
+pub(super) fn qemu_steps(dice: &mut SeededRandom, size: u64, shape: &Shape) -> Vec<QemuStep> {
     let cluster = shape.cluster_len();
     let count = 1 + dice.below(10);
     let most = REQUEST_MAX.max(cluster * 2);

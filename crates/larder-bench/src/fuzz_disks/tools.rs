@@ -33,30 +33,33 @@ pub(super) fn qemu(program: &str, arguments: &[&str]) -> Result<Ended, Fault> {
             format!("starting {program}: {error}; testbed/setup.sh installs it"),
         )
     })?;
-    let mut said = String::from_utf8_lossy(&output.stdout).into_owned();
-    said.push_str(&String::from_utf8_lossy(&output.stderr));
-    Ok((output.status.code(), said))
+    let mut stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    stdout.push_str(&String::from_utf8_lossy(&output.stderr));
+    Ok((output.status.code(), stdout))
 }
 
 /// Runs one of QEMU's tools, which must succeed.
-pub(super) fn qemu_must(program: &str, arguments: &[&str]) -> Result<String, Fault> {
-    let (code, said) = qemu(program, arguments)?;
+pub(super) fn run_qemu_tool_ok(program: &str, arguments: &[&str]) -> Result<String, Fault> {
+    let (code, output) = qemu(program, arguments)?;
     match code {
-        Some(0) => Ok(said),
-        _ => Err(Fault::new("qemu", format!("{program} {}: {said}", arguments.join(" ")))),
+        Some(0) => Ok(output),
+        _ => Err(Fault::new(
+            "qemu",
+            format!("{program} {}: {output}", arguments.join(" ")),
+        )),
     }
 }
 
 /// Returns the bytes of the disk, or of a snapshot, as `qemu-img convert` reads them.
-pub(super) fn contents(image: &Path, format: &str, snapshot: Option<&str>, folder: &Path) -> Result<Vec<u8>, Fault> {
-    let raw = folder.join("converted");
+pub(super) fn contents(image: &Path, format: &str, snapshot: Option<&str>, directory: &Path) -> Result<Vec<u8>, Fault> {
+    let raw = directory.join("converted");
     let (image, to) = (image.to_string_lossy(), raw.to_string_lossy());
     let mut arguments = vec!["convert", "-f", format, "-O", "raw"];
     if let Some(snapshot) = snapshot {
         arguments.extend(["-l", snapshot]);
     }
     arguments.extend([&*image, &*to]);
-    qemu_must("qemu-img", &arguments)?;
+    run_qemu_tool_ok("qemu-img", &arguments)?;
     let bytes = std::fs::read(&raw)?;
     std::fs::remove_file(&raw)?;
     Ok(bytes)

@@ -7,22 +7,22 @@ use std::time::{Duration, Instant};
 
 use larder_block::boot::is_tmpfs;
 
-use super::build::{self, Built};
+use super::build::{self, BuiltImage};
 use super::fault::Fault;
 use super::flight::Flight;
 use super::guest::Guest;
-use super::live::{Live, Paths, last_lines};
+use super::live::{Paths, RunningServer, last_lines};
 use super::model::Model;
 use super::nbd;
 use super::shape::{Compression, DataFile, Shape};
 use super::steps::{Kind, QemuStep, Request, Serve, Step};
-use super::tools::{contents, qemu, qemu_must, run};
+use super::tools::{contents, qemu, run, run_qemu_tool_ok};
 use crate::campaign::cached::CacheMode;
 
 /// Maximum number of requests in flight.
 const DEPTH: usize = 16;
 /// Time within which a killed server's I/O must end.
-const LOCKS_MAX: Duration = Duration::from_secs(120);
+const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A running case.
 pub(super) struct World<'a> {
@@ -30,11 +30,11 @@ pub(super) struct World<'a> {
     folder: &'a Path,
     shape: Shape,
     seed: u64,
-    built: Built,
+    built: BuiltImage,
     model: Model,
     paths: Paths,
     serve: Serve,
-    live: Option<Live>,
+    live: Option<RunningServer>,
     flight: Flight,
     /// The guest of a killed server, for the next one.
     orphan: Option<Guest>,
@@ -53,15 +53,15 @@ pub(super) struct World<'a> {
 }
 
 impl<'a> World<'a> {
-    pub(super) fn new(larder: &'a Path, folder: &'a Path, shape: &Shape, seed: u64) -> Result<Self, Fault> {
-        let built = build::build(shape, seed, folder)?;
+    pub(super) fn new(larder: &'a Path, directory: &'a Path, shape: &Shape, seed: u64) -> Result<Self, Fault> {
+        let built = build::build(shape, seed, directory)?;
         let mut world = Self {
             larder,
-            folder,
+            folder: directory,
             shape: shape.clone(),
             seed,
             model: Model::new(built.bytes.clone()),
-            paths: Paths::new(folder, &built.files.image),
+            paths: Paths::new(directory, &built.files.image),
             built,
             serve: Serve::default(),
             live: None,
@@ -70,16 +70,16 @@ impl<'a> World<'a> {
             needs_server: shape.dirty,
             was_killed: false,
             is_cache_dirty: false,
-            is_in_memory: is_tmpfs(&rustix::fs::statfs(folder).map_err(std::io::Error::from)?),
+            is_in_memory: is_tmpfs(&rustix::fs::statfs(directory).map_err(std::io::Error::from)?),
             events: BTreeSet::new(),
             requests: 0,
         };
         if shape.corrupt {
-            world.repair_corrupt()?;
+            world.check_and_repair_corrupt()?;
         }
         if let Some((cluster, at)) = world.built.flagged {
-            world.read_flagged(cluster)?;
-            build::clear_flag(&world.built.files.image, at)?;
+            world.check_reserved_flag_read(cluster)?;
+            build::clear_zero_flag(&world.built.files.image, at)?;
         }
         Ok(world)
     }
@@ -96,7 +96,7 @@ impl<'a> World<'a> {
             Step::Kill { compare } => self.kill(*compare),
             Step::Stop => {
                 self.stop()?;
-                self.compare_stopped().map(drop)
+                self.check_stopped_image().map(drop)
             }
             Step::ReadAll => self.read_all(),
             Step::Grow(by) => self.grow(*by),
@@ -110,11 +110,11 @@ impl<'a> World<'a> {
         self.read_all()?;
         self.stop()?;
         self.rest()?;
-        let code = self.compare_stopped()?;
-        self.compare_others(code)
+        let code = self.check_stopped_image()?;
+        self.check_other_files(code)
     }
 
-    fn live(&mut self) -> Result<&mut Live, Fault> {
+    fn live(&mut self) -> Result<&mut RunningServer, Fault> {
         if self.live.is_none() {
             self.start()?;
         }
@@ -139,9 +139,9 @@ impl<'a> World<'a> {
             });
         }
         self.model.set_torn_reads(self.is_in_memory || serve.buffered);
-        let started = Live::start(self.larder, &self.paths, &self.shape, &serve, self.seed)?;
-        let live =
-            started.map_err(|said| Fault::new("refused", format!("the disk is not served: {}", last_lines(&said))))?;
+        let started = RunningServer::start(self.larder, &self.paths, &self.shape, &serve, self.seed)?;
+        let live = started
+            .map_err(|output| Fault::new("refused", format!("the disk is not served: {}", last_lines(&output))))?;
         if serve.read_only {
             self.events.insert("read-only");
         } else if self.needs_server && self.was_killed {
@@ -150,7 +150,7 @@ impl<'a> World<'a> {
         self.needs_server &= serve.read_only;
         self.live = Some(live);
         match self.orphan.take() {
-            Some(guest) if self.flight.has_guest() || self.seed.is_multiple_of(2) => {
+            Some(guest) if self.flight.has_guest_requests() || self.seed.is_multiple_of(2) => {
                 let live = self.live.as_mut().expect("just started");
                 live.adopt(guest)?;
                 self.events.insert("guest reconnects");
@@ -168,8 +168,8 @@ impl<'a> World<'a> {
         }
         let len = request.range.end - request.range.start;
         let live = self.live.as_mut().expect("started above");
-        let is_full = !request.nbd && !live.guest()?.has_room(len);
-        if self.flight.len() >= DEPTH || is_full || self.flight.conflicts(&request) {
+        let has_no_room = !request.nbd && !live.guest()?.has_room(len);
+        if self.flight.len() >= DEPTH || has_no_room || self.flight.conflicts(&request) {
             self.settle()?;
         }
         let live = self.live.as_mut().expect("started above");
@@ -219,14 +219,14 @@ impl<'a> World<'a> {
         self.settle()?;
         let size = self.model.size();
         let nbd = self.seed & 1 == 0;
-        let seen = match nbd {
+        let served_bytes = match nbd {
             true => self.live()?.nbd()?.size,
             false => self.live()?.guest()?.capacity()?,
         };
-        if seen != size {
+        if served_bytes != size {
             return Err(Fault::new(
                 "size",
-                format!("the disk is served with {seen} bytes, not {size}"),
+                format!("the disk is served with {served_bytes} bytes, not {size}"),
             ));
         }
         let mut at = 0;
@@ -273,16 +273,16 @@ impl<'a> World<'a> {
     /// ended. `qemu-img check` needs more of the locks than other commands, and those of the data file too.
     fn wait_for_locks(&self) -> Result<(), Fault> {
         let image = self.paths.image.to_string_lossy();
-        let give_up = Instant::now() + LOCKS_MAX;
+        let deadline = Instant::now() + LOCK_RELEASE_TIMEOUT;
         loop {
-            let (_, said) = qemu("qemu-img", &["check", "-q", "-f", "qcow2", &image])?;
-            if !said.contains("Failed to get") {
+            let (_, output) = qemu("qemu-img", &["check", "-q", "-f", "qcow2", &image])?;
+            if !output.contains("Failed to get") {
                 return Ok(());
             }
-            if Instant::now() > give_up {
+            if Instant::now() > deadline {
                 return Err(Fault::new(
                     "locks",
-                    format!("a killed server's locks are not released: {}", last_lines(&said)),
+                    format!("a killed server's locks are not released: {}", last_lines(&output)),
                 ));
             }
         }
@@ -291,7 +291,7 @@ impl<'a> World<'a> {
     fn stop(&mut self) -> Result<(), Fault> {
         self.settle()?;
         let Some(live) = self.live.take() else { return Ok(()) };
-        let (code, said) = live.stop()?;
+        let (code, output) = live.stop()?;
         if !self.needs_server {
             self.model.flushed();
         }
@@ -299,7 +299,7 @@ impl<'a> World<'a> {
             Some(0) => Ok(()),
             code => Err(Fault::new(
                 "exit",
-                format!("the server exited with {code:?}: {}", last_lines(&said)),
+                format!("the server exited with {code:?}: {}", last_lines(&output)),
             )),
         }
     }
@@ -307,7 +307,7 @@ impl<'a> World<'a> {
     /// Completes the image, so that no data is left in a journal or in a cache.
     fn rest(&mut self) -> Result<(), Fault> {
         self.stop()?;
-        if self.needs_server || self.flight.has_guest() {
+        if self.needs_server || self.flight.has_guest_requests() {
             self.serve.read_only = false;
             self.live()?;
             self.stop()?;
@@ -328,11 +328,11 @@ impl<'a> World<'a> {
                 .paths
                 .command(self.larder, &["disk", "cache", "flush", "--trust-image", &cache]),
         };
-        let (code, said) = run(command)?;
+        let (code, output) = run(command)?;
         if code != Some(0) {
             return Err(Fault::new(
                 "cache",
-                format!("larder disk cache flush exited with {code:?}: {}", last_lines(&said)),
+                format!("larder disk cache flush exited with {code:?}: {}", last_lines(&output)),
             ));
         }
         self.events.insert("cache flush");
@@ -356,7 +356,7 @@ impl<'a> World<'a> {
     /// Checks that `qemu-img check` finds nothing, or only leaks after a kill.
     fn check(&mut self, when: &str) -> Result<i32, Fault> {
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (code, said) = qemu("qemu-img", &["check", "-f", "qcow2", &image])?;
+        let (code, output) = qemu("qemu-img", &["check", "-f", "qcow2", &image])?;
         match code {
             Some(0) => Ok(0),
             // A program that does not maintain bitmaps invalidates them by clearing a bit; then they are leaks.
@@ -365,7 +365,7 @@ impl<'a> World<'a> {
                 Ok(3)
             }
             code => {
-                let lines: Vec<&str> = said.lines().take(6).collect();
+                let lines: Vec<&str> = output.lines().take(6).collect();
                 Err(Fault::new(
                     "check",
                     format!("qemu-img check {when} exited with {code:?}: {}", lines.join(" | ")),
@@ -375,8 +375,8 @@ impl<'a> World<'a> {
     }
 
     /// Compares an image without a server. Returns the exit code of `qemu-img check`.
-    fn compare_stopped(&mut self) -> Result<i32, Fault> {
-        if self.needs_server || self.is_cache_dirty || self.flight.has_guest() {
+    fn check_stopped_image(&mut self) -> Result<i32, Fault> {
+        if self.needs_server || self.is_cache_dirty || self.flight.has_guest_requests() {
             return Ok(0);
         }
         let code = self.check("without a server")?;
@@ -387,7 +387,7 @@ impl<'a> World<'a> {
     }
 
     /// Compares backing files, snapshots and a raw data file, and the results of both checks.
-    fn compare_others(&mut self, code: i32) -> Result<(), Fault> {
+    fn check_other_files(&mut self, code: i32) -> Result<(), Fault> {
         for (path, bytes) in &self.built.files.backing {
             if &std::fs::read(path)? != bytes {
                 return Err(Fault::new("backing", format!("{} has changed", path.display())));
@@ -407,12 +407,12 @@ impl<'a> World<'a> {
             let result = self.model.check(&bytes);
             result.map_err(|what| Fault::new("content", format!("the raw data file: {what}")))?;
         }
-        self.plain_reads()?;
+        self.check_plain_reads()?;
         self.compare_checks(code)
     }
 
     /// Compares QEMU's plain reads: unlike them, `convert` queries the block status first.
-    fn plain_reads(&mut self) -> Result<(), Fault> {
+    fn check_plain_reads(&mut self) -> Result<(), Fault> {
         if !self.seed.is_multiple_of(3) {
             return Ok(());
         }
@@ -421,7 +421,7 @@ impl<'a> World<'a> {
             format!("if={}", self.paths.image.display()),
             format!("of={}", to.display()),
         );
-        qemu_must("qemu-img", &["dd", "-f", "qcow2", "-O", "raw", "bs=64k", &image, &out])?;
+        run_qemu_tool_ok("qemu-img", &["dd", "-f", "qcow2", "-O", "raw", "bs=64k", &image, &out])?;
         let mut bytes = std::fs::read(&to)?;
         std::fs::remove_file(&to)?;
         bytes.resize(self.model.size() as usize, 0);
@@ -435,22 +435,22 @@ impl<'a> World<'a> {
             return Ok(());
         }
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (ours, said) = run(self
+        let (larder_code, output) = run(self
             .paths
             .command(self.larder, &["disk", "check", "--trust-image", &image]))?;
         let agrees = match code {
-            0 => ours == Some(0),
-            _ => ours == Some(1) && said.contains("leak"),
+            0 => larder_code == Some(0),
+            _ => larder_code == Some(1) && output.contains("leak"),
         };
         if !agrees {
             let what = format!(
-                "qemu-img check exited with {code}, larder disk check with {ours:?}: {}",
-                last_lines(&said)
+                "qemu-img check exited with {code}, larder disk check with {larder_code:?}: {}",
+                last_lines(&output)
             );
             return Err(Fault::new("check differs", what));
         }
         if code != 0 {
-            let (repaired, said) = run(self.paths.command(
+            let (repaired, output) = run(self.paths.command(
                 self.larder,
                 &["disk", "check", "--repair=leaks", "--trust-image", &image],
             ))?;
@@ -458,7 +458,7 @@ impl<'a> World<'a> {
             if repaired != Some(0) {
                 return Err(Fault::new(
                     "repair",
-                    format!("larder exited with {repaired:?}: {}", last_lines(&said)),
+                    format!("larder exited with {repaired:?}: {}", last_lines(&output)),
                 ));
             }
             self.check("after a repair")?;
@@ -474,7 +474,7 @@ impl<'a> World<'a> {
         }
         let size = self.model.size() + by;
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (code, said) = run(self.paths.command(
+        let (code, output) = run(self.paths.command(
             self.larder,
             &["disk", "resize", "--trust-image", &image, &size.to_string()],
         ))?;
@@ -491,17 +491,17 @@ impl<'a> World<'a> {
             code => {
                 return Err(Fault::new(
                     "resize",
-                    format!("larder exited with {code:?}: {}", last_lines(&said)),
+                    format!("larder exited with {code:?}: {}", last_lines(&output)),
                 ));
             }
         }
-        self.compare_stopped().map(drop)
+        self.check_stopped_image().map(drop)
     }
 
     /// Lets QEMU change the image between two servers.
     fn qemu(&mut self, steps: &[QemuStep]) -> Result<(), Fault> {
         self.rest()?;
-        self.compare_stopped()?;
+        self.check_stopped_image()?;
         if self.shape.device {
             return Ok(());
         }
@@ -525,37 +525,37 @@ impl<'a> World<'a> {
         }
         let name = format!("later{}", self.built.snapshots.len());
         let image = self.paths.image.to_string_lossy().into_owned();
-        qemu_must("qemu-img", &["snapshot", "-c", &name, &image])?;
+        run_qemu_tool_ok("qemu-img", &["snapshot", "-c", &name, &image])?;
         let bytes = contents(&self.paths.image, "qcow2", Some(&name), self.folder)?;
         self.built.snapshots.push((name, bytes));
         self.events.insert("snapshot between servers");
-        self.compare_stopped().map(drop)
+        self.check_stopped_image().map(drop)
     }
 
     /// Checks that an image marked as corrupt is not served for writing, and repairs it.
-    fn repair_corrupt(&mut self) -> Result<(), Fault> {
-        if Live::start(self.larder, &self.paths, &self.shape, &Serve::default(), self.seed)?.is_ok() {
+    fn check_and_repair_corrupt(&mut self) -> Result<(), Fault> {
+        if RunningServer::start(self.larder, &self.paths, &self.shape, &Serve::default(), self.seed)?.is_ok() {
             return Err(Fault::new("corrupt", "an image that is marked as corrupt is served"));
         }
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (code, said) = run(self
+        let (code, output) = run(self
             .paths
             .command(self.larder, &["disk", "check", "--repair", "--trust-image", &image]))?;
         match code {
             Some(0) => Ok(()),
             code => Err(Fault::new(
                 "repair",
-                format!("larder exited with {code:?}: {}", last_lines(&said)),
+                format!("larder exited with {code:?}: {}", last_lines(&output)),
             )),
         }
     }
 
     /// Checks that a cluster whose entry has a flag unknown to its version gives an I/O error, as in QEMU, while the
     /// disk is served.
-    fn read_flagged(&mut self, cluster: u64) -> Result<(), Fault> {
-        let started = Live::start(self.larder, &self.paths, &self.shape, &Serve::default(), self.seed)?;
-        let mut live =
-            started.map_err(|said| Fault::new("refused", format!("the disk is not served: {}", last_lines(&said))))?;
+    fn check_reserved_flag_read(&mut self, cluster: u64) -> Result<(), Fault> {
+        let started = RunningServer::start(self.larder, &self.paths, &self.shape, &Serve::default(), self.seed)?;
+        let mut live = started
+            .map_err(|output| Fault::new("refused", format!("the disk is not served: {}", last_lines(&output))))?;
         let at = cluster * self.shape.cluster_len();
         let range: Range<u64> = at..at + 512;
         let client = live.nbd()?;

@@ -17,11 +17,11 @@ const SECTOR: u64 = 512;
 const PAGE: u64 = 4 * KIB;
 
 /// Guest memory of one descriptor of a long request; all descriptors refer to the same memory.
-const LONG_FRAGMENT: u64 = 2 * MIB;
+const LONG_FRAGMENT_BYTES: u64 = 2 * MIB;
 
 /// The largest ring, and its number of data descriptors: the header and the status need one each.
-const RING_MAX: u64 = 32_768;
-const FRAGMENTS_MAX: u64 = RING_MAX - 2;
+const RING_ENTRIES_MAX: u64 = 32_768;
+const FRAGMENTS_MAX: u64 = RING_ENTRIES_MAX - 2;
 
 /// Longest indirect table that the server follows, without header and status.
 const INDIRECT_FRAGMENTS_MAX: u64 = 2_046;
@@ -31,14 +31,14 @@ const QUEUES: u16 = 64;
 const DEPTH: u16 = 128;
 
 /// Queue depth and request length of a well-behaved guest.
-const USUAL_DEPTH: u16 = 32;
-const USUAL_LEN: u64 = MIB;
+const WELL_BEHAVED_DEPTH: u16 = 32;
+const WELL_BEHAVED_BYTES: u64 = MIB;
 
 /// Discard and write-zeroes: the maximum number of segments, the size of a segment in the list, and the flag that
 /// permits a write-zeroes to unmap.
 const SEGMENTS: u64 = 256;
 const SEGMENT_BYTES: u64 = 16;
-const MAY_UNMAP: u32 = 1;
+const UNMAP_FLAG: u32 = 1;
 
 /// Time limit of a request, for any machine.
 const LIMIT: Duration = Duration::from_secs(900);
@@ -125,7 +125,7 @@ impl fmt::Display for Attack {
             Self::Long {
                 transfer,
                 len,
-                fragment: LONG_FRAGMENT | MIB,
+                fragment: LONG_FRAGMENT_BYTES | MIB,
             } => write!(f, "{} of {}", transfer.name(), length(len)),
             Self::Long {
                 transfer,
@@ -148,7 +148,7 @@ impl fmt::Display for Attack {
                     fragment => write!(f, " in {}", length(fragment)),
                 }
             }
-            Self::Refused => write!(f, "indirect table of {RING_MAX} descriptors"),
+            Self::Refused => write!(f, "indirect table of {RING_ENTRIES_MAX} descriptors"),
             Self::Segments { clear, each_is_whole } => {
                 let kind = match clear {
                     Clear::Discard => "discard",
@@ -199,7 +199,7 @@ impl Attack {
                     .iter()
                     .map(|mib| mib * MIB)
                     .filter(|len| *len <= disk)
-                    .map(|len| long(len, LONG_FRAGMENT.min(len))),
+                    .map(|len| long(len, LONG_FRAGMENT_BYTES.min(len))),
             );
             all.extend([
                 long(16 * MIB, PAGE),
@@ -228,17 +228,17 @@ impl Attack {
     }
 
     /// Returns whether the disk must be full of data before the attack.
-    pub(super) fn wants_data(self) -> bool {
+    pub(super) fn needs_filled_disk(self) -> bool {
         matches!(self, Self::Segments { .. })
     }
 
     /// Returns the shorter request that this long one is compared with: both must cost the same per byte.
-    pub(super) fn short_of(self) -> Option<Self> {
+    pub(super) fn shorter_reference(self) -> Option<Self> {
         match self {
             Self::Long {
                 transfer,
                 len,
-                fragment: fragment @ (LONG_FRAGMENT | PAGE),
+                fragment: fragment @ (LONG_FRAGMENT_BYTES | PAGE),
             } if len > 16 * MIB => Some(Self::Long {
                 transfer,
                 len: 16 * MIB,
@@ -249,35 +249,35 @@ impl Attack {
     }
 
     fn options(self) -> Options {
-        let usual = Options {
+        let defaults = Options {
             size: DEPTH,
             ..Options::default()
         };
         match self {
-            Self::Idle => usual,
+            Self::Idle => defaults,
             Self::Usual(_) => Options {
-                data_bytes: usize::from(USUAL_DEPTH) * USUAL_LEN as usize,
-                ..usual
+                data_bytes: usize::from(WELL_BEHAVED_DEPTH) * WELL_BEHAVED_BYTES as usize,
+                ..defaults
             },
             Self::Long { len, fragment, .. } => Options {
                 size: (len / fragment + 2).next_power_of_two().max(u64::from(DEPTH)) as u16,
-                data_bytes: LONG_FRAGMENT as usize,
-                ..usual
+                data_bytes: LONG_FRAGMENT_BYTES as usize,
+                ..defaults
             },
             Self::Flood { len, fragment, .. } => Options {
                 queues: QUEUES,
                 indirect: true,
                 data_bytes: (MIB + table_bytes(len / fragment) * u64::from(QUEUES) * u64::from(DEPTH)) as usize,
-                ..usual
+                ..defaults
             },
             Self::Refused => Options {
                 indirect: true,
-                data_bytes: (MIB + table_bytes(RING_MAX)) as usize,
-                ..usual
+                data_bytes: (MIB + table_bytes(RING_ENTRIES_MAX)) as usize,
+                ..defaults
             },
             Self::Segments { .. } => Options {
                 data_bytes: (SEGMENTS * SEGMENT_BYTES) as usize,
-                ..usual
+                ..defaults
             },
         }
     }
@@ -311,12 +311,12 @@ impl Guest {
         })
     }
 
-    /// Attacks `server` for at least the time `least`, and until all requests have been answered.
-    pub(super) fn run(&mut self, server: &Process, least: Duration) -> anyhow::Result<Done> {
-        let end = Instant::now() + least;
+    /// Attacks `server` for at least the time `duration_min`, and until all requests have been answered.
+    pub(super) fn run(&mut self, server: &Process, duration_min: Duration) -> anyhow::Result<Done> {
+        let end = Instant::now() + duration_min;
         match self.attack {
             Attack::Idle => {
-                thread::sleep(least);
+                thread::sleep(duration_min);
                 Ok(Done::default())
             }
             Attack::Usual(transfer) => self.usual(transfer, |_| Instant::now() < end),
@@ -329,7 +329,7 @@ impl Guest {
                 // Each request addresses another part of the disk: data that was just copied is in the processor's
                 // cache.
                 let parts = self.disk / len;
-                self.one_by_one(end, len, |made| transfer.request(made % parts * len, &data))
+                self.run_one_at_a_time(end, len, |sent| transfer.request(sent % parts * len, &data))
             }
             Attack::Flood {
                 transfer,
@@ -350,21 +350,24 @@ impl Guest {
         Ok(())
     }
 
-    /// Sends sequential requests over the whole disk while `goes_on` returns true for the requests begun so far.
-    fn usual(&mut self, transfer: Transfer, goes_on: impl Fn(&Done) -> bool) -> anyhow::Result<Done> {
+    /// Sends sequential requests over the whole disk while `should_continue` returns true for the requests begun so
+    /// far.
+    fn usual(&mut self, transfer: Transfer, should_continue: impl Fn(&Done) -> bool) -> anyhow::Result<Done> {
         let (memory, disk) = (self.front_end.data(), self.disk);
         let queue = self.front_end.queue();
-        let mut buffers: Vec<u64> = (0..u64::from(USUAL_DEPTH)).map(|at| memory + at * USUAL_LEN).collect();
+        let mut buffers: Vec<u64> = (0..u64::from(WELL_BEHAVED_DEPTH))
+            .map(|at| memory + at * WELL_BEHAVED_BYTES)
+            .collect();
         let mut in_flight = Vec::new();
         let mut done = Done::default();
         loop {
-            while goes_on(&done) {
+            while should_continue(&done) {
                 let Some(address) = buffers.pop() else { break };
-                let data = fragments(address, USUAL_LEN, USUAL_LEN);
+                let data = fragments(address, WELL_BEHAVED_BYTES, WELL_BEHAVED_BYTES);
                 let id = queue.add(&transfer.request(done.bytes % disk, &data));
                 in_flight.push((id, address));
                 done.requests += 1;
-                done.bytes += USUAL_LEN;
+                done.bytes += WELL_BEHAVED_BYTES;
             }
             queue.go();
             if in_flight.is_empty() {
@@ -380,7 +383,7 @@ impl Guest {
 
     /// Sends one request after the other, each of `bytes` bytes. `request` is called with the number of previous
     /// requests.
-    fn one_by_one<'a>(
+    fn run_one_at_a_time<'a>(
         &mut self,
         end: Instant,
         bytes: u64,
@@ -429,12 +432,12 @@ impl Guest {
 
     fn refused(&mut self, server: &Process, end: Instant) -> anyhow::Result<Done> {
         let memory = self.front_end.data();
-        let said = server.lines();
+        let lines_before = server.lines();
         let data = fragments(memory, FRAGMENTS_MAX * PAGE, PAGE);
         let queue = self.front_end.queue();
         queue.add_through(&Transfer::Read.request(0, &data), memory + MIB);
         queue.go();
-        server.wait_for_after(said, "corrupted its virtqueue", LIMIT)?;
+        server.wait_for_after(lines_before, "corrupted its virtqueue", LIMIT)?;
         thread::sleep(end.saturating_duration_since(Instant::now()));
         Ok(Done { requests: 1, bytes: 0 })
     }
@@ -452,7 +455,7 @@ impl Guest {
                 false => index * sectors,
             };
             let flags = match clear {
-                Clear::Unmap => MAY_UNMAP,
+                Clear::Unmap => UNMAP_FLAG,
                 Clear::Discard | Clear::Zero => 0,
             };
             list.extend(start.to_le_bytes());
@@ -470,7 +473,7 @@ impl Guest {
             out: &data,
             into: &[],
         };
-        self.one_by_one(end, SEGMENTS * sectors * SECTOR, |_| request.clone())
+        self.run_one_at_a_time(end, SEGMENTS * sectors * SECTOR, |_| request.clone())
     }
 }
 

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use larder_bench::campaign::larder_beside;
-use larder_bench::campaign::process::mortal;
+use larder_bench::campaign::find_larder;
+use larder_bench::campaign::process::killed_with_parent;
 use larder_bench::campaign::server::Server;
 use larder_block::ByteLen;
 
@@ -119,7 +119,7 @@ impl Outcome {
 /// # Errors
 /// If a program is missing, or the server fails a request, exits or panics.
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
-    let program = larder_beside(arguments.larder.as_deref())?;
+    let program = find_larder(arguments.larder.as_deref())?;
     println!(
         "A raw image of {} in {}. Memory is RssAnon above that of the idle server; latencies are P50 / P99 / longest of 4 KiB over \
          NBD, one request at a time.\n",
@@ -128,37 +128,37 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     );
     println!("| cache | guest | requests | MiB | memory, MiB | CPU, us/MiB | read, ms | write, ms | load |");
     println!("|{}", " --- |".repeat(9));
-    let mut broken = Vec::new();
+    let mut exceeded = Vec::new();
     for mode in &arguments.mode {
         for line in &arguments.line {
             let setup = Setup { mode, line };
             let outcomes = measure(arguments, &program, &setup).with_context(|| setup.to_string())?;
-            broken.extend(broken_limits(arguments, &setup, &outcomes));
+            exceeded.extend(exceeded_limits(arguments, &setup, &outcomes));
             if !setup.has_cache() {
                 break;
             }
         }
     }
     println!();
-    if broken.is_empty() {
+    if exceeded.is_empty() {
         println!(
             "All limits were kept: memory at most {} above that of the idle server, P99 below {} ms, CPU time per byte of a long \
              request at most {} times that of one of 16 MiB.",
             arguments.memory_max, arguments.p99_ms, arguments.cpu_ratio
         );
     }
-    broken.iter().for_each(|limit| println!("LIMIT EXCEEDED: {limit}"));
-    Ok(broken.is_empty())
+    exceeded.iter().for_each(|limit| println!("LIMIT EXCEEDED: {limit}"));
+    Ok(exceeded.is_empty())
 }
 
 /// Serves a disk, and runs all attacks on it.
 fn measure(arguments: &Arguments, program: &Path, setup: &Setup<'_>) -> anyhow::Result<Vec<Outcome>> {
     // An image on tmpfs takes host memory, which must be freed however this process ends.
-    let place = Place::new(&arguments.folder)?;
-    let path = |name: &str| place.path().join(name);
+    let scratch = Place::new(&arguments.folder)?;
+    let path = |name: &str| scratch.path().join(name);
     let (image, socket, nbd) = (path("image"), path("vhost"), path("nbd"));
     File::create(&image)?.set_len(arguments.disk.get())?;
-    let mut command = mortal(program.to_str().context("the program's path is not UTF-8")?);
+    let mut command = killed_with_parent(program.to_str().context("the program's path is not UTF-8")?);
     command
         .args(["disk", "serve", "--format", "raw", "--nbd"])
         .arg(format!("nbd+unix:///?socket={}", nbd.display()))
@@ -174,41 +174,41 @@ fn measure(arguments: &Arguments, program: &Path, setup: &Setup<'_>) -> anyhow::
     command.arg(&image);
     let server = Server::from_command(command, &socket)?;
     let outcomes = attack(arguments, setup, &server, &nbd);
-    let said = server.process.output();
-    let outcomes = outcomes.with_context(|| format!("the server's output:\n{said}"))?;
-    ensure!(!said.contains("panicked"), "the server panicked: {said}");
+    let output = server.process.output();
+    let outcomes = outcomes.with_context(|| format!("the server's output:\n{output}"))?;
+    ensure!(!output.contains("panicked"), "the server panicked: {output}");
     let status = server.stop()?;
-    ensure!(status == Some(0), "the server exited with {status:?}: {said}");
+    ensure!(status == Some(0), "the server exited with {status:?}: {output}");
     Ok(outcomes)
 }
 
 fn attack(arguments: &Arguments, setup: &Setup<'_>, server: &Server, nbd: &Path) -> anyhow::Result<Vec<Outcome>> {
-    let least = Duration::from_millis(arguments.attack_ms.unwrap_or(match arguments.quick {
+    let duration_min = Duration::from_millis(arguments.attack_ms.unwrap_or(match arguments.quick {
         true => 500,
         false => 2_000,
     }));
     let process = server.process.id();
     let mut neighbours = Neighbours::connect(nbd)?;
-    let rest = watch::memory_bytes(process)?;
+    let idle_memory_bytes = watch::memory_bytes(process)?;
     Guest::fill(&server.socket)?;
     let mut outcomes = Vec::new();
-    let is_wanted = |attack: &Attack| {
+    let is_selected = |attack: &Attack| {
         matches!(attack, Attack::Idle | Attack::Usual(_)) || attack.to_string().contains(&arguments.only)
     };
     for attack in Attack::all(arguments.disk.get(), arguments.quick)
         .into_iter()
-        .filter(is_wanted)
+        .filter(is_selected)
     {
-        if attack.wants_data() {
+        if attack.needs_filled_disk() {
             Guest::fill(&server.socket)?;
         }
         let mut guest = Guest::connect(attack, &server.socket)?;
-        let run = || neighbours.beside(|| guest.run(&server.process, least));
+        let run = || neighbours.beside(|| guest.run(&server.process, duration_min));
         let ((done, latencies), used) = watch::during(process, run).with_context(|| attack.to_string())?;
         let outcome = Outcome {
             attack,
             done,
-            growth: used.memory_bytes.saturating_sub(rest),
+            growth: used.memory_bytes.saturating_sub(idle_memory_bytes),
             used,
             latencies,
             load: load(),
@@ -247,10 +247,10 @@ fn print_row(setup: &Setup<'_>, outcome: &Outcome) {
 }
 
 /// Returns descriptions of the broken limits.
-fn broken_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome]) -> Vec<String> {
-    let of = |attack: Attack| outcomes.iter().find(|outcome| outcome.attack == attack);
+fn exceeded_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome]) -> Vec<String> {
+    let find_result = |attack: Attack| outcomes.iter().find(|outcome| outcome.attack == attack);
     // The machine and the file system delay other clients even without an attack.
-    let without = outcomes
+    let baseline_p99 = outcomes
         .iter()
         .filter(|outcome| matches!(outcome.attack, Attack::Idle | Attack::Usual(_)))
         .map(Outcome::p99)
@@ -269,11 +269,11 @@ fn broken_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome])
             broken.push(format!(
                 "{name}: P99 of {} ms; it is {} ms with an idle or a well-behaved guest; load {}",
                 milliseconds(outcome.p99()),
-                milliseconds(without),
+                milliseconds(baseline_p99),
                 outcome.load
             ));
         }
-        let Some(short) = outcome.attack.short_of().and_then(of) else {
+        let Some(short) = outcome.attack.shorter_reference().and_then(find_result) else {
             continue;
         };
         let ratio = outcome.cpu_us_per_mib() / short.cpu_us_per_mib();

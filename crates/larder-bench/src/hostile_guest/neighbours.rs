@@ -49,26 +49,29 @@ impl Latencies {
 
 impl Neighbours {
     pub(super) fn connect(socket: &Path) -> anyhow::Result<Self> {
-        let mut later = Random::default();
-        later.below(1);
+        let mut writer_random = Random::default();
+        writer_random.below(1);
         Ok(Self {
             clients: [
                 (Client::connect(socket)?, Command::Read, Random::default()),
-                (Client::connect(socket)?, Command::Write, later),
+                (Client::connect(socket)?, Command::Write, writer_random),
             ],
         })
     }
 
-    /// Runs `act` while both clients send requests. Returns their latencies, the reader's first.
-    pub(super) fn beside<T>(&mut self, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, [Latencies; 2])> {
-        let is_over = &AtomicBool::new(false);
+    /// Runs `action` while both clients send requests. Returns their latencies, the reader's first.
+    pub(super) fn beside<T>(
+        &mut self,
+        action: impl FnOnce() -> anyhow::Result<T>,
+    ) -> anyhow::Result<(T, [Latencies; 2])> {
+        let stop = &AtomicBool::new(false);
         thread::scope(|scope| {
             let clients = self.clients.each_mut();
-            let threads = clients
-                .map(|(client, command, blocks)| scope.spawn(move || requests(client, *command, blocks, is_over)));
+            let threads =
+                clients.map(|(client, command, blocks)| scope.spawn(move || requests(client, *command, blocks, stop)));
             let result = {
-                let _flag = Flag(is_over);
-                act()
+                let _flag = Flag(stop);
+                action()
             };
             let mut latencies: [Latencies; 2] = Default::default();
             for (latencies, thread) in latencies.iter_mut().zip(threads) {
@@ -92,9 +95,9 @@ fn requests(
     let mut latencies = Vec::new();
     while latencies.is_empty() || !is_over.load(Ordering::Relaxed) {
         let at = blocks.below(client.size / BLOCK) * BLOCK;
-        let began = Instant::now();
+        let started = Instant::now();
         client.request(command, at, BLOCK, data)?;
-        latencies.push(began.elapsed());
+        latencies.push(started.elapsed());
         thread::sleep(PAUSE);
     }
     latencies.sort_unstable();

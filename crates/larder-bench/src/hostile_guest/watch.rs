@@ -41,22 +41,22 @@ impl Drop for Flag<'_> {
     }
 }
 
-/// Measures a process's resource use during `act`.
-pub(super) fn during<T>(process: u32, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Use)> {
-    let (is_over, most) = (AtomicBool::new(false), AtomicU64::new(memory_bytes(process)?));
+/// Measures a process's resource use during `action`.
+pub(super) fn during<T>(process: u32, action: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Use)> {
+    let (stop, memory_bytes_max) = (AtomicBool::new(false), AtomicU64::new(memory_bytes(process)?));
     let before = cpu::of_process(process)?;
     let result = thread::scope(|scope| {
         scope.spawn(|| {
-            while !is_over.load(Ordering::Relaxed) {
-                most.fetch_max(memory_bytes(process).unwrap_or(0), Ordering::Relaxed);
+            while !stop.load(Ordering::Relaxed) {
+                memory_bytes_max.fetch_max(memory_bytes(process).unwrap_or(0), Ordering::Relaxed);
                 thread::sleep(INTERVAL);
             }
         });
-        let _flag = Flag(&is_over);
-        act()
+        let _flag = Flag(&stop);
+        action()
     })?;
     let used = Use {
-        memory_bytes: most.into_inner(),
+        memory_bytes: memory_bytes_max.into_inner(),
         cpu_seconds: cpu::of_process(process)? - before,
     };
     Ok((result, used))

@@ -13,7 +13,7 @@ const CLUSTER: u64 = 64 << 10;
 /// Flag of an L1 or L2 entry whose cluster has a refcount of exactly one.
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-const INCOMPATIBLE: u64 = 72;
+const INCOMPATIBLE_FEATURES_OFFSET: u64 = 72;
 const DIRTY: u64 = 1;
 const DATA_FILE: u64 = 4;
 const EXTENDED_L2: u64 = 16;
@@ -31,9 +31,9 @@ pub(super) type Case = (&'static str, fn(&mut Image) -> anyhow::Result<()>);
 
 impl Image {
     /// Creates a sound image of 64 MiB, with data in its first two clusters, in an empty directory.
-    pub(super) fn sound(folder: &Path) -> anyhow::Result<Self> {
-        let path = folder.join("image.qcow2");
-        let raw = folder.join("data");
+    pub(super) fn sound(directory: &Path) -> anyhow::Result<Self> {
+        let path = directory.join("image.qcow2");
+        let raw = directory.join("data");
         let data = File::create(&raw)?;
         data.write_all_at(&vec![7; 2 * CLUSTER as usize], 0)?;
         data.set_len(64 << 20)?;
@@ -42,7 +42,7 @@ impl Image {
         fs::remove_file(&raw)?;
         let file = File::options().read(true).write(true).open(&path)?;
         Ok(Self {
-            folder: folder.to_owned(),
+            folder: directory.to_owned(),
             path,
             file,
         })
@@ -98,7 +98,7 @@ impl Image {
     }
 
     /// Appends an L1 table of `entries` entries that all refer to `l2`.
-    fn long_l1(&mut self, entries: u32, l2: u64) -> anyhow::Result<()> {
+    fn append_l1_table(&mut self, entries: u32, l2: u64) -> anyhow::Result<()> {
         let at = self.end()?;
         self.fill(at, l2, u64::from(entries))?;
         self.put_u32(36, entries)?;
@@ -180,18 +180,18 @@ pub(super) const CASES: &[Case] = &[
     ("dirty, 1 Mi L1 entries to one L2 table", |image| {
         let l2 = image.l2()?;
         image.set_size(1 << 49)?;
-        image.long_l1(1 << 20, l2 | COPIED)?;
-        image.put_u64(INCOMPATIBLE, DIRTY)
+        image.append_l1_table(1 << 20, l2 | COPIED)?;
+        image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
     }),
     ("1 Mi L1 entries to one L2 table", |image| {
         let l2 = image.l2()?;
         image.set_size(1 << 49)?;
-        image.long_l1(1 << 20, l2 | COPIED)
+        image.append_l1_table(1 << 20, l2 | COPIED)
     }),
     ("1 Mi L1 entries to one L2 table, file seems truncated", |image| {
         let l2 = image.l2()?;
         image.set_size(1 << 49)?;
-        image.long_l1(1 << 20, l2)?;
+        image.append_l1_table(1 << 20, l2)?;
         let end = image.end()?;
         image.put_u64(l2 + 16, end | COPIED)?;
         let block = image.u64_at(image.refcount_table()?)?;
@@ -200,16 +200,16 @@ pub(super) const CASES: &[Case] = &[
     ("dirty, 65,535 snapshots with a long L1 table", |image| {
         let l2 = image.l2()?;
         image.set_size(1 << 49)?;
-        image.long_l1(1 << 20, l2)?;
+        image.append_l1_table(1 << 20, l2)?;
         let l1 = image.l1()?;
         image.snapshots(65_535, 1 << 20, l1)?;
-        image.put_u64(INCOMPATIBLE, DIRTY)
+        image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
     }),
     ("dirty, L1 entries to the L1 table", |image| {
         image.set_size(1 << 49)?;
         let at = image.end()?;
-        image.long_l1(1 << 20, at)?;
-        image.put_u64(INCOMPATIBLE, DIRTY)
+        image.append_l1_table(1 << 20, at)?;
+        image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
     }),
     ("2 EiB of clusters of 2 MiB, L1 table of holes", |image| {
         image.put_u32(20, 21)?;
@@ -227,8 +227,8 @@ pub(super) const CASES: &[Case] = &[
             let data = image.u64_at(l2)? & !COPIED;
             image.fill(l2, COMPRESSED | data | (1 << 54), CLUSTER / 8)?;
             image.set_size(64 << 40)?;
-            image.long_l1(1 << 17, l2 | COPIED)?;
-            image.put_u64(INCOMPATIBLE, DIRTY)
+            image.append_l1_table(1 << 17, l2 | COPIED)?;
+            image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
         },
     ),
     ("an L1 table of 2^32 - 1 entries", |image| image.put_u32(36, u32::MAX)),
@@ -252,7 +252,7 @@ pub(super) const CASES: &[Case] = &[
     }),
     ("extended L2 entries with all bits set", |image| {
         let l2 = image.l2()?;
-        image.put_u64(INCOMPATIBLE, EXTENDED_L2)?;
+        image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, EXTENDED_L2)?;
         image.fill(l2, u64::MAX, CLUSTER / 8)
     }),
     ("a refcount table of 2^32 - 1 clusters", |image| {
@@ -268,7 +268,7 @@ pub(super) const CASES: &[Case] = &[
             let table = image.refcount_table()?;
             let block = image.u64_at(table)?;
             image.fill(table, block, CLUSTER / 8)?;
-            image.put_u64(INCOMPATIBLE, DIRTY)
+            image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
         },
     ),
     ("8 MiB of refcount table to one block, in a file of 256 TiB", |image| {
@@ -372,7 +372,7 @@ pub(super) const CASES: &[Case] = &[
         Ok(())
     }),
     ("a data file that is this image", |image| {
-        image.put_u64(INCOMPATIBLE, DATA_FILE)?;
+        image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DATA_FILE)?;
         image.extensions(&[(0x4441_5441, b"image.qcow2")])
     }),
     ("clusters that decompress endlessly", |image| {

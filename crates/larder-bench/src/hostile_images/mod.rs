@@ -11,8 +11,8 @@ use anyhow::{Context, ensure};
 use clap::Args;
 use larder_block::ByteLen;
 
-use crate::campaign::larder_beside;
-use crate::campaign::process::{Process, mortal};
+use crate::campaign::find_larder;
+use crate::campaign::process::{Process, killed_with_parent};
 use images::{CASES, Image};
 
 /// Serve malicious images, and measure the cost
@@ -64,20 +64,28 @@ pub struct Outcome {
 /// # Errors
 /// If a program is missing, or Larder crashes or does not exit.
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
-    let program = larder_beside(arguments.larder.as_deref())?;
-    let folder = arguments.folder.clone().unwrap_or_else(|| PathBuf::from("/var/tmp"));
+    let program = find_larder(arguments.larder.as_deref())?;
+    let directory = arguments.folder.clone().unwrap_or_else(|| PathBuf::from("/var/tmp"));
     let cases = CASES.iter().filter(|(name, _)| name.contains(&arguments.only));
     let mut passed = true;
     println!("{:>9} {:>8} {:>7}  {:8} image", "open, ms", "MiB", "exit, ms", "");
     for (name, change) in cases {
-        let folder = tempfile::Builder::new().prefix("larder-hostile-").tempdir_in(&folder)?;
-        let mut image = Image::sound(folder.path())?;
+        let directory = tempfile::Builder::new()
+            .prefix("larder-hostile-")
+            .tempdir_in(&directory)?;
+        let mut image = Image::sound(directory.path())?;
         change(&mut image).with_context(|| (*name).to_owned())?;
-        let wait = Duration::from_millis(arguments.open_ms);
-        let outcome = serve(&program, image.path(), folder.path(), arguments.metadata_memory, wait);
+        let open_time_max = Duration::from_millis(arguments.open_ms);
+        let outcome = serve(
+            &program,
+            image.path(),
+            directory.path(),
+            arguments.metadata_memory,
+            open_time_max,
+        );
         let outcome = outcome.with_context(|| (*name).to_owned())?;
         let allowed = arguments.metadata_memory.get() + arguments.memory_max.get();
-        let is_well = outcome.open <= wait
+        let within_limits = outcome.open <= open_time_max
             && outcome.memory_bytes <= allowed
             && outcome
                 .end
@@ -88,12 +96,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
             outcome.memory_bytes as f64 / f64::from(1 << 20),
             outcome.end.map_or_else(String::new, |end| end.as_millis().to_string()),
             if outcome.served { "served" } else { "refused" },
-            if is_well { "" } else { "  LIMIT EXCEEDED" },
+            if within_limits { "" } else { "  LIMIT EXCEEDED" },
         );
         if !outcome.served {
             println!("{:30}{}", "", outcome.said.trim());
         }
-        passed &= is_well;
+        passed &= within_limits;
     }
     Ok(passed)
 }
@@ -110,54 +118,54 @@ fn memory_bytes(process: u32) -> u64 {
 fn serve(
     program: &Path,
     image: &Path,
-    folder: &Path,
+    directory: &Path,
     metadata_memory: ByteLen,
     wait: Duration,
 ) -> anyhow::Result<Outcome> {
-    let mut command = mortal(program.to_str().context("the program's path is not UTF-8")?);
-    let uri = format!("nbd+unix:///?socket={}/socket", folder.display());
+    let mut command = killed_with_parent(program.to_str().context("the program's path is not UTF-8")?);
+    let uri = format!("nbd+unix:///?socket={}/socket", directory.display());
     command
         .args(["disk", "serve", "--format", "qcow2", "--nbd", &uri, "--metadata-memory"])
         .arg(metadata_memory.get().to_string())
         .arg(image);
     let mut outcome = Outcome::default();
-    let began = Instant::now();
+    let started = Instant::now();
     let mut process = Process::start(command)?;
-    while began.elapsed() < wait && !process.has_ended() && !outcome.served {
-        outcome.served = process.has_said_after(0, "serving");
+    while started.elapsed() < wait && !process.has_ended() && !outcome.served {
+        outcome.served = process.has_output_after(0, "serving");
         outcome.memory_bytes = outcome.memory_bytes.max(memory_bytes(process.id()));
         std::thread::sleep(Duration::from_millis(1));
     }
-    outcome.open = began.elapsed();
+    outcome.open = started.elapsed();
     if outcome.served {
         // Metadata is read in the background meanwhile.
         read_all(&uri)?;
         outcome.memory_bytes = outcome.memory_bytes.max(memory_bytes(process.id()));
     }
     if !process.has_ended() {
-        let told = Instant::now();
+        let signalled = Instant::now();
         process.signal(libc::SIGTERM);
         let status = process.wait(LIMIT)?;
-        outcome.end = Some(told.elapsed());
+        outcome.end = Some(signalled.elapsed());
         ensure!(
             status.code().is_some(),
             "the program was killed by a signal: {}",
             process.output()
         );
     }
-    let said = process.output();
-    ensure!(!said.contains("panicked"), "the program panicked: {said}");
-    outcome.said = said.lines().last().unwrap_or_default().to_owned();
+    let output = process.output();
+    ensure!(!output.contains("panicked"), "the program panicked: {output}");
+    outcome.said = output.lines().last().unwrap_or_default().to_owned();
     if !outcome.served {
         let status = process.wait(LIMIT)?;
-        ensure!(status.code().is_some(), "the program was killed by a signal: {said}");
+        ensure!(status.code().is_some(), "the program was killed by a signal: {output}");
     }
     Ok(outcome)
 }
 
 /// Reads and writes at both ends of the disk. They may fail, depending on the image.
 fn read_all(uri: &str) -> anyhow::Result<()> {
-    let mut command = mortal("qemu-io");
+    let mut command = killed_with_parent("qemu-io");
     command.args([
         "-f",
         "raw",

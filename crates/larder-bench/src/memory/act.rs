@@ -64,11 +64,11 @@ impl Kind {
 }
 
 /// Number of pages that daemons use all the time.
-const HOT_PAGES: u64 = (8 << 20) / 4096;
+const IDLE_HOT_PAGES: u64 = (8 << 20) / 4096;
 const REQUEST_PAGES: u32 = 16;
-const REQUEST_WORKS: Duration = Duration::from_micros(200);
+const REQUEST_CPU_TIME: Duration = Duration::from_micros(200);
 /// Maximum time of an access to a page in memory, including the process's first access.
-const NO_WAIT: Duration = Duration::from_micros(2);
+const RESIDENT_ACCESS_MAX: Duration = Duration::from_micros(2);
 
 /// Statistics since the last report.
 #[derive(Default)]
@@ -88,7 +88,7 @@ fn rank(random: &mut Random, ranks: u64) -> u64 {
     ((ranks as f64).powf(share) as u64).clamp(1, ranks) - 1
 }
 
-struct Actor {
+struct VmLoad {
     kind: Kind,
     memory: Memory,
     random: Random,
@@ -103,10 +103,10 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let lines = lines();
     // The pager attaches before the process fills its memory.
     ensure!(lines.recv()? == "fill", "the first command must be \"fill\"");
-    (0..memory.pages()).for_each(|page| memory.write_as_vm(page, &mut random));
+    (0..memory.pages()).for_each(|page| memory.write_vm_like_page(page, &mut random));
     println!("\nready");
     std::io::stdout().flush()?;
-    let mut actor = Actor {
+    let mut actor = VmLoad {
         kind: arguments.kind,
         memory,
         turn: random.below(1000),
@@ -130,7 +130,7 @@ fn lines() -> Receiver<String> {
     lines
 }
 
-impl Actor {
+impl VmLoad {
     fn act(&mut self, lines: &Receiver<String>) -> anyhow::Result<()> {
         let every = self.kind.every();
         // A random phase, so that the VMs do not all start at once.
@@ -161,7 +161,7 @@ impl Actor {
         }
     }
 
-    fn report(&mut self, took: Duration) -> anyhow::Result<()> {
+    fn report(&mut self, elapsed: Duration) -> anyhow::Result<()> {
         let Told {
             touches,
             stalled,
@@ -174,7 +174,7 @@ impl Actor {
             stalled.as_micros(),
             longest.as_micros(),
             latest.as_micros(),
-            took.as_micros()
+            elapsed.as_micros()
         );
         Ok(std::io::stdout().flush()?)
     }
@@ -183,14 +183,14 @@ impl Actor {
         let pages = self.memory.pages() as u64;
         match self.kind {
             Kind::Idle => {
-                (0..4).for_each(|_| self.touch_one_of(0, HOT_PAGES));
+                (0..4).for_each(|_| self.touch_random(0, IDLE_HOT_PAGES));
                 if self.turn.is_multiple_of(50) {
-                    (0..16).for_each(|_| self.touch_one_of(0, pages / 4));
+                    (0..16).for_each(|_| self.touch_random(0, pages / 4));
                 }
             }
             Kind::Web => {
                 let worked = Instant::now();
-                while worked.elapsed() < REQUEST_WORKS {
+                while worked.elapsed() < REQUEST_CPU_TIME {
                     std::hint::spin_loop();
                 }
                 for _ in 0..REQUEST_PAGES {
@@ -209,18 +209,18 @@ impl Actor {
         }
     }
 
-    fn touch_one_of(&mut self, from: u64, pages: u64) {
+    fn touch_random(&mut self, from: u64, pages: u64) {
         let page = from + self.random.below(pages);
         let writes = self.random.below(10) == 0;
         self.touch(page as usize, writes);
     }
 
     fn touch(&mut self, page: usize, writes: bool) {
-        let (word, took) = self.memory.touch_to(page, writes);
+        let (word, access_time) = self.memory.access_page(page, writes);
         assert_eq!(word, page as u64, "a page has wrong content");
         self.told.touches += 1;
-        self.told.stalled += took.saturating_sub(NO_WAIT);
-        self.told.longest = self.told.longest.max(took);
+        self.told.stalled += access_time.saturating_sub(RESIDENT_ACCESS_MAX);
+        self.told.longest = self.told.longest.max(access_time);
     }
 }
 
@@ -236,7 +236,7 @@ mod tests {
             counts[rank(&mut random, 1 << 16) as usize] += 1;
         }
         // A share of n/16 of the accesses goes to the ranks up to 2^n.
-        let of_first = |ranks: usize| counts[..ranks].iter().sum::<u32>() / (1 << 12);
-        assert_eq!([1 << 4, 1 << 8, 1 << 16].map(of_first), [4, 8, 16]);
+        let share_of_first = |ranks: usize| counts[..ranks].iter().sum::<u32>() / (1 << 12);
+        assert_eq!([1 << 4, 1 << 8, 1 << 16].map(share_of_first), [4, 8, 16]);
     }
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 
 use crate::undo::Undo;
 
-const CONTROLLER: &str = "/sys/fs/cgroup/memory";
+const CONTROLLER_PATH: &str = "/sys/fs/cgroup/memory";
 
 /// The group can be removed once its processes have exited, which takes killed ones a moment.
 const REMOVE: &str = r#"for try in $(seq 100); do rmdir -- "$1" 2>/dev/null && exit; sleep 0.1; done; exit 1"#;
@@ -22,10 +22,10 @@ pub(super) struct Cgroup {
 impl Cgroup {
     /// Creates a group without a limit.
     pub(super) fn new(name: &str) -> anyhow::Result<Self> {
-        if !Path::new(CONTROLLER).join("memory.limit_in_bytes").exists() {
-            bail!("{CONTROLLER} has no memory controller of cgroup v1, which these experiments need");
+        if !Path::new(CONTROLLER_PATH).join("memory.limit_in_bytes").exists() {
+            bail!("{CONTROLLER_PATH} has no memory controller of cgroup v1, which these experiments need");
         }
-        let path = Path::new(CONTROLLER).join(format!("larder-bench-{}-{name}", std::process::id()));
+        let path = Path::new(CONTROLLER_PATH).join(format!("larder-bench-{}-{name}", std::process::id()));
         fs::create_dir(&path).with_context(|| format!("creating the control group {}", path.display()))?;
         Ok(Self {
             _undo: Undo::new(REMOVE, [&path])?,
@@ -50,7 +50,7 @@ impl Cgroup {
     }
 
     /// Resets [`Cgroup::used_most`].
-    pub(super) fn forget_most(&self) -> anyhow::Result<()> {
+    pub(super) fn reset_used_max(&self) -> anyhow::Result<()> {
         let path = self.path.join("memory.max_usage_in_bytes");
         fs::write(&path, "0").with_context(|| format!("writing {}", path.display()))
     }

@@ -22,10 +22,10 @@ use super::act::Kind;
 use super::cgroup::Cgroup;
 use super::pager::{Kernel, Pager, Variant};
 use super::swap::{SwapFile, Zswap};
-use super::{Arguments, MIB, pool_percent};
-use crate::campaign::larder_beside;
+use super::{Arguments, MIB, zswap_pool_percent};
+use crate::campaign::find_larder;
 use crate::campaign::memory::{Attach, Pager as Attached};
-use crate::campaign::process::{Process, mortal};
+use crate::campaign::process::{Process, killed_with_parent};
 use crate::prefetch::place::Place;
 
 /// Limit for operations that may be slow.
@@ -35,9 +35,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Divisor of the memory that gives the reserve for small growth.
 const OVER: u64 = 100;
 /// Divisor of the memory that gives the part without initial budgets.
-const BEGIN_SHARE: u64 = 4;
+const UNBUDGETED_DIVISOR: u64 = 4;
 /// Minimum number of budget adjustments: each one knows the unmanaged memory better.
-const SETTLE_TIMES: u32 = 3;
+const BUDGET_ADJUSTMENTS_MIN: u32 = 3;
 /// Minimum budget of a VM: Larder accepts no smaller one for its size.
 const LEAST: u64 = 18 * MIB;
 
@@ -90,10 +90,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             .iter()
             .flat_map(|(_, points)| points)
             .filter(|point| experiment.fits(point));
-        let most = fitting.map(|point| point.vms).max().unwrap_or(Kind::MIX_OF);
+        let vms_max = fitting.map(|point| point.vms).max().unwrap_or(Kind::MIX_SIZE);
         rows.push((
             Variant::None,
-            experiment.measure(Variant::None, most)?.into_iter().collect(),
+            experiment.measure(Variant::None, vms_max)?.into_iter().collect(),
         ));
     }
     experiment.print(&rows);
@@ -129,8 +129,8 @@ impl Drop for Vms {
         for (pager, control) in pagers.drain(..) {
             // A killed pager does not remove its files.
             drop(pager);
-            if let Some(folder) = control.parent() {
-                let _ = std::fs::remove_dir_all(folder);
+            if let Some(directory) = control.parent() {
+                let _ = std::fs::remove_dir_all(directory);
             }
         }
     }
@@ -139,20 +139,20 @@ impl Drop for Vms {
 impl Experiment<'_> {
     /// Doubles the number of VMs until they wait too much, then bisects, in steps of one mix.
     fn search(&self, variant: Variant) -> anyhow::Result<Vec<Point>> {
-        let mix = Kind::MIX_OF;
+        let mix = Kind::MIX_SIZE;
         let most = self.arguments.density_most as usize / mix;
         let mut points: Vec<Point> = Vec::new();
         let (mut fits, mut fails) = (0, most + 1);
-        let mut mixes = (self.arguments.density_from as usize / mix).clamp(1, most);
+        let mut mix_count = (self.arguments.density_from as usize / mix).clamp(1, most);
         while fails - fits > 1 {
-            let point = self.measure(variant, mixes * mix)?;
+            let point = self.measure(variant, mix_count * mix)?;
             match point.as_ref().is_some_and(|point| self.fits(point)) {
-                true => fits = mixes,
-                false => fails = mixes,
+                true => fits = mix_count,
+                false => fails = mix_count,
             }
             points.extend(point);
-            mixes = match fails > most {
-                true => (mixes * 2).min(most),
+            mix_count = match fails > most {
+                true => (mix_count * 2).min(most),
                 false => (fits + fails) / 2,
             };
         }
@@ -170,14 +170,14 @@ impl Experiment<'_> {
             eprintln!("{}: {vms} VMs: their minimum budgets exceed the limit", variant.name());
             return Ok(None);
         };
-        let over = Arc::new(AtomicBool::new(false));
+        let stop = Arc::new(AtomicBool::new(false));
         let used = {
-            let (over, kernel) = (Arc::clone(&over), vms.kernel());
+            let (stop, kernel) = (Arc::clone(&stop), vms.kernel());
             let cgroup = Arc::clone(&vms.cgroup);
             // This also makes the kernel's limit follow zswap's pool.
             thread::spawn(move || {
                 let mut most = 0;
-                while !over.load(Ordering::Relaxed) {
+                while !stop.load(Ordering::Relaxed) {
                     most = most.max(match &kernel {
                         Some(kernel) => kernel.used()?,
                         None => cgroup.used()?,
@@ -188,14 +188,14 @@ impl Experiment<'_> {
             })
         };
         // First lets the working sets return to memory.
-        let look = Duration::from_secs(self.arguments.density_seconds);
-        thread::sleep(look);
+        let interval = Duration::from_secs(self.arguments.density_seconds);
+        thread::sleep(interval);
         vms.report()?;
         let before = processors()?;
-        thread::sleep(look);
+        thread::sleep(interval);
         let reports = vms.report()?;
         let after = processors()?;
-        over.store(true, Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
         let Ok(used) = used.join() else {
             bail!("sampling memory use failed: a thread panicked")
         };
@@ -212,7 +212,7 @@ impl Experiment<'_> {
             Variant::None | Variant::Slow => Keeper::Nobody,
             Variant::Swap => Keeper::Kernel(Arc::new(Kernel::new(Arc::clone(&cgroup), None))),
             Variant::Zswap => {
-                let zswap = Zswap::on(self.compressor, pool_percent(self.arguments, limit)?)?;
+                let zswap = Zswap::on(self.compressor, zswap_pool_percent(self.arguments, limit)?)?;
                 Keeper::Kernel(Arc::new(Kernel::new(Arc::clone(&cgroup), Some(zswap))))
             }
             Variant::Larder => Keeper::Larder(Vec::new()),
@@ -229,7 +229,7 @@ impl Experiment<'_> {
             return Ok(None);
         }
         for (number, kind) in Kind::mixed().take(count).enumerate() {
-            self.start_one(&mut vms, number, kind, count)?;
+            self.start_vm(&mut vms, number, kind, count)?;
         }
         if let Keeper::Larder(pagers) = &vms.keeper
             && !self.settle(pagers, &vms)?
@@ -240,8 +240,8 @@ impl Experiment<'_> {
     }
 
     /// Starts a VM, which fills its memory once the pager has attached.
-    fn start_one(&self, vms: &mut Vms, number: usize, kind: Kind, count: usize) -> anyhow::Result<()> {
-        let mut command = mortal("sh");
+    fn start_vm(&self, vms: &mut Vms, number: usize, kind: Kind, count: usize) -> anyhow::Result<()> {
+        let mut command = killed_with_parent("sh");
         command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#]);
         command.arg(vms.cgroup.path()).arg(std::env::current_exe()?);
         command.args(["act-memory", "--as", kind.name(), "--seed", &(number + 1).to_string()]);
@@ -249,32 +249,35 @@ impl Experiment<'_> {
         let mut process = Process::start(command)?;
         process.wait_for("begins", PATIENCE)?;
         if let Keeper::Larder(pagers) = &mut vms.keeper {
-            let folder = self.place.unused("vm");
-            std::fs::create_dir(&folder)?;
+            let directory = self.place.unused("vm");
+            std::fs::create_dir(&directory)?;
             // Less than the final budget, since the unmanaged memory is still unknown.
-            let all = self.arguments.density_ram.get() / BEGIN_SHARE * (BEGIN_SHARE - 1);
+            let all = self.arguments.density_ram.get() / UNBUDGETED_DIVISOR * (UNBUDGETED_DIVISOR - 1);
             let budget = self.budget(kind, all, count).to_string();
-            let (swap, size) = (folder.join("swap"), (self.arguments.density_mib * MIB * 2).to_string());
+            let (swap, size) = (
+                directory.join("swap"),
+                (self.arguments.density_mib * MIB * 2).to_string(),
+            );
             let swap = swap.display().to_string();
-            let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", &size];
+            let attach_options = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", &size];
             let group = vms.cgroup.path().display().to_string();
             let attach = Attach::new(
-                &larder_beside(self.arguments.larder.as_deref())?,
-                &folder,
+                &find_larder(self.arguments.larder.as_deref())?,
+                &directory,
                 process.id(),
-                &words,
+                &attach_options,
             );
             let attach = attach.by(&["sh", "-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#, &group]);
             pagers.push((attach.start()?, attach.control().to_owned()));
         }
         process.say("fill")?;
-        let give_up = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + PATIENCE;
         while process.wait_for("ready", LOOK_EVERY).is_err() {
             if let Some(kernel) = vms.kernel() {
                 kernel.used()?;
             }
             ensure!(
-                Instant::now() < give_up && !process.has_ended(),
+                Instant::now() < deadline && !process.has_ended(),
                 "a VM: {}",
                 process.output()
             );
@@ -301,36 +304,36 @@ impl Experiment<'_> {
     /// false if that leaves too little.
     fn settle(&self, pagers: &[(Attached, PathBuf)], vms: &Vms) -> anyhow::Result<bool> {
         let all = self.arguments.density_ram.get();
-        let give_up = Instant::now() + PATIENCE;
-        let mut times_set = 0;
+        let deadline = Instant::now() + PATIENCE;
+        let mut adjustments = 0;
         loop {
-            let (mut managed, mut is_kept) = (0, true);
+            let (mut managed, mut within_budgets) = (0, true);
             for (_, control) in pagers {
                 let (_, state) = fetch_memory(control).context("querying Larder")?;
                 managed += state.used;
-                is_kept &= state.used <= state.budget;
+                within_budgets &= state.used <= state.budget;
             }
             let used = vms.cgroup.used()?;
-            if is_kept && used <= all && times_set == SETTLE_TIMES {
+            if within_budgets && used <= all && adjustments == BUDGET_ADJUSTMENTS_MIN {
                 return Ok(true);
             }
-            if is_kept {
-                let besides = used.saturating_sub(managed);
-                let left = (all - all / OVER).saturating_sub(besides);
-                if left < LEAST * vms.all.len() as u64 {
+            if within_budgets {
+                let unmanaged = used.saturating_sub(managed);
+                let available = (all - all / OVER).saturating_sub(unmanaged);
+                if available < LEAST * vms.all.len() as u64 {
                     return Ok(false);
                 }
                 for ((_, control), (kind, _)) in pagers.iter().zip(&vms.all) {
                     let patch = MemoryPatch {
-                        budget: Some(self.budget(*kind, left, vms.all.len())),
+                        budget: Some(self.budget(*kind, available, vms.all.len())),
                         ..MemoryPatch::default()
                     };
                     limit_memory(control, patch)?;
                 }
-                times_set = SETTLE_TIMES.min(times_set + 1);
+                adjustments = BUDGET_ADJUSTMENTS_MIN.min(adjustments + 1);
             }
             ensure!(
-                Instant::now() < give_up,
+                Instant::now() < deadline,
                 "{used} bytes are in use after {PATIENCE:?}, with a limit of {all}"
             );
             thread::sleep(LOOK_EVERY * 50);
@@ -367,7 +370,7 @@ impl Experiment<'_> {
 
 impl Kind {
     /// Number of VMs in a mix.
-    const MIX_OF: usize = 4;
+    const MIX_SIZE: usize = 4;
 
     /// Returns the kinds of all VMs, one mix after the other.
     fn mixed() -> impl Iterator<Item = Self> {
@@ -407,11 +410,11 @@ impl Vms {
                     .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
                 Ok(found.with_context(|| format!("no {name} in: {line}"))?.parse()?)
             };
-            let took = number("took_us")? / 1e6;
+            let elapsed = number("took_us")? / 1e6;
             reports.push(Report {
-                stalled: number("stalled_us")? / 1e6 / took,
+                stalled: number("stalled_us")? / 1e6 / elapsed,
                 longest: Duration::from_secs_f64(number("longest_us")? / 1e6),
-                took,
+                took: elapsed,
                 turns: number("turns")?,
             });
         }
@@ -421,8 +424,11 @@ impl Vms {
 
 impl Point {
     fn new(reports: Vec<Report>, vms: &Vms, (before, after): ([u64; 2], [u64; 2]), used_most: u64) -> Self {
-        let of = |kind: Kind| {
-            let all = reports.iter().zip(&vms.all).filter(move |(_, (of, _))| *of == kind);
+        let kind_summary = |kind: Kind| {
+            let all = reports
+                .iter()
+                .zip(&vms.all)
+                .filter(move |(_, (kind_summary, _))| *kind_summary == kind);
             let (stalled, longest): (Vec<f64>, Vec<Duration>) =
                 all.map(|(report, _)| (report.stalled, report.longest)).unzip();
             let mean = stalled.iter().sum::<f64>() / stalled.len().max(1) as f64;
@@ -433,7 +439,7 @@ impl Point {
         let [busy, all] = [0, 1].map(|index| (after[index] - before[index]) as f64);
         Self {
             vms: vms.all.len(),
-            kinds: Kind::MIX.iter().map(|(kind, _)| of(*kind)).collect(),
+            kinds: Kind::MIX.iter().map(|(kind, _)| kind_summary(*kind)).collect(),
             busy: busy / all,
             done: reports.iter().map(|report| report.turns).sum::<f64>() / due,
             used_most,
@@ -442,7 +448,7 @@ impl Point {
 
     fn cells(&self) -> String {
         let each =
-            |figure: fn(&(Kind, f64, Duration)) -> String| self.kinds.iter().map(figure).collect::<Vec<_>>().join(", ");
+            |value: fn(&(Kind, f64, Duration)) -> String| self.kinds.iter().map(value).collect::<Vec<_>>().join(", ");
         format!(
             "{} | {} | {:.0} | {:.0} | {:.0}",
             each(|(_, stalled, _)| format!("{:.2}", stalled * 100.0)),

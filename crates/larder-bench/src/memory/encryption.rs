@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use larder_memory::crypt::{Cipher, KEY_BYTES};
 use larder_memory::entry::Tier;
-use larder_memory::log::SEGMENT;
+use larder_memory::segment_log::SEGMENT_BYTES;
 
 use super::Arguments;
 use super::faults::start;
-use crate::campaign::larder_beside;
+use crate::campaign::find_larder;
 use crate::campaign::memory::Attach;
 use crate::figures::median;
 use crate::prefetch::place::Place;
@@ -38,51 +38,51 @@ struct Round {
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = larder_beside(arguments.larder.as_deref())?;
-    let place = Place::new(&arguments.folder)?;
+    let larder = find_larder(arguments.larder.as_deref())?;
+    let scratch = Place::new(&arguments.folder)?;
     let mut rounds: [Vec<Round>; 2] = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
         for (index, encrypt) in ["off", "on"].into_iter().enumerate() {
-            rounds[index].push(evict(&larder, &place, encrypt)?);
+            rounds[index].push(evict(&larder, &scratch, encrypt)?);
         }
     }
     println!("\nMedians of {ROUNDS} rounds.\n");
     println!("| --encrypt | CPU of the pager, ms per MiB written | MiB/s written |");
     println!("| --- | --- | --- |");
     for (encrypt, rounds) in ["off", "on"].into_iter().zip(&rounds) {
-        let of = |figure: fn(&Round) -> f64| median(&rounds.iter().map(figure).collect::<Vec<_>>());
+        let medians_of = |value: fn(&Round) -> f64| median(&rounds.iter().map(value).collect::<Vec<_>>());
         println!(
             "| {encrypt} | {:.2} | {:.0} |",
-            of(|round| round.cpu_s * 1e3 / round.written_mib),
-            of(|round| round.written_mib / round.wall_s)
+            medians_of(|round| round.cpu_s * 1e3 / round.written_mib),
+            medians_of(|round| round.written_mib / round.wall_s)
         );
     }
-    let (segment, page) = (cipher(SEGMENT, false), cipher(PAGE, true));
+    let (segment, page) = (cipher(SEGMENT_BYTES, false), cipher(PAGE, true));
     println!(
         "\nThe cipher alone, on one processor: a segment of 1 MiB is encrypted in {:.0} us ({:.0} MB/s), a page of 4 KiB \
          decrypted in {:.2} us.",
         segment * 1e6,
-        SEGMENT as f64 / segment / 1e6,
+        SEGMENT_BYTES as f64 / segment / 1e6,
         page * 1e6
     );
     Ok(())
 }
 
-fn evict(larder: &Path, place: &Place, encrypt: &str) -> anyhow::Result<Round> {
+fn evict(larder: &Path, scratch: &Place, encrypt: &str) -> anyhow::Result<Round> {
     let (_program, pid) = start()?;
-    let folder = place.unused("pager");
-    std::fs::create_dir(&folder)?;
-    let swap = place.unused("swap").display().to_string();
-    let words = ["--budget", BUDGET, "--compressed", COMPRESSED];
+    let directory = scratch.unused("pager");
+    std::fs::create_dir(&directory)?;
+    let swap = scratch.unused("swap").display().to_string();
+    let memory_options = ["--budget", BUDGET, "--compressed", COMPRESSED];
     let disk = ["--swap-cache", &swap, "--swap-size", ROOM, "--encrypt", encrypt];
-    let began = Instant::now();
-    let attach = Attach::new(larder, &folder, pid, &[&words[..], &disk].concat());
+    let started = Instant::now();
+    let attach = Attach::new(larder, &directory, pid, &[&memory_options[..], &disk].concat());
     let mut pager = attach.start()?;
     let state = pager.wait_until(|state| state.disks.iter().any(|disk| disk.written_bytes >= WRITTEN))?;
     let round = Round {
         cpu_s: cpu_s(pager.process.id())?,
         written_mib: state.disks.iter().map(|disk| disk.written_bytes).sum::<u64>() as f64 / f64::from(1 << 20),
-        wall_s: began.elapsed().as_secs_f64(),
+        wall_s: started.elapsed().as_secs_f64(),
     };
     pager.detach()?;
     Ok(round)
@@ -103,17 +103,17 @@ fn cpu_s(pid: u32) -> anyhow::Result<f64> {
 fn cipher(bytes: usize, decrypts: bool) -> f64 {
     let cipher = Cipher::new(&[7; KEY_BYTES].into());
     let mut data = vec![0x5a; bytes];
-    let (began, mut times) = (Instant::now(), 0_u64);
-    while began.elapsed() < CIPHER_TIME {
+    let (started, mut operations) = (Instant::now(), 0_u64);
+    while started.elapsed() < CIPHER_TIME {
         for _ in 0..64 {
-            let at = times * bytes as u64;
+            let at = operations * bytes as u64;
             match decrypts {
                 true => cipher.decrypt(Tier::Ssd, at, &mut data),
                 false => cipher.encrypt(Tier::Ssd, at, &mut data),
             }
-            times += 1;
+            operations += 1;
         }
     }
     std::hint::black_box(&data);
-    began.elapsed().as_secs_f64() / times as f64
+    started.elapsed().as_secs_f64() / operations as f64
 }

@@ -15,9 +15,9 @@ use larder_block::AlignedBuf;
 
 use super::Arguments;
 use crate::campaign::Random;
-use crate::campaign::larder_beside;
+use crate::campaign::find_larder;
 use crate::campaign::memory::{Attach, LIMIT, Pager};
-use crate::campaign::process::{Process, mortal};
+use crate::campaign::process::{Process, killed_with_parent};
 use crate::figures::median;
 use crate::prefetch::place::Place;
 
@@ -45,7 +45,7 @@ struct Case {
 
 /// Measured latencies.
 #[derive(Clone, Copy)]
-struct Touched {
+struct FaultLatency {
     pages: f64,
     p50_us: f64,
     p99_us: f64,
@@ -53,24 +53,24 @@ struct Touched {
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = larder_beside(arguments.larder.as_deref())?;
-    let place = Place::new(&arguments.folder)?;
+    let larder = find_larder(arguments.larder.as_deref())?;
+    let scratch = Place::new(&arguments.folder)?;
     let disk = |prefetch: &str| {
-        let path = place.unused("swap").display().to_string();
+        let path = scratch.unused("swap").display().to_string();
         ["--swap-cache", &path, "--swap-size", ROOM, "--prefetch", prefetch]
             .map(str::to_owned)
             .to_vec()
     };
-    let case = |name, words, compressed, budget, what, pages| Case {
+    let case = |name, options, compressed, budget, what, pages| Case {
         name,
-        words,
+        words: options,
         compressed,
         budget,
         what,
         pages,
     };
     let all = MIB as usize * 256;
-    let mut cases: Vec<(&str, Vec<Touched>)> = Vec::new();
+    let mut cases: Vec<(&str, Vec<FaultLatency>)> = Vec::new();
     let mut add = |name, touched| match cases.iter_mut().find(|(of, _)| *of == name) {
         Some((_, rounds)) => rounds.push(touched),
         None => cases.push((name, vec![touched])),
@@ -99,9 +99,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             ),
             case("swap cache, sequential", disk("on"), "6MiB", BUDGET, "sequential", all),
         ] {
-            add(case.name, measure(&larder, &place, &case)?);
+            add(case.name, measure(&larder, &scratch, &case)?);
         }
-        device.push(device_us(&place)?);
+        device.push(device_us(&scratch)?);
     }
     let device = median(&device);
     let floor = middle(&cases[0].1).p50_us;
@@ -111,27 +111,27 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     println!("| location of the pages | pages | P50, µs | P99, µs | P50 / floor | (P50 - device) / floor | pages/s |");
     println!("|{}", " --- |".repeat(7));
     for (name, rounds) in &cases {
-        let Touched {
+        let FaultLatency {
             pages,
             p50_us,
             p99_us,
             pages_per_s,
         } = middle(rounds);
-        let beyond = match name.contains("swap") && !name.contains("sequential") {
+        let device_free_ratio = match name.contains("swap") && !name.contains("sequential") {
             true => format!("{:.2}", (p50_us - device) / floor),
             false => String::new(),
         };
         println!(
-            "| {name} | {pages:.0} | {p50_us:.1} | {p99_us:.1} | {:.2} | {beyond} | {pages_per_s:.0} |",
+            "| {name} | {pages:.0} | {p50_us:.1} | {p99_us:.1} | {:.2} | {device_free_ratio} | {pages_per_s:.0} |",
             p50_us / floor
         );
     }
     Ok(())
 }
 
-fn middle(rounds: &[Touched]) -> Touched {
-    let of = |figure: fn(&Touched) -> f64| median(&rounds.iter().map(figure).collect::<Vec<_>>());
-    Touched {
+fn middle(rounds: &[FaultLatency]) -> FaultLatency {
+    let of = |value: fn(&FaultLatency) -> f64| median(&rounds.iter().map(value).collect::<Vec<_>>());
+    FaultLatency {
         pages: of(|round| round.pages),
         p50_us: of(|round| round.p50_us),
         p99_us: of(|round| round.p99_us),
@@ -141,16 +141,16 @@ fn middle(rounds: &[Touched]) -> Touched {
 
 /// Starts a program with 256 MiB of memory to access.
 pub(super) fn start() -> anyhow::Result<(Process, u32)> {
-    let me = std::env::current_exe()?;
-    let mut command = mortal(&me.display().to_string());
+    let this_program = std::env::current_exe()?;
+    let mut command = killed_with_parent(&this_program.display().to_string());
     command.args(["touch-memory", "--mib", &MIB.to_string()]);
     let process = Process::start(command)?;
-    let said = process.wait_for("ready ", LIMIT)?;
-    let pid = said.split_once("ready ").context("no PID")?.1.trim().parse()?;
+    let output = process.wait_for("ready ", LIMIT)?;
+    let pid = output.split_once("ready ").context("no PID")?.1.trim().parse()?;
     Ok((process, pid))
 }
 
-fn touch(process: &mut Process, what: &str, pages: usize) -> anyhow::Result<Touched> {
+fn touch(process: &mut Process, what: &str, pages: usize) -> anyhow::Result<FaultLatency> {
     let before = process.lines();
     process.say(&format!("{what} {pages}"))?;
     let line = process.wait_for_after(before, "touched ", LIMIT)?;
@@ -162,7 +162,7 @@ fn touch(process: &mut Process, what: &str, pages: usize) -> anyhow::Result<Touc
     };
     let pages = number("pages")?;
     ensure!(pages > 0.0, "no page was missing from memory");
-    Ok(Touched {
+    Ok(FaultLatency {
         pages,
         p50_us: number("p50_ns")? / 1e3,
         p99_us: number("p99_ns")? / 1e3,
@@ -170,18 +170,18 @@ fn touch(process: &mut Process, what: &str, pages: usize) -> anyhow::Result<Touc
     })
 }
 
-fn floor() -> anyhow::Result<Touched> {
+fn floor() -> anyhow::Result<FaultLatency> {
     let (mut process, _) = start()?;
     touch(&mut process, "floor", RANDOM)
 }
 
-fn measure(larder: &Path, place: &Place, case: &Case) -> anyhow::Result<Touched> {
+fn measure(larder: &Path, scratch: &Place, case: &Case) -> anyhow::Result<FaultLatency> {
     let (mut process, pid) = start()?;
-    let folder = place.unused("pager");
-    std::fs::create_dir(&folder)?;
-    let mut words = vec!["--budget", case.budget, "--compressed", case.compressed];
-    words.extend(case.words.iter().map(String::as_str));
-    let attach = Attach::new(larder, &folder, pid, &words);
+    let directory = scratch.unused("pager");
+    std::fs::create_dir(&directory)?;
+    let mut options = vec!["--budget", case.budget, "--compressed", case.compressed];
+    options.extend(case.words.iter().map(String::as_str));
+    let attach = Attach::new(larder, &directory, pid, &options);
     let mut pager: Pager = attach.start()?;
     pager.wait_for_budget()?;
     let mut command = Command::new(larder);
@@ -194,11 +194,11 @@ fn measure(larder: &Path, place: &Place, case: &Case) -> anyhow::Result<Touched>
         "512MiB",
         "--control",
     ]);
-    let set = command.arg(attach.control()).output()?;
+    let limit_output = command.arg(attach.control()).output()?;
     ensure!(
-        set.status.success(),
+        limit_output.status.success(),
         "larder memory limit: {}",
-        String::from_utf8_lossy(&set.stderr).trim()
+        String::from_utf8_lossy(&limit_output.stderr).trim()
     );
     // Lets pending work finish.
     std::thread::sleep(Duration::from_millis(500));
@@ -208,9 +208,9 @@ fn measure(larder: &Path, place: &Place, case: &Case) -> anyhow::Result<Touched>
 }
 
 /// Returns the latency in us of a random 4 KiB read of a written file, one at a time.
-fn device_us(place: &Place) -> anyhow::Result<f64> {
+fn device_us(scratch: &Place) -> anyhow::Result<f64> {
     const BYTES: u64 = MIB << 20;
-    let path = place.unused("device");
+    let path = scratch.unused("device");
     std::fs::write(&path, vec![0x5a; BYTES as usize])?;
     let file = std::fs::File::options()
         .read(true)

@@ -13,8 +13,8 @@ use larder_vm::control::memory::MemoryState;
 use super::cgroup::Cgroup;
 use super::pager::{Done, Pager};
 use super::{Arguments, MIB};
-use crate::campaign::larder_beside;
-use crate::campaign::process::{Process, mortal};
+use crate::campaign::find_larder;
+use crate::campaign::process::{Process, killed_with_parent};
 use crate::prefetch::place::Place;
 
 /// Time limit of operations.
@@ -48,28 +48,28 @@ impl Larder {
     /// Prepares a pager for the process `pid` in `cgroup`, with a swap cache or a slow store.
     pub(super) fn new(
         arguments: &Arguments,
-        place: &Place,
+        scratch: &Place,
         cgroup: Arc<Cgroup>,
         pid: u32,
         slow: bool,
     ) -> anyhow::Result<Self> {
-        let control = place.unused("control");
-        let disk = place.unused("swap");
+        let control = scratch.unused("control");
+        let disk = scratch.unused("swap");
         let mut start = vec!["memory".to_owned(), "attach".to_owned()];
         start.extend(["--pid".to_owned(), pid.to_string()]);
         start.extend(["--control".to_owned(), control.display().to_string()]);
         let mut nbd = None;
         if slow {
-            let socket = place.unused("nbd");
+            let socket = scratch.unused("nbd");
             let file = std::fs::File::create_new(&disk)?;
             file.set_len(DISK_BYTES)?;
-            let mut command = mortal("nbdkit");
+            let mut command = killed_with_parent("nbdkit");
             command.args(["--foreground", "--threads", "32", "--unix"]).arg(&socket);
             command.args(["--filter=delay", "file"]).arg(&disk).arg("cache=none");
             command.args(["rdelay", "wdelay"].map(|delay| format!("{delay}={}ms", arguments.slow_ms)));
             nbd = Some(Process::start(command)?);
-            let give_up = Instant::now() + PATIENCE;
-            while !socket.exists() && Instant::now() < give_up {
+            let deadline = Instant::now() + PATIENCE;
+            while !socket.exists() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(10));
             }
             start.extend([
@@ -81,7 +81,7 @@ impl Larder {
             start.extend(["--swap-size".to_owned(), DISK_BYTES.to_string()]);
         }
         Ok(Self {
-            program: larder_beside(arguments.larder.as_deref())?,
+            program: find_larder(arguments.larder.as_deref())?,
             cgroup,
             own: Cgroup::new("larder")?,
             control,
@@ -106,7 +106,7 @@ impl Larder {
     }
 
     fn attach(&self, budget: u64) -> anyhow::Result<()> {
-        let mut command = mortal("sh");
+        let mut command = killed_with_parent("sh");
         command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#]);
         command
             .arg(self.own.path())
@@ -137,26 +137,29 @@ impl Pager for Larder {
         // The program's unmanaged memory and Larder's own memory are known only after the attach.
         let mut budget = bytes - bytes / 50;
         self.attach(budget)?;
-        let give_up = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + PATIENCE;
         loop {
             thread::sleep(Duration::from_millis(100));
             let (used, state) = (self.used()?, self.state()?);
             if state.used <= state.budget {
                 // The memory outside the budget hardly depends on the budget.
-                let besides = used.saturating_sub(state.used);
-                budget = (bytes - bytes / OVER).saturating_sub(besides).max(32 * MIB);
+                let unmanaged = used.saturating_sub(state.used);
+                budget = (bytes - bytes / OVER).saturating_sub(unmanaged).max(32 * MIB);
                 let mut command = Command::new(&self.program);
                 command.args(["memory", "limit", "--control"]);
                 command.arg(&self.control).args(self.sizes(budget));
-                let set = command.output()?;
-                if !set.status.success() {
-                    bail!("larder memory limit: {}", String::from_utf8_lossy(&set.stderr).trim());
+                let limit_output = command.output()?;
+                if !limit_output.status.success() {
+                    bail!(
+                        "larder memory limit: {}",
+                        String::from_utf8_lossy(&limit_output.stderr).trim()
+                    );
                 }
                 if used <= bytes {
                     return Ok(());
                 }
             }
-            if Instant::now() > give_up {
+            if Instant::now() > deadline {
                 bail!("with Larder, {used} bytes are in use after {PATIENCE:?}, with a limit of {bytes}: {state:?}");
             }
         }

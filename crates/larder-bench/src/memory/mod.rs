@@ -123,7 +123,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// Returns the minimum percentage of the machine's memory for zswap's pool under this limit in bytes.
-fn pool_percent(arguments: &Arguments, limit: u64) -> anyhow::Result<u64> {
+fn zswap_pool_percent(arguments: &Arguments, limit: u64) -> anyhow::Result<u64> {
     let hundredth = (cgroup::named(Path::new("/proc/meminfo"), "MemTotal")? << 10) / 100;
     let percent = (limit as f64 * arguments.zswap_pool / hundredth as f64)
         .round()

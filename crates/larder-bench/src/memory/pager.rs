@@ -115,7 +115,7 @@ pub(super) struct Kernel {
 const PAGE: u64 = 4096;
 
 /// Time within which the kernel must reclaim the memory beyond the limit.
-const LIMIT_WITHIN: Duration = Duration::from_secs(120);
+const RECLAIM_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Divisor of the limit that gives the permitted excess: with zswap, evictions make the pool larger.
 const OVER: u64 = 200;
@@ -162,16 +162,16 @@ impl Kernel {
 impl Pager for Kernel {
     fn limit(&self, bytes: u64) -> anyhow::Result<()> {
         self.limit.store(bytes, Ordering::Relaxed);
-        let give_up = Instant::now() + LIMIT_WITHIN;
+        let deadline = Instant::now() + RECLAIM_TIMEOUT;
         loop {
             let set = self.follow(self.pool()?)?;
             let used = self.cgroup.used()? + self.pool()?;
             if set && used <= bytes + bytes / OVER {
                 return Ok(());
             }
-            if Instant::now() > give_up {
+            if Instant::now() > deadline {
                 bail!(
-                    "with the kernel's swap, {used} bytes are in use after {LIMIT_WITHIN:?}, with a limit of {bytes}"
+                    "with the kernel's swap, {used} bytes are in use after {RECLAIM_TIMEOUT:?}, with a limit of {bytes}"
                 );
             }
             thread::sleep(Duration::from_millis(1));

@@ -49,9 +49,9 @@ pub(super) fn svg(panels: &[Panel]) -> String {
     out
 }
 
-/// Returns a round step, such that about [`STEPS`] of them reach `most`.
-fn step(most: f64) -> f64 {
-    let rough = most / STEPS;
+/// Returns a round step, such that about [`STEPS`] of them reach `value_max`.
+fn step(value_max: f64) -> f64 {
+    let rough = value_max / STEPS;
     let power = 10f64.powf(rough.log10().floor());
     [1.0, 2.0, 5.0, 10.0]
         .into_iter()
@@ -69,10 +69,10 @@ impl Panel {
         let top = (most / step).ceil() * step;
         let x = |level: f64| LEFT + (level - LEVEL) / (right - LEVEL) * (WIDTH - LEFT - RIGHT);
         let y = |value: f64| HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM);
-        let text = |out: &mut String, x: f64, y: f64, anchor: &str, words: &str| {
+        let text = |out: &mut String, x: f64, y: f64, anchor: &str, label: &str| {
             let _ = writeln!(
                 out,
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{words}</text>"
+                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>"
             );
         };
         text(out, LEFT, 18.0, "start", self.title);
@@ -88,11 +88,11 @@ impl Panel {
             text(out, x(level), HEIGHT - BOTTOM + 15.0, "middle", &level.to_string());
             level += LEVEL_STEP;
         }
-        for mark in (0..=(top / step).round() as u32).map(|mark| f64::from(mark) * step) {
+        for tick in (0..=(top / step).round() as u32).map(|tick| f64::from(tick) * step) {
             if self.scale {
-                text(out, LEFT - 6.0, y(mark) + 4.0, "end", &mark.to_string());
+                text(out, LEFT - 6.0, y(tick) + 4.0, "end", &tick.to_string());
             }
-            let (from, to, at) = (x(LEVEL), x(right), y(mark));
+            let (from, to, at) = (x(LEVEL), x(right), y(tick));
             let _ = writeln!(out, "<path d=\"M{from:.1} {at:.1}H{to:.1}\" stroke=\"#ddd\"/>");
         }
         for (number, line) in self.lines.iter().enumerate() {
@@ -104,10 +104,10 @@ impl Panel {
             );
             text(out, from + 22.0, NAMES, "start", line.name);
             let at = |(level, value): &(f64, f64)| format!("{:.1},{:.1}", x(*level), y(*value));
-            let places = line.points.iter().map(at).collect::<Vec<_>>().join(" ");
+            let polyline = line.points.iter().map(at).collect::<Vec<_>>().join(" ");
             let _ = writeln!(
                 out,
-                "<polyline points=\"{places}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>"
+                "<polyline points=\"{polyline}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>"
             );
         }
     }

@@ -12,7 +12,7 @@ use crate::prefetch::place::Place;
 use crate::undo::Undo;
 
 /// Removes the directory too, which is not possible while the file is in use as swap.
-const SWAP_OFF: &str = r#"swapoff -- "$1" && rm -rf -- "$(dirname -- "$1")""#;
+const SWAP_OFF_SCRIPT: &str = r#"swapoff -- "$1" && rm -rf -- "$(dirname -- "$1")""#;
 
 /// A file that the kernel swaps to, removed when this is dropped or the process ends.
 pub(super) struct SwapFile {
@@ -22,17 +22,17 @@ pub(super) struct SwapFile {
 impl SwapFile {
     /// Creates a swap file of `size` bytes with data in each block, since blocks that were never written may have
     /// another speed.
-    pub(super) fn new(place: &Place, size: u64) -> anyhow::Result<Self> {
+    pub(super) fn new(scratch: &Place, size: u64) -> anyhow::Result<Self> {
         let swaps = fs::read_to_string("/proc/swaps").context("reading /proc/swaps")?;
         if let Some(other) = swaps.lines().nth(1) {
             bail!("this machine has another swap area, which would distort the measurement: {other}");
         }
-        let path = place.raw_image(size)?;
+        let path = scratch.raw_image(size)?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
         command("mkswap", &path)?;
         command("swapon", &path)?;
         Ok(Self {
-            _undo: Undo::new(SWAP_OFF, [&path])?,
+            _undo: Undo::new(SWAP_OFF_SCRIPT, [&path])?,
         })
     }
 }
@@ -50,13 +50,13 @@ fn command(program: &str, path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-const PARAMETERS: &str = "/sys/module/zswap/parameters";
+const ZSWAP_PARAMETERS_PATH: &str = "/sys/module/zswap/parameters";
 
 /// Swap read-ahead: the number of pages read at once, as a power of two.
-const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
+const PAGE_CLUSTER_PATH: &str = "/proc/sys/vm/page-cluster";
 
 /// Restores settings, given as pairs of a path and a value.
-const SET_BACK: &str = r#"while [ $# -gt 0 ]; do echo "$2" >"$1" || exit; shift 2; done"#;
+const RESTORE_SCRIPT: &str = r#"while [ $# -gt 0 ]; do echo "$2" >"$1" || exit; shift 2; done"#;
 
 /// zswap, enabled; settings are restored when this is dropped or the process ends.
 pub(super) struct Zswap {
@@ -71,7 +71,7 @@ impl Zswap {
         let settings = [
             (parameter("compressor"), compressor),
             (parameter("max_pool_percent"), &percent.to_string()),
-            (PathBuf::from(PAGE_CLUSTER), "0"),
+            (PathBuf::from(PAGE_CLUSTER_PATH), "0"),
             (parameter("enabled"), "Y"),
         ];
         let mut before = Vec::new();
@@ -80,7 +80,7 @@ impl Zswap {
             let value = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
             before.extend([path.clone().into_os_string(), value.trim().into()]);
         }
-        let undo = Undo::new(SET_BACK, before)?;
+        let undo = Undo::new(RESTORE_SCRIPT, before)?;
         for (path, value) in settings {
             fs::write(&path, value).with_context(|| format!("writing {value} to {}", path.display()))?;
         }
@@ -95,9 +95,9 @@ impl Zswap {
     /// Returns the first of these compressors that this kernel has.
     pub(super) fn compressor(names: &[String]) -> anyhow::Result<&str> {
         let path = parameter("compressor");
-        let now = fs::read_to_string(&path).context("this kernel has no zswap")?;
+        let previous = fs::read_to_string(&path).context("this kernel has no zswap")?;
         let found = names.iter().find(|name| fs::write(&path, name).is_ok());
-        fs::write(&path, now.trim())?;
+        fs::write(&path, previous.trim())?;
         let found =
             found.with_context(|| format!("this kernel's zswap has none of the compressors {}", names.join(", ")))?;
         Ok(found)
@@ -105,5 +105,5 @@ impl Zswap {
 }
 
 fn parameter(name: &str) -> PathBuf {
-    Path::new(PARAMETERS).join(name)
+    Path::new(ZSWAP_PARAMETERS_PATH).join(name)
 }

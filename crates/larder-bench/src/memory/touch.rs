@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use clap::Args;
-use larder_memory::userfaultfd::{Filled, Message, NEEDED_ALL, Range, RawMessage, Userfaultfd};
+use larder_memory::userfaultfd::{
+    AddressRange, FillResult, REQUIRED_FEATURE_BITS, RawUffdMessage, UffdMessage, Userfaultfd,
+};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -40,13 +42,13 @@ impl Memory {
     pub(super) fn new(name: &str, pages: usize) -> anyhow::Result<Self> {
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, (pages * PAGE) as u64)?;
-        let how = ProtFlags::READ | ProtFlags::WRITE;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address that the kernel chooses.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
                 pages * PAGE,
-                how,
+                protection,
                 MapFlags::SHARED,
                 file.as_fd(),
                 0,
@@ -71,7 +73,7 @@ impl Memory {
 
     /// Writes a page as in a VM: of eight pages two are nearly all zeros, four compress to about a third, and two are
     /// incompressible.
-    pub(super) fn write_as_vm(&self, page: usize, random: &mut Random) {
+    pub(super) fn write_vm_like_page(&self, page: usize, random: &mut Random) {
         self.write_words(page, random, [WORDS, WORDS, 3, 3, 3, 3, 1, 1][page / 64 % 8]);
     }
 
@@ -97,7 +99,7 @@ impl Memory {
     }
 
     /// Reads a page's first word, after writing to the page if `write` is set. Returns the word and the latency.
-    pub(super) fn touch_to(&self, page: usize, write: bool) -> (u64, Duration) {
+    pub(super) fn access_page(&self, page: usize, write: bool) -> (u64, Duration) {
         let started = Instant::now();
         // SAFETY: the addresses lie within the mapping.
         unsafe {
@@ -111,11 +113,11 @@ impl Memory {
 
     /// Returns the pages that are not in memory (mincore(2)).
     fn missing(&self) -> anyhow::Result<Vec<usize>> {
-        let mut there = vec![0_u8; self.pages];
+        let mut resident = vec![0_u8; self.pages];
         // SAFETY: the mapping, and a byte for each of its pages.
-        let looked = unsafe { libc::mincore(self.base.cast(), self.pages * PAGE, there.as_mut_ptr()) };
-        ensure!(looked == 0, "mincore: {}", std::io::Error::last_os_error());
-        Ok((0..self.pages).filter(|page| there[*page] & 1 == 0).collect())
+        let result = unsafe { libc::mincore(self.base.cast(), self.pages * PAGE, resident.as_mut_ptr()) };
+        ensure!(result == 0, "mincore: {}", std::io::Error::last_os_error());
+        Ok((0..self.pages).filter(|page| resident[*page] & 1 == 0).collect())
     }
 }
 
@@ -126,21 +128,21 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     println!("\nready {}", std::process::id());
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let (what, count) = line
+        let (pattern, count) = line
             .split_once(' ')
             .context("a command is a pattern and a number of pages")?;
         let count: usize = count.parse()?;
-        let (mut times, took) = match what {
+        let (mut times, elapsed) = match pattern {
             "floor" => floor(count, &mut random)?,
             "random" | "sequential" => {
                 let mut missing = memory.missing()?;
-                if what == "random" {
+                if pattern == "random" {
                     shuffle(&mut missing, &mut random);
                 }
                 missing.truncate(count);
-                touch_all(&memory, &missing)?
+                read_pages(&memory, &missing)?
             }
-            _ => bail!("unknown pattern '{what}': floor, random or sequential"),
+            _ => bail!("unknown pattern '{pattern}': floor, random or sequential"),
         };
         times.sort_unstable();
         let at = |share: usize| times.get(times.len() * share / 100).map_or(0, Duration::as_nanos);
@@ -149,7 +151,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
             times.len(),
             at(50),
             at(99),
-            took.as_micros()
+            elapsed.as_micros()
         );
         std::io::stdout().flush()?;
     }
@@ -162,13 +164,13 @@ fn shuffle(pages: &mut [usize], random: &mut Random) {
     }
 }
 
-fn touch_all(memory: &Memory, pages: &[usize]) -> anyhow::Result<(Vec<Duration>, Duration)> {
+fn read_pages(memory: &Memory, pages: &[usize]) -> anyhow::Result<(Vec<Duration>, Duration)> {
     let mut times = Vec::with_capacity(pages.len());
     let started = Instant::now();
     for page in pages {
-        let (word, took) = memory.touch(*page);
+        let (word, elapsed) = memory.touch(*page);
         ensure!(word == *page as u64, "page {page} has wrong content");
-        times.push(took);
+        times.push(elapsed);
     }
     Ok((times, started.elapsed()))
 }
@@ -182,28 +184,28 @@ fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Du
     ensure!(descriptor >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
     // SAFETY: a new descriptor, which nothing else owns.
     let userfaultfd = Userfaultfd::new(unsafe { OwnedFd::from_raw_fd(descriptor as i32) });
-    userfaultfd.enable(NEEDED_ALL)?;
-    userfaultfd.register(Range {
+    userfaultfd.enable(REQUIRED_FEATURE_BITS)?;
+    userfaultfd.register(AddressRange {
         start: memory.base as u64,
         len: (count * PAGE) as u64,
     })?;
     let stop = Arc::new(AtomicBool::new(false));
     let base = memory.base as u64;
-    let answerer = std::thread::spawn({
+    let fault_thread = std::thread::spawn({
         let stop = Arc::clone(&stop);
         move || -> std::io::Result<()> {
             let mut page = vec![0_u64; WORDS];
-            let mut messages = [RawMessage::default(); 8];
+            let mut messages = [RawUffdMessage::default(); 8];
             while !stop.load(Ordering::Relaxed) {
                 let read = userfaultfd.receive(&mut messages)?;
                 for message in &mut messages[..read] {
-                    if let Some(Message::Fault { address, .. }) = message.decode() {
+                    if let Some(UffdMessage::Fault { address, .. }) = message.decode() {
                         page[0] = (address - base) / PAGE as u64;
                         // SAFETY: the bytes of an array of words.
                         let bytes = unsafe { std::slice::from_raw_parts(page.as_ptr().cast(), PAGE) };
-                        while userfaultfd.copy(address, bytes, false).1 == Filled::Changing {}
+                        while userfaultfd.copy(address, bytes, false).1 == FillResult::MappingChanged {}
                     }
-                    *message = RawMessage::default();
+                    *message = RawUffdMessage::default();
                 }
             }
             Ok(())
@@ -211,9 +213,9 @@ fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Du
     });
     let mut pages: Vec<usize> = (0..count).collect();
     shuffle(&mut pages, random);
-    let touched = touch_all(&memory, &pages);
+    let touched = read_pages(&memory, &pages);
     stop.store(true, Ordering::Relaxed);
-    match answerer.join() {
+    match fault_thread.join() {
         Ok(answered) => answered?,
         Err(_) => bail!("the thread that serves the faults panicked"),
     }

@@ -17,8 +17,8 @@ use super::pager::{Done, Kernel, Nobody, Pager, Variant};
 use super::plot::{self, Line, Panel};
 use super::swap::{SwapFile, Zswap};
 use super::working_set;
-use super::workload::{Kit, Pass, Resident, Workload};
-use super::{Arguments, MIB, pool_percent};
+use super::workload::{Kit, QueryPass, Resident, Workload};
+use super::{Arguments, MIB, zswap_pool_percent};
 use crate::figures::median;
 use crate::prefetch::place::Place;
 
@@ -66,8 +66,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     experiment.print(&rows, working_set)?;
     measured?;
     if let Some(path) = &arguments.plot {
-        if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder)?;
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)?;
         }
         fs::write(path, plot::svg(&panels(&rows))).with_context(|| format!("writing {}", path.display()))?;
     }
@@ -104,21 +104,21 @@ struct Run {
     /// Seconds of a pass before there was a limit.
     unlimited: f64,
     /// Passes under the limit, the cold one first. There are fewer if the OOM killer has killed the program.
-    passes: Vec<Pass>,
+    passes: Vec<QueryPass>,
 }
 
 impl Run {
-    fn cold(&self) -> Option<&Pass> {
+    fn cold(&self) -> Option<&QueryPass> {
         self.passes.first()
     }
 
-    fn warm(&self) -> &[Pass] {
+    fn warm(&self) -> &[QueryPass] {
         self.passes.get(1..).unwrap_or_default()
     }
 }
 
 /// Memory use of the program without a limit.
-struct Unlimited {
+struct UnlimitedMemory {
     peak: u64,
     loading: u64,
     /// Peak of a late pass, when nothing is left of earlier ones.
@@ -143,21 +143,21 @@ impl<'a> Experiment<'a> {
     }
 
     /// Runs a pass, which must have the same results as the others.
-    fn pass(&mut self, workload: &mut Workload, pager: &dyn Pager, what: &str) -> anyhow::Result<Pass> {
+    fn pass(&mut self, workload: &mut Workload, pager: &dyn Pager, label: &str) -> anyhow::Result<QueryPass> {
         let pass = workload.pass(pager)?;
-        eprintln!("{what}: {pass}");
+        eprintln!("{label}: {pass}");
         let digest = self.digest.get_or_insert_with(|| pass.digest.clone());
         if *digest != pass.digest {
-            bail!("{what}: the queries' results differ from those of the first pass");
+            bail!("{label}: the queries' results differ from those of the first pass");
         }
         Ok(pass)
     }
 
-    fn unlimited(&mut self) -> anyhow::Result<Unlimited> {
+    fn unlimited(&mut self) -> anyhow::Result<UnlimitedMemory> {
         let cgroup = Arc::new(Cgroup::new("unlimited")?);
         let mut workload = self.kit.start(&cgroup)?;
         let loading = cgroup.used_most()?;
-        cgroup.forget_most()?;
+        cgroup.reset_used_max()?;
         let pager = Nobody {
             cgroup: Arc::clone(&cgroup),
         };
@@ -166,10 +166,10 @@ impl<'a> Experiment<'a> {
         }
         // The allocator keeps freed memory for some seconds, also after loading: the first passes have the peak.
         let (peak, resident) = (cgroup.used_most()?, workload.resident()?);
-        workload.forget_touched()?;
+        workload.clear_referenced()?;
         let last = self.pass(&mut workload, &pager, "unlimited")?.used_most;
         let touched = workload.touched()?;
-        Ok(Unlimited {
+        Ok(UnlimitedMemory {
             peak,
             loading,
             last,
@@ -213,7 +213,7 @@ impl<'a> Experiment<'a> {
             (Variant::Zswap, Some(level)) => {
                 let zswap = Zswap::on(
                     self.compressor.unwrap_or_default(),
-                    pool_percent(self.arguments, level.limit)?,
+                    zswap_pool_percent(self.arguments, level.limit)?,
                 )?;
                 Box::new(Kernel::new(Arc::clone(&cgroup), Some(zswap)))
             }
@@ -248,12 +248,12 @@ impl<'a> Experiment<'a> {
     }
 
     fn print(&self, rows: &[Row], working_set: Option<u64>) -> anyhow::Result<()> {
-        let word = |path: &str| fs::read_to_string(Path::new(path)).map(|text| text.trim().to_owned());
+        let read_setting = |path: &str| fs::read_to_string(Path::new(path)).map(|text| text.trim().to_owned());
         println!(
             "\nLinux {}, page-cluster {}, swappiness {}{}; {} under each limit, medians of {}.\n",
-            word("/proc/sys/kernel/osrelease")?,
-            word("/proc/sys/vm/page-cluster")?,
-            word("/sys/fs/cgroup/memory/memory.swappiness")?,
+            read_setting("/proc/sys/kernel/osrelease")?,
+            read_setting("/proc/sys/vm/page-cluster")?,
+            read_setting("/sys/fs/cgroup/memory/memory.swappiness")?,
             self.compressor
                 .map_or(String::new(), |name| format!(", zswap with {name} and page-cluster 0")),
             match self.arguments.passes - 1 {
@@ -295,17 +295,17 @@ impl Row {
     }
 
     /// Median over the cold passes; NaN if none was completed.
-    fn cold(&self, figure: impl Fn(&Pass) -> f64) -> f64 {
-        median(&self.runs.iter().filter_map(Run::cold).map(figure).collect::<Vec<_>>())
+    fn cold(&self, value: impl Fn(&QueryPass) -> f64) -> f64 {
+        median(&self.runs.iter().filter_map(Run::cold).map(value).collect::<Vec<_>>())
     }
 
-    fn warm(&self, figure: impl Fn(&Pass) -> f64) -> f64 {
+    fn warm(&self, figure: impl Fn(&QueryPass) -> f64) -> f64 {
         let of_run = |run: &Run| median(&run.warm().iter().map(&figure).collect::<Vec<_>>());
         median(&self.runs.iter().map(of_run).collect::<Vec<_>>())
     }
 
     /// Median over the runs of a pass's time divided by that without a limit.
-    fn slower(&self, seconds: impl Fn(&Run) -> f64) -> f64 {
+    fn slowdown(&self, seconds: impl Fn(&Run) -> f64) -> f64 {
         median(
             &self
                 .runs
@@ -315,12 +315,12 @@ impl Row {
         )
     }
 
-    fn cold_slower(&self) -> f64 {
-        self.slower(|run| run.cold().map_or(f64::NAN, |pass| pass.seconds))
+    fn cold_slowdown(&self) -> f64 {
+        self.slowdown(|run| run.cold().map_or(f64::NAN, |pass| pass.seconds))
     }
 
-    fn warm_slower(&self) -> f64 {
-        self.slower(|run| median(&run.warm().iter().map(|pass| pass.seconds).collect::<Vec<_>>()))
+    fn warm_slowdown(&self) -> f64 {
+        self.slowdown(|run| median(&run.warm().iter().map(|pass| pass.seconds).collect::<Vec<_>>()))
     }
 
     fn print(&self, working_set: Option<u64>, passes: u32) {
@@ -332,7 +332,7 @@ impl Row {
             }
             None => "| |".to_owned(),
         };
-        let or_killed = |figure: f64| match figure.is_nan() {
+        let format_or_killed = |figure: f64| match figure.is_nan() {
             true => "killed".to_owned(),
             false => format!("{figure:.2}"),
         };
@@ -342,33 +342,33 @@ impl Row {
             let killed = (run.passes.len() < passes as usize).then(|| "killed".to_owned());
             ended.chain(killed).collect::<Vec<_>>().join(", ")
         });
-        let both = |figure: fn(&Done) -> u64| {
-            let mib = |pass: &Pass| figure(&pass.done) as f64 / MIB as f64;
+        let cold_and_warm = |figure: fn(&Done) -> u64| {
+            let mib = |pass: &QueryPass| figure(&pass.done) as f64 / MIB as f64;
             format!("{:.0}, {:.0}", self.cold(mib), self.warm(mib))
         };
-        let faults = |pass: &Pass| pass.done.faults as f64;
+        let faults = |pass: &QueryPass| pass.done.faults as f64;
         let all = || self.runs.iter().flat_map(|run| &run.passes);
         println!(
             "| {level} | {} | {:.2} | {} | {} ({}) | {} | {} | {:.0}, {} | {:.0} | {:.0} | {} | {} | {} |",
             self.variant.name(),
             median(&self.runs.iter().map(|run| run.unlimited).collect::<Vec<_>>()),
-            or_killed(self.cold(|pass| pass.seconds)),
-            or_killed(self.warm(|pass| pass.seconds)),
+            format_or_killed(self.cold(|pass| pass.seconds)),
+            format_or_killed(self.warm(|pass| pass.seconds)),
             each.collect::<Vec<_>>().join("; "),
-            or_killed(self.cold_slower()),
-            or_killed(self.warm_slower()),
+            format_or_killed(self.cold_slowdown()),
+            format_or_killed(self.warm_slowdown()),
             self.warm(|pass| pass.used_mean as f64 / MIB as f64),
             all().map(|pass| pass.used_most).max().unwrap_or(0) / MIB,
             self.cold(faults),
             self.warm(faults),
-            both(|done| done.read),
-            both(|done| done.written),
-            both(|done| done.unpacked),
+            cold_and_warm(|done| done.read),
+            cold_and_warm(|done| done.written),
+            cold_and_warm(|done| done.unpacked),
         );
     }
 }
 
-impl Unlimited {
+impl UnlimitedMemory {
     fn print(&self, working_set: Option<u64>) {
         let mib = |bytes: u64| bytes as f64 / MIB as f64;
         println!(
@@ -410,12 +410,12 @@ fn panels(rows: &[Row]) -> [Panel; 3] {
     [
         Panel {
             title: "Cold pass, time relative to no limit",
-            lines: lines(Row::cold_slower),
+            lines: lines(Row::cold_slowdown),
             scale: true,
         },
         Panel {
             title: "Warm pass, time relative to no limit",
-            lines: lines(Row::warm_slower),
+            lines: lines(Row::warm_slowdown),
             scale: true,
         },
         published(),

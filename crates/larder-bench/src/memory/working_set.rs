@@ -13,9 +13,9 @@ const READ: u64 = 100;
 
 /// Returns the lowest limit, to 1/32 of `peak`, under which the second of two passes reads next to nothing back.
 pub(super) fn measure(workload: &mut Workload, pager: &dyn Pager, peak: u64) -> anyhow::Result<u64> {
-    let (mut too_little, mut enough) = (LEAST, PARTS);
-    while enough - too_little > 1 {
-        let parts = (too_little + enough) / 2;
+    let (mut too_small, mut enough) = (LEAST, PARTS);
+    while enough - too_small > 1 {
+        let parts = (too_small + enough) / 2;
         let limit = peak / PARTS * parts;
         pager.limit(limit)?;
         workload.pass(pager)?;
@@ -28,7 +28,7 @@ pub(super) fn measure(workload: &mut Workload, pager: &dyn Pager, peak: u64) -> 
         );
         match pass.done.read <= peak / READ {
             true => enough = parts,
-            false => too_little = parts,
+            false => too_small = parts,
         }
     }
     Ok(peak / PARTS * enough)

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use serde_json::Value;
 
 use super::MIB;
@@ -19,7 +19,7 @@ use super::pager::{Done, Pager};
 const SCRIPT: &str = include_str!("tpch.py");
 
 /// Directory that keeps tables from one run to the next.
-const TABLES: &str = "target/testbed";
+const TABLES_DIRECTORY: &str = "target/testbed";
 
 /// Time limit for loading, or for a pass.
 const PATIENCE: Duration = Duration::from_secs(3600);
@@ -51,7 +51,7 @@ impl Kit {
             bail!("{} is missing: run this in the project's directory", wheels.display());
         }
         let python = Path::new(&told(Command::new(wheels).arg("duckdb"))?).join("python");
-        let tables = std::path::absolute(Path::new(TABLES).join(format!("tpch-{scale}.duckdb")))?;
+        let tables = std::path::absolute(Path::new(TABLES_DIRECTORY).join(format!("tpch-{scale}.duckdb")))?;
         if !tables.exists() {
             let mut generate = Command::new(&python);
             generate.args(["-c", SCRIPT, "generate"]).arg(&tables);
@@ -75,7 +75,7 @@ impl Kit {
     pub(super) fn start(&self, cgroup: &Cgroup) -> anyhow::Result<Workload> {
         // Page cache is charged to the first reader: this charges programs and libraries outside the group.
         told(Command::new(&self.python).args(["-c", "import duckdb"]))?;
-        let mut command = mortal("sh");
+        let mut command = killed_with_parent("sh");
         command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec env "$@""#]);
         command
             .arg(cgroup.path())
@@ -108,7 +108,7 @@ pub(super) struct Workload {
 
 /// A pass over the queries.
 #[derive(Clone, Debug)]
-pub(super) struct Pass {
+pub(super) struct QueryPass {
     pub(super) seconds: f64,
     /// Digest of the results of all queries.
     pub(super) digest: String,
@@ -119,7 +119,7 @@ pub(super) struct Pass {
     pub(super) used_most: u64,
 }
 
-impl fmt::Display for Pass {
+impl fmt::Display for QueryPass {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Done {
             faults,
@@ -157,21 +157,21 @@ impl Workload {
     }
 
     /// Runs the queries once, while `pager` manages the memory.
-    pub(super) fn pass(&mut self, pager: &dyn Pager) -> anyhow::Result<Pass> {
+    pub(super) fn pass(&mut self, pager: &dyn Pager) -> anyhow::Result<QueryPass> {
         let before = pager.done()?;
-        let over = AtomicBool::new(false);
+        let stop = AtomicBool::new(false);
         let (answer, used) = thread::scope(|scope| {
-            let looking = scope.spawn(|| {
+            let sampler = scope.spawn(|| {
                 let mut used = Vec::new();
-                while !over.load(Ordering::Relaxed) {
+                while !stop.load(Ordering::Relaxed) {
                     used.push(pager.used()?);
                     thread::sleep(LOOK_EVERY);
                 }
                 anyhow::Ok(used)
             });
             let answer = self.answer();
-            over.store(true, Ordering::Relaxed);
-            (answer, looking.join())
+            stop.store(true, Ordering::Relaxed);
+            (answer, sampler.join())
         });
         let done = pager.done()?.since(before);
         let answer = answer?;
@@ -182,7 +182,7 @@ impl Workload {
         let queries = answer["queries"].as_array();
         let queries = queries.with_context(|| format!("no query times in the reply: {answer}"))?;
         let digest = answer["digest"].as_str();
-        Ok(Pass {
+        Ok(QueryPass {
             seconds: queries.iter().filter_map(Value::as_f64).sum(),
             digest: digest
                 .with_context(|| format!("no digest in the reply: {answer}"))?
@@ -200,13 +200,13 @@ impl Workload {
         serde_json::from_str(&line).with_context(|| format!("parsing the reply {line}"))
     }
 
-    fn proc(&self, name: &str) -> PathBuf {
+    fn proc_path(&self, name: &str) -> PathBuf {
         Path::new("/proc").join(self.process.id().to_string()).join(name)
     }
 
     /// Returns the resident memory.
     pub(super) fn resident(&self) -> anyhow::Result<Resident> {
-        let status = self.proc("status");
+        let status = self.proc_path("status");
         Ok(Resident {
             all: named(&status, "VmRSS")? << 10,
             inside: named(&status, "RssShmem")? << 10,
@@ -214,13 +214,13 @@ impl Workload {
     }
 
     /// Resets the record of accessed memory.
-    pub(super) fn forget_touched(&self) -> anyhow::Result<()> {
-        Ok(fs::write(self.proc("clear_refs"), "1")?)
+    pub(super) fn clear_referenced(&self) -> anyhow::Result<()> {
+        Ok(fs::write(self.proc_path("clear_refs"), "1")?)
     }
 
     /// Returns the resident bytes that were accessed since the record was reset.
     pub(super) fn touched(&self) -> anyhow::Result<u64> {
-        let maps = fs::read_to_string(self.proc("smaps"))?;
+        let maps = fs::read_to_string(self.proc_path("smaps"))?;
         let kib = maps.lines().filter_map(|line| {
             let rest = line.strip_prefix("Referenced:")?;
             rest.split_whitespace().next()?.parse::<u64>().ok()

@@ -26,9 +26,9 @@ pub(crate) fn of_process(id: u32) -> anyhow::Result<f64> {
 }
 
 /// Threads of a QEMU that are its guest's vCPUs.
-pub(super) struct Processors(Vec<u64>);
+pub(super) struct VcpuThreads(Vec<u64>);
 
-impl Processors {
+impl VcpuThreads {
     pub(super) fn of(vm: &mut Vm) -> anyhow::Result<Self> {
         let list = vm.ask("query-cpus-fast", &json!({}))?;
         let threads = list.as_array().context("query-cpus-fast returned no list")?;

@@ -8,14 +8,14 @@ use larder_bench::campaign::migration::vm::{Machine, Vm, counted};
 use serde_json::{Value, json};
 
 use super::Bench;
-use super::cpu::Processors;
+use super::cpu::VcpuThreads;
 use super::link::Side;
 use super::method::Method;
 use super::moving::{Carrier, Outcome};
 use crate::undo::Undo;
 
 /// Console lines to wait for after a move, before the next one.
-const SETTLED_TICKS: usize = 10;
+const WARMUP_TICKS: usize = 10;
 
 /// Measurements of a move.
 #[derive(Clone, Debug)]
@@ -77,9 +77,9 @@ impl<'a> Guest<'a> {
     }
 
     /// Returns the rate at which the guest changes memory without a move, in 10^6 bytes per second. A busy host makes
-    /// the guest slow for a moment, so the measurement is repeated until it reaches `enough`, and the best one
+    /// the guest slow for a moment, so the measurement is repeated until it reaches `rate_enough`, and the best one
     /// counts.
-    pub(super) fn alone(&self, enough: f64) -> anyhow::Result<f64> {
+    pub(super) fn alone(&self, rate_enough: f64) -> anyhow::Result<f64> {
         const TICKS: usize = 15;
         const TIMES: usize = 4;
         let mut best = 0.0_f64;
@@ -87,7 +87,7 @@ impl<'a> Guest<'a> {
             let before = self.vm.console().len();
             self.vm.wait_for_console("TICK", TICKS)?;
             best = best.max(rate(&self.vm.console()[before..]));
-            if best >= enough {
+            if best >= rate_enough {
                 break;
             }
         }
@@ -98,45 +98,44 @@ impl<'a> Guest<'a> {
     pub(super) fn moves(&mut self, method: Method) -> anyhow::Result<Move> {
         let bench = self.bench;
         let (from, to) = (self.side, self.side.other());
-        let mut destination = self.machine.incoming_by(&bench.link.enter(to))?;
+        let mut destination = self.machine.start_incoming_with_prefix(&bench.link.enter(to))?;
         method.prepare(&mut self.vm, bench.arguments)?;
         method.prepare(&mut destination, bench.arguments)?;
         let carrier = Carrier::ready(bench, method, &mut destination, to)?;
 
-        let processors = [Processors::of(&mut self.vm)?, Processors::of(&mut destination)?];
-        let qemus_cpu = |vms: [&Vm; 2]| -> anyhow::Result<[f64; 2]> {
-            Ok([processors[0].others(vms[0])?, processors[1].others(vms[1])?])
-        };
+        let vcpus = [VcpuThreads::of(&mut self.vm)?, VcpuThreads::of(&mut destination)?];
+        let qemus_cpu =
+            |vms: [&Vm; 2]| -> anyhow::Result<[f64; 2]> { Ok([vcpus[0].others(vms[0])?, vcpus[1].others(vms[1])?]) };
         let source_id = self.vm.process.id();
         self.vm.monitor().take_events();
         let console = self.vm.console().len();
         let link_before = bench.link.carried(source_id)?;
         let cpu_before = qemus_cpu([&self.vm, &destination])?;
-        let begun = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
-        let carried = carrier.carry(bench, &mut self.vm, from)?;
+        let started = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
+        let run = carrier.carry(bench, &mut self.vm, from)?;
         let ended = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
         let cpu_after = qemus_cpu([&self.vm, &destination])?;
         let link_after = bench.link.carried(source_id)?;
 
-        let is_there = carried.outcome.is_there();
-        let runs = if is_there { &mut destination } else { &mut self.vm };
-        wait_until_it_runs(runs)?;
-        let (mut total_s, mut downtime_ms) = (ended - begun, None);
-        if is_there {
+        let at_destination = run.outcome.is_there();
+        let active_vm = if at_destination { &mut destination } else { &mut self.vm };
+        wait_running(active_vm)?;
+        let (mut total_s, mut downtime_ms) = (ended - started, None);
+        if at_destination {
             let stopped = last_event(&mut self.vm, "STOP")?;
             let resumed = last_event(&mut destination, "RESUME")?;
-            total_s = resumed - begun;
+            total_s = resumed - started;
             downtime_ms = Some((resumed - stopped) * 1e3);
         }
         let number = |of: &Value| of.as_u64().unwrap_or(0);
-        let (ram, cache) = (&carried.info["ram"], &carried.info["xbzrle-cache"]);
+        let (ram, cache) = (&run.info["ram"], &run.info["xbzrle-cache"]);
         // A page whose XBZRLE delta overflows is sent, and counted, as a normal one.
         let xbzrle = number(&cache["pages"]).saturating_sub(number(&cache["overflow"]));
         let pages = number(&ram["normal"]) + xbzrle.saturating_sub(self.xbzrle_pages);
         self.xbzrle_pages = self.xbzrle_pages.max(xbzrle);
-        let cpu_s = |side: usize| cpu_after[side] - cpu_before[side] + carried.larder_cpu_s[side];
-        let figures = Move {
-            outcome: carried.outcome,
+        let cpu_s = |side: usize| cpu_after[side] - cpu_before[side] + run.larder_cpu_s[side];
+        let result = Move {
+            outcome: run.outcome,
             kept: rate(&self.vm.console()[console..]),
             total_s,
             downtime_ms,
@@ -147,7 +146,7 @@ impl<'a> Guest<'a> {
             back_bytes: link_after[1] - link_before[1],
             cpu_s: [cpu_s(0), cpu_s(1)],
         };
-        if is_there {
+        if at_destination {
             self.consoles.push(self.vm.console());
             self.vm = destination;
             self.side = to;
@@ -158,9 +157,9 @@ impl<'a> Guest<'a> {
         self.moved_by.push(method.name());
         // Before the next move the guest must reach its former speed: an emulator translates its code anew.
         self.vm
-            .wait_for_console("TICK", SETTLED_TICKS)
+            .wait_for_console("TICK", WARMUP_TICKS)
             .with_context(|| self.history())?;
-        Ok(figures)
+        Ok(result)
     }
 
     /// Checks that all of the guest's memory is right, and that it has counted without a gap wherever it ran.
@@ -177,13 +176,13 @@ impl<'a> Guest<'a> {
         // The first round is in progress.
         const ROUNDS: usize = 2;
         let round_s = (self.bench.arguments.size << 20).div_ceil(self.rate.max(1) * 1_000_000);
-        let give_up = Instant::now() + LIMIT + 4 * ROUNDS as u32 * Duration::from_secs(round_s);
+        let deadline = Instant::now() + LIMIT + 4 * ROUNDS as u32 * Duration::from_secs(round_s);
         let rounds = || self.vm.console().matches("ROUND").count();
         let goal = rounds() + ROUNDS;
         while rounds() < goal {
             self.vm.wait_for_console("TICK", 1)?;
             ensure!(
-                Instant::now() < give_up,
+                Instant::now() < deadline,
                 "the guest makes no progress at {} MB/s",
                 self.rate
             );
@@ -199,26 +198,26 @@ impl<'a> Guest<'a> {
 
 /// Returns the mean of the rates in whole lines of a console: the last line may be cut off where the guest left.
 fn rate(console: &str) -> f64 {
-    let whole = console.rfind('\n').map_or("", |end| &console[..end]);
-    let rates: Vec<f64> = whole
+    let complete_lines = console.rfind('\n').map_or("", |end| &console[..end]);
+    let rates: Vec<f64> = complete_lines
         .lines()
         .filter_map(|line| {
-            let mut words = line.split_whitespace();
-            let is_tick = words.next() == Some("TICK") && words.next().is_some();
-            words.next().filter(|_| is_tick)?.parse().ok()
+            let mut fields = line.split_whitespace();
+            let is_tick = fields.next() == Some("TICK") && fields.next().is_some();
+            fields.next().filter(|_| is_tick)?.parse().ok()
         })
         .collect();
     rates.iter().sum::<f64>() / rates.len() as f64
 }
 
-fn wait_until_it_runs(vm: &mut Vm) -> anyhow::Result<()> {
-    let give_up = Instant::now() + LIMIT;
+fn wait_running(vm: &mut Vm) -> anyhow::Result<()> {
+    let deadline = Instant::now() + LIMIT;
     loop {
         let state = vm.run_state()?;
         if state == "running" {
             return Ok(());
         }
-        ensure!(Instant::now() < give_up, "the guest is {state}");
+        ensure!(Instant::now() < deadline, "the guest is {state}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -66,7 +66,7 @@ impl Side {
 }
 
 /// Name of the device in each namespace.
-const DEVICE: &str = "larder0";
+const DEVICE_NAME: &str = "larder0";
 /// Removes the names; a namespace itself lasts until its processes have ended.
 const REMOVE: &str = r#"for name; do [ ! -e "/run/netns/$name" ] || ip netns del "$name" || exit; done"#;
 
@@ -85,18 +85,18 @@ impl Link {
         );
         let process = std::process::id();
         let name = |end: &str| format!("larder-bench-{process}-{end}");
-        let both = match speed {
+        let namespaces = match speed {
             Speed::Limited(_) => vec![name("a"), name("b")],
             Speed::Loopback => vec![name("a")],
         };
         let this = Self {
             speed,
-            namespaces: [both[0].clone(), both[both.len() - 1].clone()],
-            _undo: Undo::new(REMOVE, &both)?,
+            namespaces: [namespaces[0].clone(), namespaces[namespaces.len() - 1].clone()],
+            _undo: Undo::new(REMOVE, &namespaces)?,
         };
-        for namespace in &both {
-            do_it(&format!("ip netns add {namespace}"))?;
-            do_it(&format!("ip -n {namespace} link set lo up"))?;
+        for namespace in &namespaces {
+            run_command(&format!("ip netns add {namespace}"))?;
+            run_command(&format!("ip -n {namespace} link set lo up"))?;
         }
         if let Speed::Limited(mbit) = speed {
             this.join(mbit)?;
@@ -106,16 +106,16 @@ impl Link {
 
     fn join(&self, mbit: u32) -> anyhow::Result<()> {
         let [a, b] = &self.namespaces;
-        do_it(&format!(
-            "ip link add {DEVICE} netns {a} type veth peer name {DEVICE} netns {b}"
+        run_command(&format!(
+            "ip link add {DEVICE_NAME} netns {a} type veth peer name {DEVICE_NAME} netns {b}"
         ))?;
         for side in [Side::A, Side::B] {
             let (namespace, address) = (self.namespace(side), self.address(side));
-            do_it(&format!("ip -n {namespace} addr add {address}/24 dev {DEVICE}"))?;
-            do_it(&format!("ip -n {namespace} link set {DEVICE} up"))?;
+            run_command(&format!("ip -n {namespace} addr add {address}/24 dev {DEVICE_NAME}"))?;
+            run_command(&format!("ip -n {namespace} link set {DEVICE_NAME} up"))?;
             // The device sends packets of 64 KiB, several of which must fit into the burst.
-            do_it(&format!(
-                "tc -n {namespace} qdisc add dev {DEVICE} root tbf rate {mbit}mbit burst 256kb latency 20ms"
+            run_command(&format!(
+                "tc -n {namespace} qdisc add dev {DEVICE_NAME} root tbf rate {mbit}mbit burst 256kb latency 20ms"
             ))?;
         }
         Ok(())
@@ -140,10 +140,10 @@ impl Link {
 
     /// Returns the bytes sent from, and received at, the host of this process; over loopback all count as sent.
     pub(super) fn carried(&self, process: u32) -> anyhow::Result<[u64; 2]> {
-        const IN: usize = 0;
-        const OUT: usize = 8;
+        const RECEIVED_FIELD: usize = 0;
+        const SENT_FIELD: usize = 8;
         let device = match self.speed {
-            Speed::Limited(_) => DEVICE,
+            Speed::Limited(_) => DEVICE_NAME,
             Speed::Loopback => "lo",
         };
         let path = format!("/proc/{process}/net/dev");
@@ -151,28 +151,28 @@ impl Link {
         let line = text
             .lines()
             .find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
-        let figures: Vec<u64> = line
+        let counters: Vec<u64> = line
             .with_context(|| format!("{path} has no {device}"))?
             .split_whitespace()
             .map(str::parse)
             .collect::<Result<_, _>>()?;
-        ensure!(figures.len() > OUT, "{path} has an unknown format: {text}");
-        let back = match self.speed {
-            Speed::Limited(_) => figures[IN],
+        ensure!(counters.len() > SENT_FIELD, "{path} has an unknown format: {text}");
+        let received = match self.speed {
+            Speed::Limited(_) => counters[RECEIVED_FIELD],
             Speed::Loopback => 0,
         };
-        Ok([figures[OUT], back])
+        Ok([counters[SENT_FIELD], received])
     }
 }
 
-fn do_it(line: &str) -> anyhow::Result<()> {
-    let mut words = line.split(' ');
-    let program = words.next().unwrap_or_default();
+fn run_command(line: &str) -> anyhow::Result<()> {
+    let mut arguments = line.split(' ');
+    let program = arguments.next().unwrap_or_default();
     let output = Command::new(program)
-        .args(words)
+        .args(arguments)
         .output()
         .with_context(|| format!("running {program}"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{line}: {}", said.trim());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{line}: {}", stderr.trim());
     Ok(())
 }

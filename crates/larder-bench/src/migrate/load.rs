@@ -18,7 +18,7 @@ pub(super) enum Load {
 /// Programs that [`Load::Memcached`] runs in the guest. `memcached-load` has the options and the output of
 /// `guest-load`, and is a client of the local memcached: of 10 requests 9 set and 1 gets, with random values of 2
 /// KiB. Its rate counts the values.
-const MEMCACHED: [&str; 2] = ["memcached", "memcached-load"];
+const MEMCACHED_PROGRAMS: [&str; 2] = ["memcached", "memcached-load"];
 
 impl Load {
     /// Loads with published results, and random pages, at rates that an emulated memcached does not reach.
@@ -40,12 +40,12 @@ impl Load {
             return Ok(());
         }
         let image = test_bed("guest.cpio.gz")?;
-        let listed = Command::new("sh")
+        let listing = Command::new("sh")
             .args(["-c", r#"gzip -dc -- "$1" | cpio -t --quiet"#, "sh"])
             .arg(&image)
             .output()?;
-        let files = String::from_utf8_lossy(&listed.stdout);
-        for program in MEMCACHED {
+        let files = String::from_utf8_lossy(&listing.stdout);
+        for program in MEMCACHED_PROGRAMS {
             ensure!(
                 files.lines().any(|file| file.rsplit('/').next() == Some(program)),
                 "{} has no {program}: run testbed/setup.sh again",
@@ -61,10 +61,10 @@ impl Load {
         match self {
             Self::Memcached => {
                 // Keys, headers and unused space of slabs take 272 bytes for each value, so this avoids evictions.
-                let room = size * 5 / 4 + 16;
+                let memcached_mib = size * 5 / 4 + 16;
                 format!(
                     "echo root:x:0:0::/root:/bin/sh >/etc/passwd\nip link set lo up\n\
-                     memcached -u root -l 127.0.0.1 -t 1 -m {room} &\nexec memcached-load {options}\n"
+                     memcached -u root -l 127.0.0.1 -t 1 -m {memcached_mib} &\nexec memcached-load {options}\n"
                 )
             }
             _ => format!("exec guest-load {} {options}\n", self.name()),
@@ -119,10 +119,10 @@ mod tests {
         let end = guest
             .wait_for_console("ROUND 2", 1)
             .expect_err("the load detects the lost values");
-        let said = format!("{end:#}");
+        let text = format!("{end:#}");
         assert!(
-            said.contains("MISMATCH value") && said.contains("it is not there"),
-            "{said}"
+            text.contains("MISMATCH value") && text.contains("it is not there"),
+            "{text}"
         );
         Ok(())
     }

@@ -21,7 +21,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use larder_bench::campaign::larder_beside;
+use larder_bench::campaign::find_larder;
 use larder_bench::campaign::migration::vm::Release;
 
 use link::{Link, Speed};
@@ -117,9 +117,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     for load in &arguments.loads {
         load.is_there()?;
     }
-    let larder = larder_beside(arguments.larder.as_deref())?;
+    let larder = find_larder(arguments.larder.as_deref())?;
     let mut all = Vec::new();
-    let mut broken = 0;
+    let mut failed_tables = 0;
     for &speed in &arguments.link {
         for &load in &arguments.loads {
             let bench = Bench {
@@ -132,7 +132,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             // After an error the measured rows are still printed, and the next table is made.
             if let Err(error) = search::measure(&bench, &mut rows) {
                 eprintln!("{}, {}: {error:#}", load.name(), speed.words());
-                broken += 1;
+                failed_tables += 1;
             }
             table::show(&bench, &rows);
             all.extend(rows.iter().flat_map(|row| row.json(&bench)));
@@ -143,8 +143,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     ensure!(
-        broken == 0,
-        "{broken} tables are incomplete: the errors are printed above"
+        failed_tables == 0,
+        "{failed_tables} tables are incomplete: the errors are printed above"
     );
     Ok(())
 }

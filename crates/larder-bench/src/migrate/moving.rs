@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use larder_bench::campaign::migration::LIMIT;
-use larder_bench::campaign::migration::larder::{self, END_LIMIT, move_command, receive_whole_command, verdict};
-use larder_bench::campaign::migration::vm::{Vm, put_before};
+use larder_bench::campaign::migration::larder::{self, END_LIMIT, verdict, whole_move_command, whole_receive_command};
+use larder_bench::campaign::migration::vm::{Vm, prefix_command};
 use larder_bench::campaign::process::Process;
 use serde_json::{Value, json};
 
@@ -61,9 +61,9 @@ impl Carrier {
         let address = bench.link.address(to);
         if method == Method::Larder {
             let listen = format!("{address}:0");
-            let qmp = destination.qmp_for_others();
-            let command = receive_whole_command(&bench.larder, &listen, qmp, &["--insecure"]);
-            let receiver = larder::Side::listening(put_before(&bench.link.enter(to), command))?;
+            let qmp = destination.external_qmp();
+            let command = whole_receive_command(&bench.larder, &listen, qmp, &["--insecure"]);
+            let receiver = larder::Side::listening(prefix_command(&bench.link.enter(to), command))?;
             return Ok(Self::Larder { receiver });
         }
         let uri = format!("tcp:{address}:{PORT}");
@@ -75,7 +75,7 @@ impl Carrier {
     pub(super) fn carry(self, bench: &Bench<'_>, source: &mut Vm, from: Side) -> anyhow::Result<Carried> {
         match self {
             Self::Qemu { uri } => by_qemu(&uri, source, Duration::from_secs(bench.arguments.limit)),
-            Self::Larder { receiver } => by_larder(bench, receiver, source, from),
+            Self::Larder { receiver } => move_by_larder(bench, receiver, source, from),
         }
     }
 }
@@ -95,26 +95,26 @@ fn look(source: &mut Vm, last: &mut Value) -> anyhow::Result<String> {
 
 fn by_qemu(uri: &str, source: &mut Vm, limit: Duration) -> anyhow::Result<Carried> {
     let mut info = json!({});
-    let begun = Instant::now();
+    let started = Instant::now();
     source.ask("migrate", &json!({"uri": uri}))?;
-    let mut given_up = false;
+    let mut cancelled = false;
     let outcome = loop {
         let status = look(source, &mut info)?;
         match status.as_str() {
-            "completed" if given_up => break Outcome::TooLate,
+            "completed" if cancelled => break Outcome::TooLate,
             "completed" => break Outcome::Moved,
-            "cancelled" | "failed" if given_up => break Outcome::DidNotEnd,
+            "cancelled" | "failed" if cancelled => break Outcome::DidNotEnd,
             "cancelled" | "failed" => {
-                let why = info["error-desc"].as_str().unwrap_or("QEMU reports no reason");
-                break Outcome::Failed(format!("{status}: {why}"));
+                let reason = info["error-desc"].as_str().unwrap_or("QEMU reports no reason");
+                break Outcome::Failed(format!("{status}: {reason}"));
             }
             _ => {}
         }
-        if !given_up && begun.elapsed() > limit {
+        if !cancelled && started.elapsed() > limit {
             source.ask("migrate_cancel", &json!({}))?;
-            given_up = true;
+            cancelled = true;
         }
-        ensure!(begun.elapsed() < limit + LIMIT, "the migration remains {status}");
+        ensure!(started.elapsed() < limit + LIMIT, "the migration remains {status}");
         std::thread::sleep(LOOK);
     };
     Ok(Carried {
@@ -124,34 +124,34 @@ fn by_qemu(uri: &str, source: &mut Vm, limit: Duration) -> anyhow::Result<Carrie
     })
 }
 
-fn by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, from: Side) -> anyhow::Result<Carried> {
+fn move_by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, from: Side) -> anyhow::Result<Carried> {
     let arguments = bench.arguments;
     let mut receiver = receiver;
     let to = receiver.address().to_string();
     let (downtime, limit) = (arguments.downtime.to_string(), arguments.limit.to_string());
-    let mut words = vec!["--insecure", "--keep", "--downtime", &downtime, "--timeout", &limit];
-    words.extend(arguments.larder_words.iter().map(String::as_str));
-    let command = move_command(&bench.larder, source.qmp_for_others(), &to, &words);
-    let mut mover = Process::start(put_before(&bench.link.enter(from), command))?;
+    let mut options = vec!["--insecure", "--keep", "--downtime", &downtime, "--timeout", &limit];
+    options.extend(arguments.larder_words.iter().map(String::as_str));
+    let command = whole_move_command(&bench.larder, source.external_qmp(), &to, &options);
+    let mut mover = Process::start(prefix_command(&bench.link.enter(from), command))?;
     let mut info = json!({});
-    let give_up = Instant::now() + Duration::from_secs(arguments.limit) + LIMIT;
+    let deadline = Instant::now() + Duration::from_secs(arguments.limit) + LIMIT;
     while !mover.has_ended() {
         look(source, &mut info)?;
-        ensure!(Instant::now() < give_up, "larder does not exit:\n{}", mover.output());
+        ensure!(Instant::now() < deadline, "larder does not exit:\n{}", mover.output());
         std::thread::sleep(LOOK);
     }
     look(source, &mut info)?;
     let source_s = end(&mut mover)?;
     let destination_s = end(&mut receiver.process)?;
-    let said = mover.output();
-    let verdict = verdict(&said).with_context(|| format!("unexpected output of larder:\n{said}"))?;
-    let failed = verdict["failed"].as_str().unwrap_or_default();
-    let outcome = match verdict["vm"].as_str() {
-        None if verdict["moved"].is_object() => Outcome::Moved,
+    let output = mover.output();
+    let result = verdict(&output).with_context(|| format!("unexpected output of larder:\n{output}"))?;
+    let failed = result["failed"].as_str().unwrap_or_default();
+    let outcome = match result["vm"].as_str() {
+        None if result["moved"].is_object() => Outcome::Moved,
         Some("here") if failed.contains(TIMED_OUT) => Outcome::DidNotEnd,
         Some("here") => Outcome::Failed(failed.to_owned()),
         _ => bail!(
-            "unexpected output of larder:\n{said}\nat the destination:\n{}",
+            "unexpected output of larder:\n{output}\nat the destination:\n{}",
             receiver.process.output()
         ),
     };
@@ -164,8 +164,8 @@ fn by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, from: S
 
 /// Waits for a process to exit. Returns its CPU seconds.
 fn end(process: &mut Process) -> anyhow::Result<f64> {
-    let give_up = Instant::now() + END_LIMIT;
-    while !process.has_ended() && Instant::now() < give_up {
+    let deadline = Instant::now() + END_LIMIT;
+    while !process.has_ended() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(1));
     }
     let seconds = cpu::of_process(process.id())?;

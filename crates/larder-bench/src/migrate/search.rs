@@ -8,7 +8,7 @@ use super::table::Row;
 
 /// Number of moves at a rate, and the number of them that must succeed.
 const TRIES: usize = 3;
-const GOOD: usize = 2;
+const SUCCESSES_MIN: usize = 2;
 /// Factor between successive rates, in quarters.
 const STEP_QUARTERS: u64 = 5;
 
@@ -22,7 +22,7 @@ pub(super) fn measure(bench: &Bench<'_>, rows: &mut Vec<Row>) -> anyhow::Result<
         });
     }
     for &rate in &arguments.rates {
-        take_turns(rate, &arguments.modes, rounds, |_| false, bench, rows)?;
+        measure_in_turns(rate, &arguments.modes, rounds, |_| false, bench, rows)?;
     }
     Ok(())
 }
@@ -33,12 +33,12 @@ fn search(
     from: u64,
     to: u64,
     methods: &[Method],
-    mut try_all: impl FnMut(u64, &[Method]) -> anyhow::Result<Tried>,
+    mut try_all: impl FnMut(u64, &[Method]) -> anyhow::Result<RateResult>,
 ) -> anyhow::Result<()> {
     let (mut rate, mut end) = (from, to.saturating_add(1));
-    let mut left = methods.to_vec();
-    while !left.is_empty() && rate > 0 {
-        left = climb(rate, end, left, &mut try_all)?;
+    let mut remaining = methods.to_vec();
+    while !remaining.is_empty() && rate > 0 {
+        remaining = search_upward(rate, end, remaining, &mut try_all)?;
         (rate, end) = (rate / 2, rate);
     }
     Ok(())
@@ -46,11 +46,11 @@ fn search(
 
 /// Climbs from one rate to below another with the methods that can move the guest. Returns those that failed at the
 /// first rate.
-fn climb(
+fn search_upward(
     from: u64,
     end: u64,
     methods: Vec<Method>,
-    try_all: &mut impl FnMut(u64, &[Method]) -> anyhow::Result<Tried>,
+    try_all: &mut impl FnMut(u64, &[Method]) -> anyhow::Result<RateResult>,
 ) -> anyhow::Result<Vec<Method>> {
     let mut unable = None;
     let mut left = methods;
@@ -72,24 +72,24 @@ fn climb(
 }
 
 /// Methods that can move a guest at a rate, and those that cannot.
-struct Tried {
+struct RateResult {
     able: Vec<Method>,
     unable: Vec<Method>,
     alone: f64,
 }
 
-fn try_all(rate: u64, methods: &[Method], bench: &Bench<'_>, rows: &mut Vec<Row>) -> anyhow::Result<Tried> {
+fn try_all(rate: u64, methods: &[Method], bench: &Bench<'_>, rows: &mut Vec<Row>) -> anyhow::Result<RateResult> {
     let first = rows.len();
     let verdict = |row: &Row| verdict(row, bench.arguments.accept_ms());
-    let alone = take_turns(rate, methods, TRIES, |row| verdict(row).is_some(), bench, rows)?;
+    let rate_without_moves = measure_in_turns(rate, methods, TRIES, |row| verdict(row).is_some(), bench, rows)?;
     let (able, unable) = rows[first..]
         .iter()
         .partition::<Vec<_>, _>(|row| verdict(row) == Some(true));
     let methods = |rows: Vec<&Row>| rows.iter().map(|row| row.method).collect();
-    Ok(Tried {
+    Ok(RateResult {
         able: methods(able),
         unable: methods(unable),
-        alone,
+        alone: rate_without_moves,
     })
 }
 
@@ -97,15 +97,15 @@ fn try_all(rate: u64, methods: &[Method], bench: &Bench<'_>, rows: &mut Vec<Row>
 pub(super) fn verdict(row: &Row, accept_ms: f64) -> Option<bool> {
     let is_good = |of: &&Move| of.outcome == Outcome::Moved && of.downtime_ms.is_some_and(|ms| ms <= accept_ms);
     let good = row.moves.iter().filter(is_good).count();
-    if good >= GOOD {
+    if good >= SUCCESSES_MIN {
         return Some(true);
     }
-    (row.moves.len() - good > TRIES - GOOD).then_some(false)
+    (row.moves.len() - good > TRIES - SUCCESSES_MIN).then_some(false)
 }
 
 /// Boots a guest, and moves it `times` times by each of these methods, or until the result is decided. Returns the
 /// rate at which the guest changes memory without moves, in 10^6 bytes per second.
-fn take_turns(
+fn measure_in_turns(
     rate: u64,
     methods: &[Method],
     times: usize,
@@ -129,15 +129,15 @@ fn take_turns(
             if is_decided(row) {
                 continue;
             }
-            let figures = guest.moves(row.method)?;
+            let result = guest.moves(row.method)?;
             eprintln!(
                 "{}, {}, {rate} MB/s, {}: {}",
                 bench.load.name(),
                 bench.link.speed.words(),
                 row.method.name(),
-                figures.line()
+                result.line()
             );
-            row.moves.push(figures);
+            row.moves.push(result);
         }
     }
     guest.finish()?;
@@ -155,9 +155,13 @@ mod tests {
         let methods: Vec<Method> = largest.iter().map(|&(method, _)| method).collect();
         search(from, 1000, &methods, |rate, methods| {
             tried.push((rate, methods.to_vec()));
-            let can = |method: &Method| largest.iter().any(|&(other, most)| other == *method && rate <= most);
+            let can = |method: &Method| {
+                largest
+                    .iter()
+                    .any(|&(other, rate_max)| other == *method && rate <= rate_max)
+            };
             let (able, unable) = methods.iter().partition(|method| can(method));
-            Ok(Tried { able, unable, alone })
+            Ok(RateResult { able, unable, alone })
         })
         .expect("nothing fails");
         tried
@@ -168,7 +172,7 @@ mod tests {
     fn search_climbs_or_halves_per_method() {
         use Method::{Larder, MultifdZlib, Qemu};
         let found = tried(40, 1e3, &[(Qemu, 40), (MultifdZlib, 30), (Larder, 60)]);
-        let wanted = [
+        let expected = [
             (40, vec![Qemu, MultifdZlib, Larder]),
             (50, vec![Qemu, Larder]),
             (63, vec![Larder]),
@@ -176,14 +180,14 @@ mod tests {
             (25, vec![MultifdZlib]),
             (32, vec![MultifdZlib]),
         ];
-        assert_eq!(found, wanted);
+        assert_eq!(found, expected);
     }
 
     #[test]
     /// A search ends at rate 0, at the end of its range, or at the guest's own speed.
     fn search_ends_at_rate_limits() {
-        let nobody = tried(4, 1e3, &[(Method::Qemu, 0)]);
-        assert_eq!(nobody.iter().map(|(rate, _)| *rate).collect::<Vec<_>>(), [4, 2, 1]);
+        let none_able = tried(4, 1e3, &[(Method::Qemu, 0)]);
+        assert_eq!(none_able.iter().map(|(rate, _)| *rate).collect::<Vec<_>>(), [4, 2, 1]);
         let any = tried(900, 1e4, &[(Method::Qemu, 10_000)]);
         assert_eq!(any.len(), 1, "up to 1000: {any:?}");
         let slow = tried(40, 45.0, &[(Method::Qemu, 1000)]);

@@ -90,11 +90,11 @@ impl Move {
 
     /// Describes the move in one line.
     pub(super) fn line(&self) -> String {
-        let stood = self
+        let downtime = self
             .downtime_ms
             .map_or(String::new(), |ms| format!(", downtime {ms:.0} ms"));
         format!(
-            "{} in {:.2} s{stood}; {} rounds, {:.1} MB sent",
+            "{} in {:.2} s{downtime}; {} rounds, {:.1} MB sent",
             self.outcome(),
             self.total_s,
             self.rounds,
@@ -108,7 +108,7 @@ impl Row {
     pub(super) const SLOW: f64 = 0.8;
 
     /// Returns whether the guest cannot reach the configured rate.
-    fn is_too_fast(&self) -> bool {
+    fn exceeds_guest_speed(&self) -> bool {
         self.alone < Self::SLOW * self.rate as f64
     }
 
@@ -134,12 +134,12 @@ impl Row {
     fn line(&self) -> String {
         let moved = self.moves.iter().filter(|of| of.outcome == Outcome::Moved).count();
         let mut outcome = format!("{moved} of {}", self.moves.len());
-        let mut others: Vec<&str> = self.moves.iter().map(Move::outcome).collect();
-        others.retain(|&what| what != "moved");
-        others.sort_unstable();
-        others.dedup();
-        if !others.is_empty() {
-            outcome = format!("{outcome}: {}", others.join("; "));
+        let mut failures: Vec<&str> = self.moves.iter().map(Move::outcome).collect();
+        failures.retain(|&what| what != "moved");
+        failures.sort_unstable();
+        failures.dedup();
+        if !failures.is_empty() {
+            outcome = format!("{outcome}: {}", failures.join("; "));
         }
         let downtime = match self.median(|of| of.downtime_ms.unwrap_or(f64::NAN)) {
             ms if ms.is_nan() => "-".to_owned(),
@@ -224,26 +224,28 @@ fn largest(bench: &Bench<'_>, rows: &[Row]) {
         "\n| method | largest rate set at which moves succeed, MB/s | rate during moves | highest rate during moves at any rate set | next rate |\n|---|---|---|---|---|"
     );
     for &method in &bench.arguments.modes {
-        let of_method = |good: bool| {
+        let rows_of_method = |good: bool| {
             rows.iter()
                 .filter(move |row| row.method == method && verdict(row, bench.arguments.accept_ms()) == Some(good))
         };
-        let best = of_method(true).next_back();
-        let set = match best {
+        let best = rows_of_method(true).next_back();
+        let rate_set = match best {
             // The configured rate is higher than the actual one then.
-            Some(row) if row.is_too_fast() => format!("{}, but the guest alone reaches {:.0}", row.rate, row.alone),
+            Some(row) if row.exceeds_guest_speed() => {
+                format!("{}, but the guest alone reaches {:.0}", row.rate, row.alone)
+            }
             Some(row) => row.rate.to_string(),
             None => "none".to_owned(),
         };
-        let next = match of_method(false).next_back() {
+        let next = match rows_of_method(false).next_back() {
             Some(row) => format!("{}: no", row.rate),
-            None if best.is_some_and(Row::is_too_fast) => "the guest reaches no higher rate".to_owned(),
+            None if best.is_some_and(Row::exceeds_guest_speed) => "the guest reaches no higher rate".to_owned(),
             None => "not tried".to_owned(),
         };
-        let shown = |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
-        let kept = shown(best.map(Row::kept));
+        let format_rate = |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
+        let kept = format_rate(best.map(Row::kept));
         // A guest that gets less processor time is moved more easily, so the maximum need not be at the highest rate.
-        let most = shown(of_method(true).map(Row::kept).reduce(f64::max));
-        println!("| {} | {set} | {kept} | {most} | {next} |", method.name());
+        let most = format_rate(rows_of_method(true).map(Row::kept).reduce(f64::max));
+        println!("| {} | {rate_set} | {kept} | {most} | {next} |", method.name());
     }
 }

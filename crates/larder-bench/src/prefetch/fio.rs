@@ -6,7 +6,7 @@ use std::process::Stdio;
 use anyhow::{Context, bail};
 
 use super::servers::text;
-use crate::vhost_user::server::mortal;
+use crate::vhost_user::server::killed_with_parent;
 
 /// An fio job: reads of one size, for a set time.
 #[derive(Clone, Copy, Debug)]
@@ -46,8 +46,8 @@ impl Job {
     }
 
     fn run(&self, target: &[&str]) -> anyhow::Result<Measured> {
-        let part = self.size / u64::from(self.jobs);
-        let mut command = mortal("fio");
+        let bytes_per_thread = self.size / u64::from(self.jobs);
+        let mut command = killed_with_parent("fio");
         command.args(["--name=job", "--output-format=json", "--thread", "--group_reporting"]);
         command.args(["--time_based", "--norandommap"]);
         command.args([
@@ -56,26 +56,27 @@ impl Job {
             format!("--iodepth={}", self.depth),
             format!("--numjobs={}", self.jobs),
             format!("--runtime={}ms", (self.seconds * 1e3) as u64),
-            format!("--size={part}"),
-            format!("--offset_increment={part}"),
+            format!("--size={bytes_per_thread}"),
+            format!("--offset_increment={bytes_per_thread}"),
         ]);
         let output = command.args(target).stdin(Stdio::null()).output()?;
-        let said = String::from_utf8_lossy(&output.stdout);
+        let stdout = String::from_utf8_lossy(&output.stdout);
         if !output.status.success() {
-            bail!("fio: {}{said}", String::from_utf8_lossy(&output.stderr));
+            bail!("fio: {}{stdout}", String::from_utf8_lossy(&output.stderr));
         }
         // Messages may precede the JSON.
-        let json = said.find('{').map_or("", |start| &said[start..]);
-        let report: serde_json::Value = serde_json::from_str(json).with_context(|| format!("fio's report: {said}"))?;
+        let json = stdout.find('{').map_or("", |start| &stdout[start..]);
+        let report: serde_json::Value =
+            serde_json::from_str(json).with_context(|| format!("fio's report: {stdout}"))?;
         let read = &report["jobs"][0]["read"];
-        let figure = |name: &str| {
+        let number = |name: &str| {
             let value = read[name].as_f64();
-            value.with_context(|| format!("fio's report has no '{name}': {said}"))
+            value.with_context(|| format!("fio's report has no '{name}': {stdout}"))
         };
         Ok(Measured {
-            reads: figure("total_ios")? as u64,
-            iops: figure("iops")?,
-            bytes_per_second: figure("bw_bytes")?,
+            reads: number("total_ios")? as u64,
+            iops: number("iops")?,
+            bytes_per_second: number("bw_bytes")?,
         })
     }
 }

@@ -83,15 +83,15 @@ const OFF: Contender = Contender {
     options: "",
 };
 
-const ON: Contender = Contender {
+const READ_AHEAD_ON: Contender = Contender {
     name: "on",
     prefetch: Prefetch::Default,
     options: "",
 };
 
-const CONTENDERS: [Contender; 3] = [
+const SETUPS: [Contender; 3] = [
     OFF,
-    ON,
+    READ_AHEAD_ON,
     Contender {
         name: "on, reads up to 128 KiB",
         prefetch: Prefetch::Default,
@@ -132,14 +132,14 @@ struct Counts {
 }
 
 impl From<PrefetchStatistics> for Counts {
-    fn from(said: PrefetchStatistics) -> Self {
-        let found = said.hits + said.waits;
+    fn from(statistics: PrefetchStatistics) -> Self {
+        let found = statistics.hits + statistics.waits;
         Self {
-            reads: (found + said.partial_hits + said.misses + said.bypassed) as f64,
+            reads: (found + statistics.partial_hits + statistics.misses + statistics.bypassed) as f64,
             found: found as f64,
-            partial: said.partial_hits as f64,
-            bypassed: said.bypassed as f64,
-            wasted: said.wasted as f64,
+            partial: statistics.partial_hits as f64,
+            bypassed: statistics.bypassed as f64,
+            wasted: statistics.wasted as f64,
         }
     }
 }
@@ -166,8 +166,8 @@ struct Running {
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let place = arguments.place()?;
-    let system = system(&place)?;
+    let scratch = arguments.place()?;
+    let system = system(&scratch)?;
     let rounds = arguments.rounds(1);
     for (store, what) in [
         (Store::Disk, "a new qcow2 overlay on this machine's disk"),
@@ -176,22 +176,22 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             "an NBD server (nbdkit) with 1 ms of additional read latency",
         ),
     ] {
-        let mut grid = vec![vec![Vec::new(); JOBS.len() + 1]; CONTENDERS.len()];
+        let mut grid = vec![vec![Vec::new(); JOBS.len() + 1]; SETUPS.len()];
         for _ in 0..rounds {
-            for (contender, row) in CONTENDERS.iter().zip(&mut grid) {
-                let figures = jobs(&place, &system, store, *contender)?;
+            for (contender, row) in SETUPS.iter().zip(&mut grid) {
+                let figures = jobs(&scratch, &system, store, *contender)?;
                 row.iter_mut().zip(figures).for_each(|(all, new)| all.push(new));
             }
         }
         println!("A Debian guest, page cache empty, system on {what}\n");
         print(&grid);
     }
-    pair(&place, &system, rounds)
+    pair(&scratch, &system, rounds)
 }
 
 /// Creates a raw image of a Debian system with a file of random data, on the disk and not in the page cache.
-fn system(place: &Place) -> anyhow::Result<PathBuf> {
-    let (system, data) = (place.unused("system"), place.raw_image(DATA_BYTES)?);
+fn system(scratch: &Place) -> anyhow::Result<PathBuf> {
+    let (system, data) = (scratch.unused("system"), scratch.raw_image(DATA_BYTES)?);
     succeed(
         Command::new("cp")
             .arg("--sparse=always")
@@ -205,31 +205,31 @@ fn system(place: &Place) -> anyhow::Result<PathBuf> {
 
 fn succeed(command: &mut Command) -> anyhow::Result<()> {
     let output = command.output().with_context(|| format!("starting {command:?}"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{command:?}: {}: {said}", output.status);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {}: {stderr}", output.status);
     Ok(())
 }
 
 /// Writes a file's dirty pages to the disk, and drops them from the page cache.
-fn make_cold(file: &Path) -> anyhow::Result<()> {
+fn drop_from_page_cache(file: &Path) -> anyhow::Result<()> {
     let file = std::fs::File::open(file)?;
     file.sync_all()?;
     Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?)
 }
 
 /// Starts a guest, which boots.
-fn start(place: &Place, system: &Path, store: Store, contender: Contender) -> anyhow::Result<Running> {
-    make_cold(system)?;
+fn start(scratch: &Place, system: &Path, store: Store, contender: Contender) -> anyhow::Result<Running> {
+    drop_from_page_cache(system)?;
     let (image, format, nbd) = match store {
         Store::Disk => {
-            let overlay = place.unused("overlay");
+            let overlay = scratch.unused("overlay");
             let mut create = Command::new("qemu-img");
             create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
             succeed(create.args([system, &overlay]))?;
             (text(&overlay)?.to_owned(), "qcow2", None)
         }
         Store::Remote => {
-            let (server, uri) = slow_nbd(place, system, LATENCY)?;
+            let (server, uri) = slow_nbd(scratch, system, LATENCY)?;
             (uri, "raw", Some(server))
         }
     };
@@ -240,19 +240,19 @@ fn start(place: &Place, system: &Path, store: Store, contender: Contender) -> an
         export: Export::VhostUser,
         options: contender.options,
     };
-    let larder = serve.start(place)?;
+    let larder = serve.start(scratch)?;
     let options = GuestOptions {
         processors: 1,
         disk: "num-queues=1".to_owned(),
         base: "boot.cpio.gz",
         ..GuestOptions::default()
     };
-    let begun = Instant::now();
+    let started = Instant::now();
     Ok(Running {
         guest: Guest::start(SCRIPT, larder.socket(), &options)?,
         larder,
         contender,
-        begun,
+        begun: started,
         _nbd: nbd,
     })
 }
@@ -305,8 +305,8 @@ impl Running {
 }
 
 /// Boots a guest that runs all jobs. Returns the measurements of the boot, and of each job.
-fn jobs(place: &Place, system: &Path, store: Store, contender: Contender) -> anyhow::Result<Vec<Figures>> {
-    let mut running = start(place, system, store, contender)?;
+fn jobs(scratch: &Place, system: &Path, store: Store, contender: Contender) -> anyhow::Result<Vec<Figures>> {
+    let mut running = start(scratch, system, store, contender)?;
     let mut figures = vec![running.boot()?];
     for job in JOBS {
         running.guest.process.wait_for(&format!("LARDER-READY {job}:"), LIMIT)?;
@@ -320,7 +320,7 @@ fn jobs(place: &Place, system: &Path, store: Store, contender: Contender) -> any
 
 impl Figures {
     /// Combines the measurements of two guests that ran at the same time.
-    fn and(&self, other: &Self) -> Self {
+    fn combined_with(&self, other: &Self) -> Self {
         Self {
             seconds: self.seconds.max(other.seconds),
             requests: self.requests + other.requests,
@@ -334,7 +334,7 @@ impl Figures {
     }
 }
 
-fn print_head() {
+fn print_header() {
     println!(
         "| job | read-ahead | seconds | gain | read latency, ms | gain | KiB per read | hit or in flight | partial hit | too long | wasted, % of read |"
     );
@@ -343,9 +343,9 @@ fn print_head() {
 
 /// Prints a table of the jobs; `grid[contender][job]` has the measurements of each round.
 fn print(grid: &[Vec<Vec<Figures>>]) {
-    print_head();
+    print_header();
     for (index, job) in [BOOT].iter().chain(&JOBS).enumerate() {
-        for (contender, row) in CONTENDERS.iter().zip(grid) {
+        for (contender, row) in SETUPS.iter().zip(grid) {
             print_row(job, contender.name, &row[index], &grid[0][index]);
         }
     }
@@ -354,13 +354,13 @@ fn print(grid: &[Vec<Vec<Figures>>]) {
 
 /// Prints a row for one job and configuration, compared with that without read-ahead.
 fn print_row(job: &str, contender: &str, all: &[Figures], off: &[Figures]) {
-    let of = |all: &[Figures], figure: fn(&Figures) -> f64| all.iter().map(figure).collect::<Vec<f64>>();
+    let of = |all: &[Figures], value: fn(&Figures) -> f64| all.iter().map(value).collect::<Vec<f64>>();
     let (seconds, ms) = (of(all, |one| one.seconds), of(all, |one| one.ms));
     print!("| {job} | {contender} | {:.2} |", median(&seconds));
     let is_off = std::ptr::eq(all, off);
-    let gain = |figure: fn(&Figures) -> f64| match is_off {
+    let gain = |value: fn(&Figures) -> f64| match is_off {
         true => String::new(),
-        false => ratio(&of(off, figure), &of(all, figure)),
+        false => ratio(&of(off, value), &of(all, value)),
     };
     print!(
         " {} | {:.0} | {} |",
@@ -370,10 +370,10 @@ fn print_row(job: &str, contender: &str, all: &[Figures], off: &[Figures]) {
     );
     let kib = of(all, |one| one.bytes / one.requests / 1024.0);
     print!(" {:.0} |", median(&kib));
-    let share = |figure: fn(&Counts, &Figures) -> f64| {
+    let share = |value: fn(&Counts, &Figures) -> f64| {
         let shares = all
             .iter()
-            .filter_map(|one| Some(100.0 * figure(one.counts.as_ref()?, one)));
+            .filter_map(|one| Some(100.0 * value(one.counts.as_ref()?, one)));
         let shares: Vec<f64> = shares.collect();
         match shares.is_empty() {
             true => String::new(),
@@ -390,18 +390,18 @@ fn print_row(job: &str, contender: &str, all: &[Figures], off: &[Figures]) {
 }
 
 /// Measures two guests that boot at the same time, each from its own overlay.
-fn pair(place: &Place, system: &Path, rounds: usize) -> anyhow::Result<()> {
-    let contenders = [OFF, ON];
+fn pair(scratch: &Place, system: &Path, rounds: usize) -> anyhow::Result<()> {
+    let contenders = [OFF, READ_AHEAD_ON];
     let mut grid = vec![Vec::new(); contenders.len()];
     for _ in 0..rounds {
         for (contender, row) in contenders.iter().zip(&mut grid) {
-            let first = start(place, system, Store::Disk, *contender)?;
-            let second = start(place, system, Store::Disk, *contender)?;
-            row.push(first.boot()?.and(&second.boot()?));
+            let first = start(scratch, system, Store::Disk, *contender)?;
+            let second = start(scratch, system, Store::Disk, *contender)?;
+            row.push(first.boot()?.combined_with(&second.boot()?));
         }
     }
     println!("Two guests boot at the same time, each from a new qcow2 overlay of one system on this machine's disk\n");
-    print_head();
+    print_header();
     for (contender, row) in contenders.iter().zip(&grid) {
         print_row("two boots", contender.name, row, &grid[0]);
     }

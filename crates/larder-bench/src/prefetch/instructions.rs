@@ -15,7 +15,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 
 use super::place::Place;
 use super::servers::text;
@@ -32,7 +32,7 @@ const BLOCK: usize = 4096;
 /// Requests of the shorter run.
 const COUNT: u64 = 16_384;
 
-const CLIENT_MEMORY: usize = 1 << 20;
+const CLIENT_MEMORY_BYTES: usize = 1 << 20;
 
 /// Generous limit: callgrind makes a server some fifty times slower.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -42,10 +42,10 @@ const STEP: Duration = Duration::from_millis(100);
 const STEPS_MAX: u32 = 600;
 
 /// Functions that differ by fewer instructions for each request are not shown.
-const SHOWN_MIN: f64 = 8.0;
+const SHOWN_DIFFERENCE_MIN: f64 = 8.0;
 
 /// A function with as many instructions for each request is shown beside that of another program.
-const LARGE_MIN: f64 = 60.0;
+const SHOWN_COST_MIN: f64 = 60.0;
 
 /// Blocks that the loads of cache hits read. They fit in the cache.
 const HIT_BLOCKS: u64 = 4096;
@@ -105,14 +105,14 @@ impl Requests {
 
 /// A function, and the source file of its instructions or of code inlined into it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Function {
+struct ProfiledFunction {
     source: String,
     name: String,
 }
 
 /// Instructions by function.
 #[derive(Clone, Default)]
-struct Costs(BTreeMap<Function, f64>);
+struct Costs(BTreeMap<ProfiledFunction, f64>);
 
 impl Costs {
     fn total(&self) -> f64 {
@@ -134,7 +134,7 @@ impl Costs {
     }
 
     /// Returns the instructions of read-ahead's own code.
-    fn of_read_ahead(&self) -> f64 {
+    fn read_ahead_total(&self) -> f64 {
         let own = self.0.iter().filter(|(function, _)| function.is_read_ahead());
         own.map(|(_, cost)| cost).sum()
     }
@@ -147,7 +147,7 @@ impl Costs {
         }
         let mut shown: Vec<(&str, f64)> = functions
             .into_iter()
-            .filter(|(_, cost)| cost.abs() >= SHOWN_MIN)
+            .filter(|(_, cost)| cost.abs() >= SHOWN_DIFFERENCE_MIN)
             .collect();
         shown.sort_by(|one, other| other.1.total_cmp(&one.1));
         for (function, cost) in &shown {
@@ -157,8 +157,9 @@ impl Costs {
         println!("| all other functions | {rest:+.0} |");
     }
 
-    /// Prints a row for each function that costs much, or not what it costs in `others`; the largest difference is first.
-    fn print_beside(&self, others: &Self) {
+    /// Prints a row for each function that costs much, or not what it costs in `others`; the largest difference is
+    /// first.
+    fn print_comparison(&self, others: &Self) {
         let mut functions: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
         for (function, cost) in &others.0 {
             functions.entry(&function.name).or_default().0 += cost;
@@ -168,7 +169,7 @@ impl Costs {
         }
         let mut shown: Vec<(&str, (f64, f64))> = functions
             .into_iter()
-            .filter(|(_, (others, own))| (own - others).abs() >= SHOWN_MIN || *own >= LARGE_MIN)
+            .filter(|(_, (others, own))| (own - others).abs() >= SHOWN_DIFFERENCE_MIN || *own >= SHOWN_COST_MIN)
             .collect();
         shown.sort_by(|(_, one), (_, other)| (other.1 - other.0).total_cmp(&(one.1 - one.0)));
         for (function, (others, own)) in &shown {
@@ -198,23 +199,23 @@ impl Costs {
     }
 }
 
-impl Function {
+impl ProfiledFunction {
     fn is_read_ahead(&self) -> bool {
         self.source.contains("larder-prefetch/") || self.name.contains("larder_prefetch::")
     }
 }
 
 /// Parses a line of callgrind_annotate's list, `1,234 (5.67%)  file:function [object]`.
-fn function_and_cost(line: &str) -> Option<(Function, f64)> {
+fn function_and_cost(line: &str) -> Option<(ProfiledFunction, f64)> {
     let (cost, rest) = line.trim_start().split_once(" (")?;
     let cost = cost.replace(',', "").parse().ok()?;
-    let place = rest.split_once("%)")?.1.trim();
-    let place = place.split(" [/").next().unwrap_or(place);
+    let scratch = rest.split_once("%)")?.1.trim();
+    let scratch = scratch.split(" [/").next().unwrap_or(scratch);
     // The total is on a line without a file.
-    let (source, name) = place.split_once(':')?;
+    let (source, name) = scratch.split_once(':')?;
     // An apostrophe marks a recursive call.
     let name = name.split('\'').next().unwrap_or(name);
-    let function = Function {
+    let function = ProfiledFunction {
         source: source.to_owned(),
         name: name.to_owned(),
     };
@@ -297,20 +298,20 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
         println!(
             "\n| {name}, by function | the other program | this program | difference |\n| --- | --- | --- | --- |"
         );
-        own.print_beside(theirs);
+        own.print_comparison(theirs);
     }
     ensure!(failures.is_empty(), "not measured: {}", failures.join("; "));
     Ok(())
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let place = arguments.place()?;
+    let scratch = arguments.place()?;
     let images = [
-        ("raw", place.raw_image(IMAGE_BYTES)?),
-        ("qcow2", place.qcow2_image(IMAGE_BYTES)?),
+        ("raw", scratch.raw_image(IMAGE_BYTES)?),
+        ("qcow2", scratch.qcow2_image(IMAGE_BYTES)?),
     ];
     if let Some(other) = &arguments.against {
-        return compare(arguments, &place, &images, other);
+        return compare(arguments, &scratch, &images, other);
     }
     let (program, count) = (larder()?, arguments.count.unwrap_or(COUNT));
     println!("User-space instructions of the server per request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests");
@@ -327,7 +328,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
                         prefetch,
                         is_cached: false,
                     };
-                    served.of_each(&place, requests, count)
+                    served.of_each(&scratch, requests, count)
                 };
                 let (without, with) = (of_each("off")?, of_each("4MiB")?);
                 off.push(without.total());
@@ -340,7 +341,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             println!("| on | {:.0} |", median(&on));
             println!("| on / off | {:.3} ({}) |", median(&ratios), spread(&ratios, 3));
             println!("| on - off | {:+.0} |", last.total());
-            println!("| of that, read-ahead's own code | {:+.0} |", last.of_read_ahead());
+            println!("| of that, read-ahead's own code | {:+.0} |", last.read_ahead_total());
             last.print();
         }
     }
@@ -350,7 +351,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 /// Returns the instructions of a server from its start to its exit.
 fn counted(place: &Place, served: &Served<'_>, requests: &Requests, count: u64) -> anyhow::Result<Costs> {
     let (socket, profile) = (place.unused("socket"), place.unused("callgrind"));
-    let mut command = mortal("valgrind");
+    let mut command = killed_with_parent("valgrind");
     command
         .args(["-q", "--fair-sched=yes", "--tool=callgrind"])
         .arg(format!("--callgrind-out-file={}", profile.display()))
@@ -364,7 +365,7 @@ fn counted(place: &Place, served: &Served<'_>, requests: &Requests, count: u64) 
     }
     let mut server = Process::start(command)?;
     server.wait_for("serving", LIMIT)?;
-    let mut client = Client::connect_with(&socket, true, CLIENT_MEMORY)?;
+    let mut client = Client::connect_with(&socket, true, CLIENT_MEMORY_BYTES)?;
     let workload = Workload {
         write: requests.write,
         block: BLOCK,

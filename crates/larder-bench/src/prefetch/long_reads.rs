@@ -48,12 +48,12 @@ struct Series {
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let place = arguments.place()?;
-    let image = place.raw_image(IMAGE_BYTES)?;
-    let far = SlowStore::start(&place, IMAGE_BYTES, LATENCY)?;
+    let scratch = arguments.place()?;
+    let image = scratch.raw_image(IMAGE_BYTES)?;
+    let remote = SlowStore::start(&scratch, IMAGE_BYTES, LATENCY)?;
     for (image, what) in [
         (text(&image)?, "this machine's disk"),
-        (far.uri(), "an NBD server with 1 ms of latency"),
+        (remote.uri(), "an NBD server with 1 ms of latency"),
     ] {
         let mut grid = vec![vec![Series::default(); LARGEST.len() + 1]; READS.len()];
         for _ in 0..arguments.rounds(3) {
@@ -61,7 +61,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 let largest = [None].into_iter().chain(LARGEST.map(Some));
                 for (largest, series) in largest.zip(row) {
                     let bytes = arguments.count.map_or(READ_BYTES, |count| count * reads.block as u64);
-                    measure(&place, image, largest, *reads, bytes, series)?;
+                    measure(&scratch, image, largest, *reads, bytes, series)?;
                 }
             }
         }
@@ -73,7 +73,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Reads `bytes` of `image` once, with read-ahead for reads up to `largest`, or without.
 fn measure(
-    place: &Place,
+    scratch: &Place,
     image: &str,
     largest: Option<&str>,
     reads: Reads,
@@ -91,7 +91,7 @@ fn measure(
         export: Export::VhostUser,
         options: &options,
     };
-    let larder = serve.start(place)?;
+    let larder = serve.start(scratch)?;
     let workload = Workload {
         write: false,
         block: reads.block,

@@ -29,12 +29,12 @@ pub(super) struct Load<R> {
 /// Results of a load.
 pub(super) struct Measured {
     pub(super) replayed: Replayed,
-    pub(super) shares: Shares,
+    pub(super) shares: ReadAheadShares,
 }
 
 /// Use of read-ahead: reads in % of all reads, and bytes in % of the bytes read.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Shares {
+pub(super) struct ReadAheadShares {
     /// Reads whose bytes were all in memory.
     pub(super) hits: f64,
     /// Reads that waited for bytes in flight.
@@ -51,7 +51,7 @@ pub(super) struct Shares {
 
 /// Starts a new server for the disk, and sends the requests.
 pub(super) fn measure(
-    place: &Place,
+    scratch: &Place,
     disk: Disk<'_>,
     prefetch: Prefetch,
     load: Load<impl IntoIterator<Item = Request>>,
@@ -63,7 +63,7 @@ pub(super) fn measure(
         export: Export::VhostUser,
         options: if disk.read_only { "--read-only" } else { "" },
     };
-    let larder = serve.start(place)?;
+    let larder = serve.start(scratch)?;
     let memory = load.depth * load.largest.next_multiple_of(ByteLen::kib(4).as_usize());
     let mut client = match disk.read_only {
         true => Client::connect_read_only(larder.socket(), disk.client_spins, memory)?,
@@ -71,12 +71,12 @@ pub(super) fn measure(
     };
     let replayed = client.replay(load.requests, load.depth, load.largest)?;
     let shares = match prefetch {
-        Prefetch::Off => Shares::default(),
+        Prefetch::Off => ReadAheadShares::default(),
         _ => {
             let statistics = larder.statistics()?;
             let of_reads = |count: u64| count as f64 * 100.0 / replayed.latencies.len() as f64;
             let of_bytes = |bytes: u64| bytes as f64 * 100.0 / replayed.read_bytes as f64;
-            Shares {
+            ReadAheadShares {
                 hits: of_reads(statistics.hits),
                 waits: of_reads(statistics.waits),
                 parts: of_reads(statistics.partial_hits),
@@ -90,9 +90,10 @@ pub(super) fn measure(
 }
 
 /// Returns the medians over several rounds, for each value separately.
-pub(super) fn median_of(rounds: &[Shares]) -> Shares {
-    let median = |figure: fn(&Shares) -> f64| crate::figures::median(&rounds.iter().map(figure).collect::<Vec<_>>());
-    Shares {
+pub(super) fn median_shares(rounds: &[ReadAheadShares]) -> ReadAheadShares {
+    let median =
+        |value: fn(&ReadAheadShares) -> f64| crate::figures::median(&rounds.iter().map(value).collect::<Vec<_>>());
+    ReadAheadShares {
         hits: median(|shares| shares.hits),
         waits: median(|shares| shares.waits),
         parts: median(|shares| shares.parts),

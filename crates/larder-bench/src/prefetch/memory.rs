@@ -12,7 +12,7 @@ use super::{Arguments, DISK_BYTES};
 use crate::figures::{median, spread};
 
 /// Values of the option, in MiB.
-const OPTIONS: [u64; 3] = [1, 4, 64];
+const PREFETCH_MIB: [u64; 3] = [1, 4, 64];
 
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
@@ -38,14 +38,14 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         serve.start(&place)
     };
     let mut without = Vec::new();
-    let mut told = vec![Vec::new(); OPTIONS.len()];
-    let mut with = vec![Vec::new(); OPTIONS.len()];
+    let mut reported = vec![Vec::new(); PREFETCH_MIB.len()];
+    let mut with = vec![Vec::new(); PREFETCH_MIB.len()];
     for _ in 0..arguments.rounds(3) {
         without.push(most(&serve(Prefetch::Off)?, &job)?);
-        for ((option, with), told) in OPTIONS.iter().zip(&mut with).zip(&mut told) {
+        for ((option, with), reported) in PREFETCH_MIB.iter().zip(&mut with).zip(&mut reported) {
             let larder = serve(Prefetch::Of(ByteLen::mib(*option)))?;
             with.push(most(&larder, &job)?);
-            told.push(larder.statistics()?.memory as f64 / 1024.0);
+            reported.push(larder.statistics()?.memory as f64 / 1024.0);
         }
     }
     println!(
@@ -58,8 +58,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     );
     println!("|{}", " --- |".repeat(5));
     println!("| off | {:.0} ({}) | | | |", median(&without), spread(&without, 0));
-    for ((option, with), told) in OPTIONS.iter().zip(&with).zip(&told) {
-        let more: Vec<f64> = with
+    for ((option, with), reported) in PREFETCH_MIB.iter().zip(&with).zip(&reported) {
+        let increase: Vec<f64> = with
             .iter()
             .zip(&without)
             .map(|(with, without)| with - without)
@@ -68,10 +68,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             "| {option} MiB | {:.0} ({}) | {:.0} ({}) | {:.2} | {:.0} |",
             median(with),
             spread(with, 0),
-            median(&more),
-            spread(&more, 0),
-            median(&more) / (option << 10) as f64,
-            median(told)
+            median(&increase),
+            spread(&increase, 0),
+            median(&increase) / (option << 10) as f64,
+            median(reported)
         );
     }
     Ok(())
@@ -79,19 +79,19 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Returns Larder's peak memory while the job runs, in KiB.
 fn most(larder: &Larder, job: &Job) -> anyhow::Result<f64> {
-    let over = AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let watch = scope.spawn(|| {
+        let sampler = scope.spawn(|| {
             let mut most = 0;
-            while !over.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 most = most.max(larder.server().memory_bytes()?);
                 std::thread::sleep(LOOK_EVERY);
             }
             anyhow::Ok(most)
         });
         let measured = job.run_nbd(larder.socket());
-        over.store(true, Ordering::Relaxed);
-        let most = match watch.join() {
+        stop.store(true, Ordering::Relaxed);
+        let most = match sampler.join() {
             Ok(most) => most?,
             Err(panic) => std::panic::resume_unwind(panic),
         };

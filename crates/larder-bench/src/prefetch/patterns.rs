@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::measure::{Disk, Load, Shares, contenders, measure, median_of};
+use super::measure::{Disk, Load, ReadAheadShares, contenders, measure, median_shares};
 use super::place::Place;
 use super::servers::{Prefetch, text};
 use super::slow::SlowStore;
@@ -19,7 +19,7 @@ const DISK_BYTES: u64 = GIB;
 const DELAY: Duration = Duration::from_micros(500);
 
 /// Seconds of a measurement.
-const SECONDS: f64 = 0.5;
+const SECONDS_DEFAULT: f64 = 0.5;
 
 const ROUNDS: usize = 3;
 
@@ -86,11 +86,11 @@ const PATTERNS: [Pattern; 15] = [
     },
     Pattern {
         name: "forward, 5 % skipped",
-        reads: |disk| with_holes(disk, 20, 1),
+        reads: |disk| forward_with_gaps(disk, 20, 1),
     },
     Pattern {
         name: "forward, 20 % skipped",
-        reads: |disk| with_holes(disk, 10, 4),
+        reads: |disk| forward_with_gaps(disk, 10, 4),
     },
     Pattern {
         name: "forward, reordered by up to 7",
@@ -144,14 +144,14 @@ fn mixed(disk: u64) -> Reads {
     }))
 }
 
-/// Skips up to `most` blocks after one block in `every`.
-fn with_holes(disk: u64, every: u64, most: u64) -> Reads {
+/// Skips up to `gap_max` blocks after one block in `every`.
+fn forward_with_gaps(disk: u64, every: u64, gap_max: u64) -> Reads {
     let mut random = Random::default();
     let mut block = 0;
     blocks(std::iter::repeat_with(move || {
-        let is_hole = random.below(every) == 0;
-        let hole = if is_hole { 1 + random.below(most) } else { 0 };
-        block = (block + 1 + hole) % (disk / BLOCK);
+        let is_gap = random.below(every) == 0;
+        let gap = if is_gap { 1 + random.below(gap_max) } else { 0 };
+        block = (block + 1 + gap) % (disk / BLOCK);
         block
     }))
 }
@@ -183,12 +183,12 @@ fn runs(disk: u64, len: fn(&mut Random) -> u64) -> Reads {
 struct Figures {
     iops_off: Vec<f64>,
     iops_on: Vec<f64>,
-    shares: Vec<Shares>,
+    shares: Vec<ReadAheadShares>,
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let place = arguments.place()?;
-    let image = place.qcow2_image(DISK_BYTES)?;
+    let scratch = arguments.place()?;
+    let image = scratch.qcow2_image(DISK_BYTES)?;
     println!("A qcow2 image of 1 GiB on the disk, direct I/O\n");
     let local = Disk {
         image: text(&image)?,
@@ -196,20 +196,20 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         read_only: true,
         client_spins: true,
     };
-    all_patterns(arguments, &place, local)?;
-    let store = SlowStore::start(&place, DISK_BYTES, DELAY)?;
+    measure_patterns(arguments, &scratch, local)?;
+    let store = SlowStore::start(&scratch, DISK_BYTES, DELAY)?;
     println!("\nA raw image of 1 GiB behind NBD, {DELAY:?} of latency per request\n");
-    let far = Disk {
+    let remote = Disk {
         image: store.uri(),
         format: "raw",
         read_only: true,
         client_spins: false,
     };
-    all_patterns(arguments, &place, far)
+    measure_patterns(arguments, &scratch, remote)
 }
 
-fn all_patterns(arguments: &Arguments, place: &Place, disk: Disk<'_>) -> anyhow::Result<()> {
-    let seconds = Duration::from_secs_f64(arguments.seconds(SECONDS));
+fn measure_patterns(arguments: &Arguments, scratch: &Place, disk: Disk<'_>) -> anyhow::Result<()> {
+    let seconds = Duration::from_secs_f64(arguments.seconds(SECONDS_DEFAULT));
     let cases: Vec<(&Pattern, usize)> = PATTERNS
         .iter()
         .flat_map(|pattern| DEPTHS.map(|depth| (pattern, depth)))
@@ -218,8 +218,8 @@ fn all_patterns(arguments: &Arguments, place: &Place, disk: Disk<'_>) -> anyhow:
     for round in 0..arguments.rounds(ROUNDS) {
         for ((pattern, depth), figures) in cases.iter().zip(&mut rows) {
             for prefetch in contenders(round) {
-                let mut begun = None;
-                let in_time = |_: &_| begun.get_or_insert_with(Instant::now).elapsed() < seconds;
+                let mut started = None;
+                let in_time = |_: &_| started.get_or_insert_with(Instant::now).elapsed() < seconds;
                 let reads = (pattern.reads)(DISK_BYTES).take_while(in_time);
                 let load = Load {
                     requests: reads.map(|(start, len)| Request {
@@ -231,7 +231,7 @@ fn all_patterns(arguments: &Arguments, place: &Place, disk: Disk<'_>) -> anyhow:
                     depth: *depth,
                     largest: LARGEST as usize,
                 };
-                let measured = measure(place, disk, prefetch, load)?;
+                let measured = measure(scratch, disk, prefetch, load)?;
                 let iops = measured.replayed.latencies.len() as f64 / measured.replayed.elapsed.as_secs_f64();
                 match prefetch {
                     Prefetch::Off => figures.iops_off.push(iops),
@@ -246,7 +246,7 @@ fn all_patterns(arguments: &Arguments, place: &Place, disk: Disk<'_>) -> anyhow:
     println!("| pattern | depth | IOPS, off | on | gain | hits | waits | partial hits | fetched | wasted | unread |");
     println!("|{}", " --- |".repeat(11));
     for ((pattern, depth), figures) in cases.iter().zip(&rows) {
-        let shares = median_of(&figures.shares);
+        let shares = median_shares(&figures.shares);
         println!(
             "| {} | {depth} | {:.0} | {:.0} | {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} |",
             pattern.name,

@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use crate::qcow2::image::{Layout, Order};
 
 /// Bytes written at a time.
-const PIECE_BYTES: usize = 1 << 20;
+const WRITE_BYTES: usize = 1 << 20;
 
 /// log2 of the cluster size.
 const CLUSTER_BITS: u32 = 16;
@@ -27,19 +27,19 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Creates a directory in `within`, which is created if it is missing.
-    pub(crate) fn new(within: &Path) -> anyhow::Result<Self> {
-        let within = std::path::absolute(within)?;
-        fs::create_dir_all(&within).with_context(|| format!("making {}", within.display()))?;
-        let folder = tempfile::Builder::new().prefix("larder-bench-").tempdir_in(within)?;
+    /// Creates a directory in `parent`, which is created if it is missing.
+    pub(crate) fn new(parent: &Path) -> anyhow::Result<Self> {
+        let parent = std::path::absolute(parent)?;
+        fs::create_dir_all(&parent).with_context(|| format!("making {}", parent.display()))?;
+        let directory = tempfile::Builder::new().prefix("larder-bench-").tempdir_in(parent)?;
         let remover = Command::new("sh")
             .args(["-c", REMOVE, "sh"])
-            .arg(folder.path())
+            .arg(directory.path())
             .stdin(Stdio::piped())
             .spawn()
             .context("starting sh")?;
         Ok(Self {
-            path: folder.keep(),
+            path: directory.keep(),
             remover,
             names: AtomicU32::new(0),
         })
@@ -87,7 +87,7 @@ impl Drop for Place {
 /// Writes `size` random bytes at offset `start`.
 fn fill(path: &Path, start: u64, size: u64) -> anyhow::Result<()> {
     let context = || format!("writing {}", path.display());
-    if !size.is_multiple_of(PIECE_BYTES as u64) {
+    if !size.is_multiple_of(WRITE_BYTES as u64) {
         bail!("the size of an image, {size} bytes, is not a multiple of 1 MiB");
     }
     let mut file = File::options()
@@ -97,7 +97,7 @@ fn fill(path: &Path, start: u64, size: u64) -> anyhow::Result<()> {
         .open(path)
         .with_context(context)?;
     file.seek(SeekFrom::Start(start))?;
-    let mut out = BufWriter::with_capacity(PIECE_BYTES, &file);
+    let mut out = BufWriter::with_capacity(WRITE_BYTES, &file);
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     for _ in 0..size / 8 {
         state ^= state << 13;

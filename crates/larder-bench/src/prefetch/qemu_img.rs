@@ -12,7 +12,7 @@ use super::servers::{Export, Larder, Prefetch, Serve, text};
 use super::{Arguments, DISK_BYTES};
 use crate::figures::{median, ratio};
 use crate::vhost_user::debian13;
-use crate::vhost_user::server::mortal;
+use crate::vhost_user::server::killed_with_parent;
 
 /// Requests in flight, and the published seconds without and with read-ahead.
 const DEPTHS: [(u32, f64, f64); 3] = [(1, 19.594, 4.378), (8, 5.933, 4.356), (64, 4.659, 4.204)];
@@ -78,8 +78,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             print!(" {:.3} |", median(values));
         }
         let [threads, native, off, on] = &row[..] else { continue };
-        for others in [threads, native, off] {
-            print!(" {} |", ratio(others, on));
+        for other_seconds in [threads, native, off] {
+            print!(" {} |", ratio(other_seconds, on));
         }
         println!(" {:.2} |", without / with);
     }
@@ -88,7 +88,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Returns the seconds that `qemu-img bench` reports.
 fn bench(reader: Reader, image: &str, socket: Option<&Path>, count: u64, depth: u32) -> anyhow::Result<f64> {
-    let mut command = mortal(text(debian13()?)?);
+    let mut command = killed_with_parent(text(debian13()?)?);
     command.args(["qemu-img", "bench", "-s", "4096", "-S", "4096", "-t", "none"]);
     command.args(["-c", &count.to_string(), "-d", &depth.to_string()]);
     match (reader, socket) {
@@ -100,13 +100,13 @@ fn bench(reader: Reader, image: &str, socket: Option<&Path>, count: u64, depth: 
         (_, None) => command.args(["-f", "qcow2", image]),
     };
     let output = command.stdin(Stdio::null()).output()?;
-    let said = String::from_utf8_lossy(&output.stdout);
+    let stdout = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
-        bail!("qemu-img bench: {}{said}", String::from_utf8_lossy(&output.stderr));
+        bail!("qemu-img bench: {}{stdout}", String::from_utf8_lossy(&output.stderr));
     }
-    let seconds = said.lines().find_map(|line| {
+    let seconds = stdout.lines().find_map(|line| {
         let rest = line.strip_prefix("Run completed in ")?;
         rest.split_whitespace().next()?.parse().ok()
     });
-    seconds.with_context(|| format!("qemu-img bench reports no duration: {said}"))
+    seconds.with_context(|| format!("qemu-img bench reports no duration: {stdout}"))
 }

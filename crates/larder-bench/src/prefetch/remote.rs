@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::fio::Job;
-use super::rows::{self, BLOCK, Servers};
+use super::rows::{self, BLOCK, RowServers};
 use super::servers::text;
 use super::{Arguments, DISK_BYTES, GIB};
 use crate::figures::median;
@@ -16,10 +16,10 @@ use crate::vhost_user::server::Server;
 const LATENCY: Duration = Duration::from_millis(2);
 
 /// Number of requests that the server delays concurrently: more than the rows have in flight.
-const THREADS: u32 = 1024;
+const NBDKIT_THREADS: u32 = 1024;
 
 /// Target gain of sequential reads, one at a time.
-const GAIN_SYNC: f64 = 15.0;
+const SYNC_GAIN_TARGET: f64 = 15.0;
 
 /// Larder's maximum distance ahead of a reader, and its memory for read-ahead, by default.
 const AHEAD_MAX: u64 = 1 << 20;
@@ -33,36 +33,36 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     io::copy(&mut File::open(&image)?, &mut io::sink())?;
     let socket = place.unused("socket");
     let command = format!(
-        "nbdkit --foreground --unix {{socket}} --threads {THREADS} --log=null --filter=delay file {{image}} \
+        "nbdkit --foreground --unix {{socket}} --threads {NBDKIT_THREADS} --log=null --filter=delay file {{image}} \
          rdelay={}ms",
         LATENCY.as_millis()
     );
     let _nbdkit = Server::start(&command, &image, &socket)?;
     let uri = format!("nbd+unix:///?socket={}", text(&socket)?);
-    let servers = Servers::of(&uri, text(&image)?, "--read-only --buffered");
-    let mut long = Vec::new();
-    let mut rows = rows::all(Some(GAIN_SYNC));
+    let servers = RowServers::of(&uri, text(&image)?, "--read-only --buffered");
+    let mut long_read_bandwidths = Vec::new();
+    let mut rows = rows::all(Some(SYNC_GAIN_TARGET));
     for _ in 0..arguments.rounds(3) {
-        long.push(long_reads(&socket, seconds)?);
+        long_read_bandwidths.push(long_reads(&socket, seconds)?);
         for row in &mut rows {
             let job = row.job(DISK_BYTES, seconds);
             row.measure(&place, &job, &servers)?;
         }
     }
-    let ceiling = median(&long);
-    let alone = rows.first().map_or(f64::NAN, |row| median(&row.off));
+    let ceiling = median(&long_read_bandwidths);
+    let sync_iops = rows.first().map_or(f64::NAN, |row| median(&row.off));
     println!(
         "fio over NBD, a raw disk of {} GiB behind an NBD server with {LATENCY:?} of additional latency, {:.2} ms \
          per request one at a time. Long reads reach {:.0} MB/s. *Bound*: as above, limited by that bandwidth, and by \
          {} MiB per reader and {} MiB in total in flight\n",
         DISK_BYTES / GIB,
-        1e3 / alone,
+        1e3 / sync_iops,
         ceiling / 1e6,
         AHEAD_MAX >> 20,
         MEMORY >> 20,
     );
     rows::print(&rows, |row| {
-        let ahead = (u64::from(row.jobs) * AHEAD_MAX).min(MEMORY) as f64 * alone;
+        let ahead = (u64::from(row.jobs) * AHEAD_MAX).min(MEMORY) as f64 * sync_iops;
         ceiling.min(ahead) / BLOCK as f64
     });
     Ok(())

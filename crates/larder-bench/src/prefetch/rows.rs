@@ -10,14 +10,14 @@ use crate::figures::{median, ratio};
 pub(super) const BLOCK: u64 = 4096;
 
 /// Reads in flight, and the published gains of sequential reads by 1, 4 and 16 jobs.
-const GAINS: [(u32, [f64; 3]); 3] = [
+const PUBLISHED_GAINS: [(u32, [f64; 3]); 3] = [
     (1, [4.41, 3.31, 1.80]),
     (4, [2.90, 1.79, 1.78]),
     (32, [0.99, 1.22, 1.46]),
 ];
 
 /// Target gain of random reads; the published ones are between 0.98 and 1.07.
-const GAIN_RANDOM: f64 = 0.98;
+const RANDOM_GAIN_TARGET: f64 = 0.98;
 
 const JOBS: [u32; 3] = [1, 4, 16];
 
@@ -42,10 +42,10 @@ pub(super) struct Row {
 pub(super) fn all(gain_sync: Option<f64>) -> Vec<Row> {
     let mut rows = Vec::new();
     for random in [false, true] {
-        for (depth, gains) in GAINS {
+        for (depth, gains) in PUBLISHED_GAINS {
             for (jobs, gain) in JOBS.into_iter().zip(gains) {
                 let wanted = match gain_sync {
-                    _ if random => GAIN_RANDOM,
+                    _ if random => RANDOM_GAIN_TARGET,
                     Some(gain) if depth == 1 => gain,
                     _ => gain,
                 };
@@ -68,11 +68,11 @@ pub(super) fn all(gain_sync: Option<f64>) -> Vec<Row> {
 impl Row {
     fn name(&self) -> String {
         let order = if self.random { "random" } else { "sequential" };
-        let how = match self.depth {
+        let concurrency = match self.depth {
             1 => "sync".to_owned(),
             depth => format!("AIO {depth}"),
         };
-        format!("{order}, {how} | {}", self.jobs)
+        format!("{order}, {concurrency} | {}", self.jobs)
     }
 
     /// Returns the row's fio job on a disk of `size` bytes.
@@ -88,9 +88,9 @@ impl Row {
     }
 
     /// Measures a round: without read-ahead, with it, and for sequential reads the bound.
-    pub(super) fn measure(&mut self, place: &Place, job: &Job, servers: &Servers<'_>) -> anyhow::Result<()> {
+    pub(super) fn measure(&mut self, scratch: &Place, job: &Job, servers: &RowServers<'_>) -> anyhow::Result<()> {
         let run = |serve: &Serve<'_>| -> anyhow::Result<(Measured, Larder)> {
-            let larder = serve.start(place)?;
+            let larder = serve.start(scratch)?;
             Ok((job.run_nbd(larder.socket())?, larder))
         };
         self.off.push(run(&servers.off)?.0.iops);
@@ -107,14 +107,14 @@ impl Row {
 }
 
 /// Servers on which the rows are measured.
-pub(super) struct Servers<'a> {
+pub(super) struct RowServers<'a> {
     pub(super) off: Serve<'a>,
     pub(super) on: Serve<'a>,
     /// Server of a disk in memory.
     pub(super) bound: Serve<'a>,
 }
 
-impl<'a> Servers<'a> {
+impl<'a> RowServers<'a> {
     /// Configures servers for a raw image, and for another one in memory, which has the options `in_memory_options`.
     pub(super) fn of(image: &'a str, in_memory: &'a str, in_memory_options: &'a str) -> Self {
         let off = Serve {

@@ -52,16 +52,16 @@ pub(crate) struct Serve<'a> {
 }
 
 impl Serve<'_> {
-    /// Starts the server, with its socket in `place`.
-    pub(crate) fn start(&self, place: &Place) -> anyhow::Result<Larder> {
-        let (socket, control) = (place.unused("socket"), place.unused("control"));
+    /// Starts the server, with its socket in `scratch`.
+    pub(crate) fn start(&self, scratch: &Place) -> anyhow::Result<Larder> {
+        let (socket, control) = (scratch.unused("socket"), scratch.unused("control"));
         let export = match self.export {
             Export::VhostUser => "--socket {socket}",
             Export::Nbd => "--nbd nbd+unix:///?socket={socket}",
         };
         let command = format!(
             "env STATE_DIRECTORY={} {} disk serve {{image}} --format {} {} {} --control {} {export}",
-            text(&place.path().join("state"))?,
+            text(&scratch.path().join("state"))?,
             larder()?.display(),
             self.format,
             self.options,
@@ -124,24 +124,24 @@ impl Larder {
 /// Extracts the read-ahead statistics from a control socket's answer.
 fn statistics(answer: &Value) -> Option<PrefetchStatistics> {
     let prefetch = &answer["disks"][0]["prefetch"];
-    let of = |name: &str| prefetch[name].as_u64();
+    let counter = |name: &str| prefetch[name].as_u64();
     let streams = |name: &str| prefetch["streams"][name].as_u64();
     Some(PrefetchStatistics {
-        fetched: of("fetched")?,
-        used: of("used")?,
-        wasted: of("wasted")?,
-        unread: of("unread")?,
-        hits: of("hits")?,
-        waits: of("waits")?,
-        partial_hits: of("partial_hits")?,
-        misses: of("misses")?,
-        bypassed: of("bypassed")?,
-        errors: of("errors")?,
+        fetched: counter("fetched")?,
+        used: counter("used")?,
+        wasted: counter("wasted")?,
+        unread: counter("unread")?,
+        hits: counter("hits")?,
+        waits: counter("waits")?,
+        partial_hits: counter("partial_hits")?,
+        misses: counter("misses")?,
+        bypassed: counter("bypassed")?,
+        errors: counter("errors")?,
         streams_forward: streams("forward")?,
         streams_backward: streams("backward")?,
         streams_strided: streams("strided")?,
         streams: streams("now")?,
-        memory: of("memory")?,
+        memory: counter("memory")?,
     })
 }
 
@@ -156,8 +156,8 @@ pub(crate) fn text(path: &Path) -> anyhow::Result<&str> {
 
 /// Starts nbdkit with `image` and the additional latency `latency` for each read; writes go to a temporary overlay.
 /// Returns the server and the URI of its disk.
-pub(crate) fn slow_nbd(place: &Place, image: &Path, latency: Duration) -> anyhow::Result<(Server, String)> {
-    let socket = place.unused("nbd");
+pub(crate) fn slow_nbd(scratch: &Place, image: &Path, latency: Duration) -> anyhow::Result<(Server, String)> {
+    let socket = scratch.unused("nbd");
     let command = format!(
         "nbdkit --foreground --log=null --unix {{socket}} --threads 64 --filter=delay --filter=cow file {{image}} \
          rdelay={}ms",

@@ -36,8 +36,8 @@ pub(crate) struct SlowStore {
 
 impl SlowStore {
     /// Starts a disk of `size` bytes with a latency of `delay` for each read and write.
-    pub(crate) fn start(place: &Place, size: u64, delay: Duration) -> anyhow::Result<Self> {
-        let path = place.unused("store");
+    pub(crate) fn start(scratch: &Place, size: u64, delay: Duration) -> anyhow::Result<Self> {
+        let path = scratch.unused("store");
         let listener = UnixListener::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
         let (stop, stopped) = UnixStream::pair()?;
         let serve = move || match serve(listener, &stopped, size, delay) {
@@ -75,7 +75,7 @@ pub(crate) fn uri(socket: &Path) -> anyhow::Result<String> {
 /// Serves until the other end of `stopped` is closed.
 fn serve(listener: UnixListener, stopped: &UnixStream, size: u64, delay: Duration) -> anyhow::Result<()> {
     // The loop does not spin: the processors are for the measured server and its client.
-    let on = Loop::new(Duration::ZERO)?;
+    let event_loop = Loop::new(Duration::ZERO)?;
     let device = Rc::new(SlowDevice {
         name: "slow store".into(),
         geometry: Geometry {
@@ -88,17 +88,17 @@ fn serve(listener: UnixListener, stopped: &UnixStream, size: u64, delay: Duratio
             fast_zeroes: true,
         },
         delay,
-        on: on.clone(),
+        on: event_loop.clone(),
         changes: SizeChanges::default(),
     });
     let options = NbdServerOptions {
         requests_max: REQUESTS_MAX,
         ..NbdServerOptions::default()
     };
-    let server = NbdServer::new(&on, device, options);
-    server.listen(Listener::from_descriptor(&on, listener.into())?);
-    on.block_on(async {
-        let result = on.readable(stopped.as_fd()).await;
+    let server = NbdServer::new(&event_loop, device, options);
+    server.listen(Listener::from_descriptor(&event_loop, listener.into())?);
+    event_loop.block_on(async {
+        let result = event_loop.readable(stopped.as_fd()).await;
         server.stop().await;
         Ok(result?)
     })
@@ -113,7 +113,7 @@ struct SlowDevice {
 }
 
 impl SlowDevice {
-    fn slowly(&self, operation: Operation, range: ByteRange) -> Io<'_> {
+    fn delayed(&self, operation: Operation, range: ByteRange) -> Io<'_> {
         Io::task(async move {
             self.on.sleep(self.delay).await;
             check_request(&self.name, &self.geometry, operation, range)
@@ -131,7 +131,7 @@ impl BlockDevice for SlowDevice {
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
-        let read = self.slowly(Operation::Read, start.range(buffer.byte_len()));
+        let read = self.delayed(Operation::Read, start.range(buffer.byte_len()));
         Io::task(async move {
             read.await?;
             buffer.fill_zero();
@@ -140,7 +140,7 @@ impl BlockDevice for SlowDevice {
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, _: WriteFlags) -> Io<'a> {
-        self.slowly(Operation::Write, start.range(buffer.byte_len()))
+        self.delayed(Operation::Write, start.range(buffer.byte_len()))
     }
 
     fn flush(&self) -> Io<'_> {
@@ -148,16 +148,16 @@ impl BlockDevice for SlowDevice {
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        self.slowly(Operation::Discard, range)
+        self.delayed(Operation::Discard, range)
     }
 
     fn write_zeroes(&self, range: ByteRange, _: ZeroFlags) -> Io<'_> {
-        self.slowly(Operation::WriteZeroes, range)
+        self.delayed(Operation::WriteZeroes, range)
     }
 
     fn extents(&self, range: ByteRange, _: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         Box::pin(async move {
-            self.slowly(Operation::Extents, range).await?;
+            self.delayed(Operation::Extents, range).await?;
             let kind = ExtentKind::Data;
             Ok(vec![Extent { range, kind }])
         })

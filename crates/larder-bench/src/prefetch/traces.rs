@@ -14,7 +14,7 @@ use anyhow::bail;
 use larder_policy::trace;
 
 use super::Arguments;
-use super::measure::{Disk, Load, Shares, contenders, measure, median_of};
+use super::measure::{Disk, Load, ReadAheadShares, contenders, measure, median_shares};
 use super::place::Place;
 use super::servers::Prefetch;
 use super::slow::SlowStore;
@@ -22,7 +22,7 @@ use crate::figures::{median, ratio};
 use crate::vhost_user::client::Request;
 
 /// Latencies of the simulated disks: an SSD, and a hard disk or remote disk.
-const DELAYS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
+const DISK_LATENCIES: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
 
 /// Requests in flight, for traces without timestamps.
 const DEPTHS: [usize; 2] = [1, 4];
@@ -33,13 +33,13 @@ const TIMED_DEPTH: usize = 128;
 /// Requests of a measurement. The count for the trace with timestamps covers about one of the two periods in which
 /// its disk is read at all.
 const COUNT: u64 = 3_000;
-const TIMED_COUNT: u64 = 40_000;
+const TIMED_REQUESTS_DEFAULT: u64 = 40_000;
 
 /// One round suffices: the trace's timestamps take the time, not the machine's work.
 const ROUNDS: usize = 1;
 
 /// Number of pieces, spread over a whole trace without timestamps, that form its excerpt.
-const PIECES: usize = 8;
+const EXCERPT_PIECES: usize = 8;
 
 const SECTOR: u64 = 512;
 
@@ -57,29 +57,29 @@ struct Figures {
     /// Mean and 99th percentile of the reads' latencies, in us, off and on.
     means: [Vec<f64>; 2],
     late: [Vec<f64>; 2],
-    shares: Vec<Shares>,
+    shares: Vec<ReadAheadShares>,
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let Some(folder) = &arguments.traces else {
+    let Some(directory) = &arguments.traces else {
         println!("No traces are replayed without --traces DIRECTORY");
         return Ok(());
     };
-    let place = arguments.place()?;
+    let scratch = arguments.place()?;
     let (count, timed_count) = match arguments.count {
         Some(count) => (count, count),
-        None => (COUNT, TIMED_COUNT),
+        None => (COUNT, TIMED_REQUESTS_DEFAULT),
     };
     let timed = Trace {
         name: "CloudPhysics",
-        requests: busiest(
-            &requests(&folder.join("cloudphysics.vscsi"), SECTOR, arguments.speed_up)?,
+        requests: busiest_window(
+            &requests(&directory.join("cloudphysics.vscsi"), SECTOR, arguments.speed_up)?,
             timed_count,
         ),
         depths: vec![TIMED_DEPTH],
     };
-    let closed = |name, file: &str, unit| {
-        let requests = excerpt(&requests(&folder.join(file), unit, 1.0)?, count);
+    let untimed = |name, file: &str, unit| {
+        let requests = excerpt(&requests(&directory.join(file), unit, 1.0)?, count);
         anyhow::Ok(Trace {
             name,
             requests,
@@ -88,12 +88,12 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let traces = [
         timed,
-        closed("P6", "arc-P6.lis.zst", SECTOR)?,
-        closed("OLTP", "arc-OLTP.lis.zst", 4096)?,
+        untimed("P6", "arc-P6.lis.zst", SECTOR)?,
+        untimed("OLTP", "arc-OLTP.lis.zst", 4096)?,
     ];
     println!(
         "CloudPhysics: the window of {timed_count} requests with the most reads, with their timestamps, {} times as fast. \
-         P6, OLTP: {count} reads in {PIECES} pieces of the whole trace, as fast as they complete. \
+         P6, OLTP: {count} reads in {EXCERPT_PIECES} pieces of the whole trace, as fast as they complete. \
          A disk behind NBD. Latencies of reads in us.\n",
         arguments.speed_up
     );
@@ -103,9 +103,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     );
     println!("|{}", " --- |".repeat(16));
     for trace in &traces {
-        for delay in DELAYS {
+        for delay in DISK_LATENCIES {
             for depth in &trace.depths {
-                replay(arguments, &place, trace, *depth, delay)?;
+                replay(arguments, &scratch, trace, *depth, delay)?;
             }
         }
     }
@@ -113,7 +113,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// Replays a trace at a depth, and prints the row.
-fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, delay: Duration) -> anyhow::Result<()> {
+fn replay(arguments: &Arguments, scratch: &Place, trace: &Trace, depth: usize, delay: Duration) -> anyhow::Result<()> {
     let end = trace
         .requests
         .iter()
@@ -123,7 +123,7 @@ fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, del
     let (Some(end), Some(largest)) = (end, largest) else {
         bail!("the trace {} has no requests", trace.name);
     };
-    let store = SlowStore::start(place, end.next_multiple_of(1 << 20), delay)?;
+    let store = SlowStore::start(scratch, end.next_multiple_of(1 << 20), delay)?;
     let disk = Disk {
         image: store.uri(),
         format: "raw",
@@ -139,7 +139,7 @@ fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, del
                 depth,
                 largest,
             };
-            let measured = measure(place, disk, prefetch, load)?;
+            let measured = measure(scratch, disk, prefetch, load)?;
             let mut latencies = measured.replayed.latencies;
             latencies.sort_unstable();
             reads = latencies.len();
@@ -153,7 +153,7 @@ fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, del
             }
         }
     }
-    let shares = median_of(&figures.shares);
+    let shares = median_shares(&figures.shares);
     print!(
         "| {} | {depth} | {delay:?} | {reads} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} |",
         trace.name, shares.hits, shares.waits, shares.parts, shares.fetched, shares.wasted, shares.unread
@@ -178,21 +178,21 @@ fn requests(path: &Path, block: u64, speed_up: f64) -> anyhow::Result<Vec<Reques
 }
 
 /// Returns the window of `count` successive requests with the most reads. The first one is due at once.
-fn busiest(requests: &[Request], count: u64) -> Vec<Request> {
+fn busiest_window(requests: &[Request], count: u64) -> Vec<Request> {
     let count = requests.len().min(count as usize);
     let reads = |requests: &[Request]| requests.iter().filter(|request| !request.write).count();
-    let mut here = reads(&requests[..count]);
-    let (mut best, mut best_reads) = (0, here);
+    let mut window_reads = reads(&requests[..count]);
+    let (mut best, mut best_reads) = (0, window_reads);
     for first in 1..=requests.len() - count {
-        here += reads(&requests[first + count - 1..first + count]);
-        here -= reads(&requests[first - 1..first]);
-        if here > best_reads {
-            (best, best_reads) = (first, here);
+        window_reads += reads(&requests[first + count - 1..first + count]);
+        window_reads -= reads(&requests[first - 1..first]);
+        if window_reads > best_reads {
+            (best, best_reads) = (first, window_reads);
         }
     }
     let chosen = &requests[best..best + count];
-    let begin = chosen.first().and_then(|request| request.due);
-    let since = |due: Duration| begin.map_or(due, |begin| due.saturating_sub(begin));
+    let first_due = chosen.first().and_then(|request| request.due);
+    let since = |due: Duration| first_due.map_or(due, |first_due| due.saturating_sub(first_due));
     let shifted = chosen.iter().map(|request| Request {
         due: request.due.map(since),
         ..*request
@@ -206,8 +206,13 @@ fn excerpt(requests: &[Request], count: u64) -> Vec<Request> {
     if count >= requests.len() {
         return requests.to_vec();
     }
-    let len = count.div_ceil(PIECES);
-    let pieces = (0..PIECES).flat_map(|piece| requests.iter().skip(piece * (requests.len() / PIECES)).take(len));
+    let len = count.div_ceil(EXCERPT_PIECES);
+    let pieces = (0..EXCERPT_PIECES).flat_map(|piece| {
+        requests
+            .iter()
+            .skip(piece * (requests.len() / EXCERPT_PIECES))
+            .take(len)
+    });
     pieces.take(count).copied().collect()
 }
 
@@ -228,10 +233,10 @@ mod tests {
     /// The window has the most reads, and its timestamps start at 0.
     fn busiest_window_has_most_reads() {
         let requests: Vec<Request> = (0..10).map(|at| request(!(4..7).contains(&at), at, 1, at)).collect();
-        let first: Vec<Request> = busiest(&requests, 3);
+        let first: Vec<Request> = busiest_window(&requests, 3);
         let expected: Vec<Request> = (4..7).map(|at| request(false, at, 1, at - 4)).collect();
         assert_eq!(first, expected);
-        assert_eq!(busiest(&requests, 100).len(), 10);
+        assert_eq!(busiest_window(&requests, 100).len(), 10);
     }
 
     #[test]

@@ -38,7 +38,7 @@ struct Parts {
     end: u64,
 }
 
-const REFCOUNT_TABLE: u64 = 1;
+const REFCOUNT_TABLE_CLUSTER: u64 = 1;
 const HEADER_BYTES: u32 = 104;
 /// Refcount width: 16 bits.
 const REFCOUNT_ORDER: u32 = 4;
@@ -62,7 +62,7 @@ impl Layout {
         let l1_clusters = (tables * 8).div_ceil(cluster_len);
         let mut blocks = 1u64;
         loop {
-            let refcount_blocks = REFCOUNT_TABLE + (blocks * 8).div_ceil(cluster_len);
+            let refcount_blocks = REFCOUNT_TABLE_CLUSTER + (blocks * 8).div_ceil(cluster_len);
             let l1 = refcount_blocks + blocks;
             let l2 = l1 + l1_clusters;
             let end = l2 + tables + data;
@@ -96,11 +96,11 @@ impl Layout {
         let at = |cluster: u64| cluster << self.cluster_bits;
 
         let tables = parts.data - parts.l2;
-        let header = self.header(tables, at(parts.l1), parts.refcount_blocks - REFCOUNT_TABLE);
+        let header = self.header(tables, at(parts.l1), parts.refcount_blocks - REFCOUNT_TABLE_CLUSTER);
         out.write_all(&header)?;
         out.write_all(&vec![0; self.cluster_len() as usize - header.len()])?;
         let blocks = parts.l1 - parts.refcount_blocks;
-        for block in 0..words(REFCOUNT_TABLE, parts.refcount_blocks) {
+        for block in 0..words(REFCOUNT_TABLE_CLUSTER, parts.refcount_blocks) {
             let offset = if block < blocks {
                 at(parts.refcount_blocks + block)
             } else {
@@ -126,11 +126,11 @@ impl Layout {
             Random::default().shuffle(&mut shuffled);
         }
         for cluster in 0..words(parts.l2, parts.data) {
-            let place = shuffled
+            let data_index = shuffled
                 .get(cluster as usize)
-                .map_or(cluster, |place| u64::from(*place));
+                .map_or(cluster, |data_index| u64::from(*data_index));
             let entry = if cluster < data {
-                at(parts.data + place) | COPIED
+                at(parts.data + data_index) | COPIED
             } else {
                 0
             };
@@ -154,7 +154,7 @@ impl Layout {
         bytes.extend([0; 4]);
         bytes.extend((tables as u32).to_be_bytes());
         bytes.extend(l1_offset.to_be_bytes());
-        bytes.extend((REFCOUNT_TABLE << self.cluster_bits).to_be_bytes());
+        bytes.extend((REFCOUNT_TABLE_CLUSTER << self.cluster_bits).to_be_bytes());
         bytes.extend((refcount_table_clusters as u32).to_be_bytes());
         // No snapshots, no features.
         bytes.extend([0; 12 + 24]);
@@ -180,15 +180,15 @@ mod tests {
                     cluster_bits,
                     order,
                 };
-                let folder = tempfile::tempdir().unwrap();
-                let path = folder.path().join("image.qcow2");
+                let directory = tempfile::tempdir().unwrap();
+                let path = directory.path().join("image.qcow2");
                 layout.write(&path).unwrap();
                 let check = Command::new("qemu-img").arg("check").arg(&path).output().unwrap();
-                let said = String::from_utf8_lossy(&check.stdout);
-                assert!(check.status.success(), "{layout:?}: {said}");
+                let output = String::from_utf8_lossy(&check.stdout);
+                assert!(check.status.success(), "{layout:?}: {output}");
                 let clusters = size >> cluster_bits;
                 let allocated = format!("{clusters}/{clusters} = 100.00% allocated, {fragmented}");
-                assert!(said.contains(&allocated), "{layout:?}: {said}");
+                assert!(output.contains(&allocated), "{layout:?}: {output}");
             }
         }
     }

@@ -73,15 +73,15 @@ const TIB: u64 = 1 << 40;
 const CLUSTER_BITS: u32 = 16;
 
 /// Size of a disk whose data is in the page cache.
-const SMALL_DISK: u64 = GIB;
+const SMALL_DISK_BYTES: u64 = GIB;
 /// Size of an initially empty disk, and numbers of writes to it.
-const EMPTY_DISK: u64 = 16 * GIB;
+const EMPTY_DISK_BYTES: u64 = 16 * GIB;
 const RANDOM_WRITES: u64 = 65_536;
 const SEQUENTIAL_WRITES: u64 = 16_384;
 /// Number of writes that each copy 64 KiB from the backing file.
 const OVERLAY_WRITES: u64 = 8_192;
 /// Below 16 TiB: with its metadata the file must not exceed ext4's maximum file size.
-const HUGE_DISK: u64 = 16 * TIB - 16 * GIB;
+const HUGE_DISK_BYTES: u64 = 16 * TIB - 16 * GIB;
 
 const BLOCK: usize = 4096;
 /// Requests in flight while caches are warmed.
@@ -91,8 +91,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     for part in &arguments.parts {
         match part {
             Part::Allocated => allocated(arguments)?,
-            Part::Allocating => allocating(arguments)?,
-            Part::Cliff => cliff(arguments)?,
+            Part::Allocating => measure_allocating(arguments)?,
+            Part::Cliff => measure_large_disk(arguments)?,
             Part::Clusters => clusters(arguments)?,
             Part::Huge => huge(arguments)?,
         }
@@ -132,9 +132,9 @@ fn allocated(arguments: &Arguments) -> anyhow::Result<()> {
         println!("4 KiB, random, {SMALL_GIB} GiB of allocated clusters of 64 KiB, {order:?}, page cache\n");
         let folder = folder(arguments, "/dev/shm")?;
         let (raw, qcow2) = (folder.path().join("raw"), folder.path().join("qcow2"));
-        fs::File::create(&raw)?.set_len(SMALL_DISK)?;
+        fs::File::create(&raw)?.set_len(SMALL_DISK_BYTES)?;
         let layout = Layout {
-            size: SMALL_DISK,
+            size: SMALL_DISK_BYTES,
             cluster_bits: CLUSTER_BITS,
             order,
         };
@@ -168,7 +168,7 @@ fn allocated(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-const SMALL_GIB: u64 = SMALL_DISK / GIB;
+const SMALL_GIB: u64 = SMALL_DISK_BYTES / GIB;
 
 /// A pattern of writes to unallocated clusters.
 struct Allocation {
@@ -188,35 +188,35 @@ fn allocations() -> Vec<Allocation> {
         random.shuffle(&mut clusters);
         clusters.truncate(count as usize);
         let blocks = cluster_len / BLOCK as u64;
-        let place = |cluster: u64| cluster * cluster_len + random.below(blocks) * BLOCK as u64;
-        clusters.into_iter().map(place).collect()
+        let write_offset = |cluster: u64| cluster * cluster_len + random.below(blocks) * BLOCK as u64;
+        clusters.into_iter().map(write_offset).collect()
     };
     vec![
         Allocation {
             what: "4 KiB, random, empty image",
-            disk: EMPTY_DISK,
+            disk: EMPTY_DISK_BYTES,
             has_backing: false,
             block: BLOCK,
-            offsets: scattered(EMPTY_DISK, RANDOM_WRITES),
+            offsets: scattered(EMPTY_DISK_BYTES, RANDOM_WRITES),
         },
         Allocation {
             what: "64 KiB, sequential, empty image",
-            disk: EMPTY_DISK,
+            disk: EMPTY_DISK_BYTES,
             has_backing: false,
             block: cluster_len as usize,
             offsets: (0..SEQUENTIAL_WRITES).map(|index| index * cluster_len).collect(),
         },
         Allocation {
             what: "4 KiB, random, overlay",
-            disk: SMALL_DISK,
+            disk: SMALL_DISK_BYTES,
             has_backing: true,
             block: BLOCK,
-            offsets: scattered(SMALL_DISK, OVERLAY_WRITES),
+            offsets: scattered(SMALL_DISK_BYTES, OVERLAY_WRITES),
         },
     ]
 }
 
-fn allocating(arguments: &Arguments) -> anyhow::Result<()> {
+fn measure_allocating(arguments: &Arguments) -> anyhow::Result<()> {
     println!(
         "Writes that allocate clusters of 64 KiB, each write another cluster, including the final flush, page cache\n"
     );
@@ -264,7 +264,7 @@ fn fill_backing(path: &Path) -> anyhow::Result<()> {
     use std::io::Write;
     let mut file = fs::File::create(path)?;
     let bytes = vec![0xa5; MIB as usize];
-    for _ in 0..SMALL_DISK / MIB {
+    for _ in 0..SMALL_DISK_BYTES / MIB {
         file.write_all(&bytes)?;
     }
     Ok(())
@@ -287,7 +287,7 @@ fn create(path: &Path, size: u64, backing: Option<&PathBuf>) -> anyhow::Result<(
 
 /// Startup times of a server in ms: from its start, except `first`, which is from when its socket exists.
 #[derive(Default, Clone)]
-struct Starts {
+struct StartupTimes {
     socket: Vec<f64>,
     first: Vec<f64>,
     idle: Vec<f64>,
@@ -295,7 +295,7 @@ struct Starts {
 }
 
 /// Measures random reads over the whole disk. The servers may have images of their own, all of the same size.
-fn read_everywhere(
+fn measure_random_reads(
     arguments: &Arguments,
     folder: &TempDir,
     contenders: &[Contender],
@@ -304,12 +304,12 @@ fn read_everywhere(
 ) -> anyhow::Result<()> {
     let depths = &arguments.cliff_depths;
     let mut grid = vec![vec![Series::default(); depths.len()]; contenders.len()];
-    let mut starts = vec![Starts::default(); contenders.len()];
+    let mut starts = vec![StartupTimes::default(); contenders.len()];
     for _ in 0..arguments.rounds {
         for ((contender, row), starts) in contenders.iter().zip(&mut grid).zip(&mut starts) {
             let begin = Instant::now();
             let server = contender.start(&socket(folder))?;
-            let listens = begin.elapsed();
+            let socket_time = begin.elapsed();
             let mut client = Client::connect_with(&socket(folder), true, BLOCK)?;
             let read = |depth: usize| Workload {
                 write: false,
@@ -318,9 +318,9 @@ fn read_everywhere(
                 duration: Duration::from_secs_f64(arguments.seconds),
             };
             client.run_at(&read(1), &[layout.size / 2])?;
-            let first = begin.elapsed() - listens;
-            let rest = servers::wait_until_idle(&server)?;
-            let idle = begin.elapsed() - rest;
+            let first_read = begin.elapsed() - socket_time;
+            let idle_time = servers::wait_until_idle(&server)?;
+            let idle = begin.elapsed() - idle_time;
             drop(client);
             let mut client = Client::connect(&socket(folder), true)?;
             // One read of each L2 table fills a cache that covers the disk.
@@ -331,8 +331,8 @@ fn read_everywhere(
                 let outcome = client.run(&read(*depth))?;
                 series.push(outcome, server.cpu_time()?.0 - before.0);
             }
-            starts.socket.push(listens.as_secs_f64() * 1e3);
-            starts.first.push(first.as_secs_f64() * 1e3);
+            starts.socket.push(socket_time.as_secs_f64() * 1e3);
+            starts.first.push(first_read.as_secs_f64() * 1e3);
             starts.idle.push(idle.as_secs_f64() * 1e3);
             starts.memory_mib.push(server.memory_bytes()? as f64 / MIB as f64);
         }
@@ -367,7 +367,7 @@ fn chroot_ms() -> anyhow::Result<f64> {
     Ok(begin.elapsed().as_secs_f64() * 1e3)
 }
 
-fn cliff(arguments: &Arguments) -> anyhow::Result<()> {
+fn measure_large_disk(arguments: &Arguments) -> anyhow::Result<()> {
     println!(
         "Entering the chroot takes {:.0} ms, which is part of the time until QEMU's socket exists\n",
         chroot_ms()?
@@ -396,7 +396,7 @@ fn cliff(arguments: &Arguments) -> anyhow::Result<()> {
             qemu(32 * MIB)?,
             qemu(MIB)?,
         ];
-        read_everywhere(arguments, &folder, &contenders, layout, &[0, 6])?;
+        measure_random_reads(arguments, &folder, &contenders, layout, &[0, 6])?;
     }
     Ok(())
 }
@@ -428,9 +428,9 @@ fn clusters(arguments: &Arguments) -> anyhow::Result<()> {
         let contenders = [
             servers::larder_qcow2(&image, access, None)?,
             servers::qemu(&image, access, L2Cache::Old { cluster_len })?,
-            servers::qemu(&image, access, L2Cache::advised(&image)?)?,
+            servers::qemu(&image, access, L2Cache::recommended(&image)?)?,
         ];
-        read_everywhere(arguments, &folder, &contenders, layout, &[1])?;
+        measure_random_reads(arguments, &folder, &contenders, layout, &[1])?;
     }
     Ok(())
 }
@@ -441,7 +441,7 @@ fn huge(arguments: &Arguments) -> anyhow::Result<()> {
     println!("4 KiB, random, all of 16 TiB less 16 GiB, allocated clusters of 64 KiB without data, {access:?}\n");
     let image = folder.path().join("qcow2");
     let layout = Layout {
-        size: HUGE_DISK,
+        size: HUGE_DISK_BYTES,
         cluster_bits: CLUSTER_BITS,
         order: Order::Contiguous,
     };
@@ -451,5 +451,5 @@ fn huge(arguments: &Arguments) -> anyhow::Result<()> {
         servers::qemu(&image, access, L2Cache::Default)?,
         servers::qemu(&image, access, L2Cache::Of(2 * GIB))?,
     ];
-    read_everywhere(arguments, &folder, &contenders, layout, &[1])
+    measure_random_reads(arguments, &folder, &contenders, layout, &[1])
 }

@@ -30,8 +30,8 @@ pub(super) enum Access {
 
 impl Access {
     /// Returns direct I/O where the file system supports it.
-    pub(super) fn best_of(folder: &Path) -> anyhow::Result<Self> {
-        Ok(match is_tmpfs(&rustix::fs::statfs(folder)?) {
+    pub(super) fn best_of(directory: &Path) -> anyhow::Result<Self> {
+        Ok(match is_tmpfs(&rustix::fs::statfs(directory)?) {
             true => Self::Buffered,
             false => Self::Direct,
         })
@@ -53,7 +53,7 @@ pub(super) enum L2Cache {
 
 impl L2Cache {
     /// Returns the recommended size for an image.
-    pub(super) fn advised(image: &Path) -> anyhow::Result<Self> {
+    pub(super) fn recommended(image: &Path) -> anyhow::Result<Self> {
         let mut tune = Command::new(larder()?);
         tune.args(["disk", "tune", "--output", "json"]).arg(image);
         let output = tune.output()?;
@@ -115,7 +115,7 @@ fn larder_with(name: String, image: &Path, access: Access, options: &str) -> any
 
 /// Returns QEMU's storage daemon on a qcow2 image, with its I/O thread and adaptive polling.
 pub(super) fn qemu(image: &Path, access: Access, cache: L2Cache) -> anyhow::Result<Contender> {
-    let how = match access {
+    let io_options = match access {
         Access::Buffered => "aio=threads",
         Access::Direct => "aio=io_uring,cache.direct=on",
     };
@@ -129,7 +129,7 @@ pub(super) fn qemu(image: &Path, access: Access, cache: L2Cache) -> anyhow::Resu
         name,
         command: format!(
             "{} qemu-storage-daemon --object iothread,id=io,poll-max-ns=32768 \
-             --blockdev driver=file,filename={{image}},node-name=file,{how} \
+             --blockdev driver=file,filename={{image}},node-name=file,{io_options} \
              --blockdev driver=qcow2,file=file,node-name=disk{} \
              --export vhost-user-blk,id=export,node-name=disk,addr.type=unix,addr.path={{socket}},iothread=io,writable=on",
             debian13()?.display(),
@@ -149,18 +149,18 @@ impl Contender {
 pub(super) fn wait_until_idle(server: &Server) -> anyhow::Result<Duration> {
     const LOOK_EVERY: Duration = Duration::from_millis(50);
     // An idle server may have a timer or two; one that reads from a slow disk uses hardly more CPU.
-    const IDLE_CPU: Duration = Duration::from_micros(100);
-    const IDLE_LOOKS: u32 = 4;
-    let give_up = Instant::now() + Duration::from_secs(120);
+    const IDLE_CPU_MAX: Duration = Duration::from_micros(100);
+    const IDLE_POLLS: u32 = 4;
+    let deadline = Instant::now() + Duration::from_secs(120);
     let mut before = server.cpu_time()?.0;
     let mut idle = 0;
-    while idle < IDLE_LOOKS {
-        if Instant::now() > give_up {
+    while idle < IDLE_POLLS {
+        if Instant::now() > deadline {
             bail!("the server does not become idle");
         }
         std::thread::sleep(LOOK_EVERY);
         let now = server.cpu_time()?.0;
-        idle = if now - before < IDLE_CPU { idle + 1 } else { 0 };
+        idle = if now - before < IDLE_CPU_MAX { idle + 1 } else { 0 };
         before = now;
     }
     Ok(LOOK_EVERY * idle)

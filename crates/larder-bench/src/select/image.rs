@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Context as _;
 use larder_bench::campaign::Random;
 use larder_codec::batch::BATCH_BYTES;
-use larder_codec::measure::Kind;
+use larder_codec::measure::MemoryContent;
 use larder_codec::{PAGE, uniform_word};
 
 /// Pages that reach a codec, a whole number of batches. Uniform pages are sent in another way, and are left out.
@@ -17,39 +17,50 @@ pub(super) struct Image {
 }
 
 /// Composition of the mixes in %, with stretches of up to 8 MiB.
-const MIXES: [(&str, &[(Kind, u64)]); 4] = [
+const MIXES: [(&str, &[(MemoryContent, u64)]); 4] = [
     (
         "server",
         &[
-            (Kind::Text, 35),
-            (Kind::Heap, 30),
-            (Kind::Code, 15),
-            (Kind::Sparse, 10),
-            (Kind::Random, 10),
+            (MemoryContent::Text, 35),
+            (MemoryContent::Heap, 30),
+            (MemoryContent::Code, 15),
+            (MemoryContent::Sparse, 10),
+            (MemoryContent::Random, 10),
         ],
     ),
     (
         "database",
         &[
-            (Kind::Sequence, 30),
-            (Kind::Heap, 30),
-            (Kind::Json, 20),
-            (Kind::Random, 20),
+            (MemoryContent::Sequence, 30),
+            (MemoryContent::Heap, 30),
+            (MemoryContent::Json, 20),
+            (MemoryContent::Random, 20),
         ],
     ),
-    ("media", &[(Kind::Random, 80), (Kind::Code, 10), (Kind::Heap, 10)]),
+    (
+        "media",
+        &[
+            (MemoryContent::Random, 80),
+            (MemoryContent::Code, 10),
+            (MemoryContent::Heap, 10),
+        ],
+    ),
     (
         "counters",
-        &[(Kind::Counter, 60), (Kind::Sequence, 20), (Kind::Sparse, 20)],
+        &[
+            (MemoryContent::Counter, 60),
+            (MemoryContent::Sequence, 20),
+            (MemoryContent::Sparse, 20),
+        ],
     ),
 ];
-const STRETCH_BATCHES: u64 = 32;
+const STRETCH_BATCHES_MAX: u64 = 32;
 
 /// Generates images of all kinds, and of the mixes.
 pub(super) fn made(bytes: usize, seed: u64) -> impl Iterator<Item = Image> {
-    let kinds = Kind::ALL.into_iter().map(move |kind| Image {
+    let kinds = MemoryContent::ALL.into_iter().map(move |kind| Image {
         name: kind.name().to_owned(),
-        pages: many_words(|more| kind.memory(bytes, seed + more), bytes),
+        pages: non_uniform_pages(|seed_offset| kind.generate(bytes, seed + seed_offset), bytes),
     });
     let mixes = MIXES.into_iter().map(move |(name, parts)| Image {
         name: name.to_owned(),
@@ -58,21 +69,24 @@ pub(super) fn made(bytes: usize, seed: u64) -> impl Iterator<Item = Image> {
     kinds.chain(mixes)
 }
 
-fn mixed(parts: &[(Kind, u64)], bytes: usize, seed: u64) -> Vec<u8> {
+fn mixed(parts: &[(MemoryContent, u64)], bytes: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut pages = Vec::with_capacity(bytes);
     let mut stretches = 0;
     while pages.len() < bytes {
         let mut at = random.below(100);
         let part = parts.iter().find(|part| {
-            let is_here = at < part.1;
+            let is_selected = at < part.1;
             at = at.saturating_sub(part.1);
-            is_here
+            is_selected
         });
-        let len = (1 + random.below(STRETCH_BATCHES) as usize) * BATCH_BYTES;
+        let len = (1 + random.below(STRETCH_BATCHES_MAX) as usize) * BATCH_BYTES;
         stretches += 1;
         if let Some((kind, _)) = part {
-            pages.extend(many_words(|more| kind.memory(len, seed + stretches + more), len));
+            pages.extend(non_uniform_pages(
+                |more| kind.generate(len, seed + stretches + more),
+                len,
+            ));
         }
     }
     pages.truncate(bytes / BATCH_BYTES * BATCH_BYTES);
@@ -80,10 +94,10 @@ fn mixed(parts: &[(Kind, u64)], bytes: usize, seed: u64) -> Vec<u8> {
 }
 
 /// Returns `bytes` of pages that are not uniform, from memory that is generated as often as necessary.
-fn many_words(memory: impl Fn(u64) -> Vec<u8>, bytes: usize) -> Vec<u8> {
-    const OFTEN: u64 = 64;
+fn non_uniform_pages(memory: impl Fn(u64) -> Vec<u8>, bytes: usize) -> Vec<u8> {
+    const GENERATIONS_MAX: u64 = 64;
     let mut pages = Vec::with_capacity(bytes);
-    for more in 0..OFTEN {
+    for more in 0..GENERATIONS_MAX {
         add(&mut pages, &memory(more << 32), bytes);
         if pages.len() >= bytes {
             break;

@@ -17,7 +17,7 @@ use clap::Args;
 use larder_codec::PAGE;
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Encoder, Method};
 use larder_codec::measure::cpu_time;
-use larder_codec::select::{Class, REGIONS_MAX, Selector, Sender, Way};
+use larder_codec::select::{BatchClass, BatchEncoding, REGIONS_MAX, Selector, SenderProfile};
 
 use self::image::Image;
 use self::pipeline::Pipeline;
@@ -57,7 +57,7 @@ struct Made {
 
 /// A batch, and its encoding by each method.
 struct Batch {
-    class: Class,
+    class: BatchClass,
     /// Nanoseconds of classification.
     class_ns: u64,
     by: [Made; Method::COUNT],
@@ -124,16 +124,16 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         all.extend(sent);
     }
     println!("\n| method | share of the best, mean | minimum |\n|---|---|---|");
-    let of_the_best = |of: &dyn Fn(&Sent) -> f64| {
+    let share_of_best = |of: &dyn Fn(&Sent) -> f64| {
         let shares: Vec<f64> = all.iter().map(|sent| of(sent) / sent.best().1).collect();
         let mean = shares.iter().map(|share| share.ln()).sum::<f64>() / shares.len() as f64;
         (mean.exp(), shares.into_iter().fold(f64::INFINITY, f64::min))
     };
     let row = |name: &str, (mean, worst): (f64, f64)| println!("| {name} | {mean:.2} | {worst:.2} |");
     for (at, method) in methods().enumerate() {
-        row(name(method), of_the_best(&|sent: &Sent| sent.alone[at]));
+        row(name(method), share_of_best(&|sent: &Sent| sent.alone[at]));
     }
-    row("the selector", of_the_best(&|sent: &Sent| sent.chosen));
+    row("the selector", share_of_best(&|sent: &Sent| sent.chosen));
     Ok(())
 }
 
@@ -152,7 +152,7 @@ fn batches_of(image: &Image) -> Vec<Batch> {
         for (at, pages) in image.pages.chunks(BATCH_BYTES).enumerate() {
             read.copy_from_slice(pages);
             let pages = &read[..];
-            let (class, class_ns) = timed(|| Class::of(&[pages]));
+            let (class, class_ns) = timed(|| BatchClass::of(&[pages]));
             // As in a real sender, a batch that saves less than a 16th is sent unencoded.
             let limit = pages.len() / 16 * 15;
             let by = Method::ALL.map(|method| {
@@ -174,9 +174,9 @@ fn batches_of(image: &Image) -> Vec<Batch> {
 }
 
 fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
-    let begun = cpu_time();
+    let started = cpu_time();
     let done = work();
-    (done, (cpu_time() - begun).as_nanos() as u64)
+    (done, (cpu_time() - started).as_nanos() as u64)
 }
 
 /// Returns a batch's size as encoded by a method, and the encoding time; `None` encodes nothing and takes no time.
@@ -224,24 +224,24 @@ impl Guest<'_> {
 
     /// Sends the memory by the selector's choices. Returns the seconds.
     fn chosen(&self, link: u64, lanes: usize) -> f64 {
-        let ways = Method::ALL.map(Way::Here);
-        let mut selector = Selector::new(&ways, Sender::of_unknown_link(lanes), REGIONS_MAX);
+        let candidates = Method::ALL.map(BatchEncoding::Cpu);
+        let mut selector = Selector::new(&candidates, SenderProfile::with_unknown_link(lanes), REGIONS_MAX);
         let mut pipeline = Pipeline::new(lanes, link, self.supply);
         for (batch, at) in self.batches().zip(0..) {
             let lane = pipeline.next();
             let region = at / BATCHES_IN_REGION;
-            let begun = Instant::now();
+            let started = Instant::now();
             let way = selector.pick(region, batch.class, BATCH_PAGES);
-            let (bytes, ns) = made(batch, way.map(Way::method));
+            let (bytes, ns) = made(batch, way.map(BatchEncoding::method));
             if let Some(way) = way {
                 selector.record(region, batch.class, way, BATCH_PAGES, bytes, ns);
             }
             // Cuts off times in which other processes had the processor.
-            let choosing_ns = (begun.elapsed().as_nanos() as u64).min(CHOOSING_NS_MAX);
+            let choosing_ns = (started.elapsed().as_nanos() as u64).min(CHOOSING_NS_MAX);
             let len = bytes.unwrap_or(BATCH_BYTES);
             let write_ns = pipeline.send(lane, len, ns + batch.class_ns + choosing_ns);
-            selector.sent(len as u64, write_ns / lanes as u64);
-            selector.besides(pipeline::besides_ns(len));
+            selector.record_sent(len as u64, write_ns / lanes as u64);
+            selector.record_other_work(pipeline::besides_ns(len));
         }
         pipeline.seconds()
     }

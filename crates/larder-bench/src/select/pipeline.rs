@@ -55,15 +55,16 @@ impl Pipeline {
     pub(super) fn send(&mut self, lane: usize, bytes: usize, encoding_ns: u64) -> u64 {
         let bytes = bytes as f64;
         self.supplied_at += self.supply_ns;
-        let begun = self.lanes[lane].max(self.supplied_at) + BATCH_BYTES as f64 * READ_NS_PER_BYTE + encoding_ns as f64;
-        self.sent_at = self.sent_at.max(begun) + bytes * self.link_ns_per_byte;
+        let written_from =
+            self.lanes[lane].max(self.supplied_at) + BATCH_BYTES as f64 * READ_NS_PER_BYTE + encoding_ns as f64;
+        self.sent_at = self.sent_at.max(written_from) + bytes * self.link_ns_per_byte;
         // Bytes not yet sent must fit the sockets.
-        let room_at = self.sent_at - self.socket_bytes * self.link_ns_per_byte;
-        let copied = begun + bytes * WRITE_NS_PER_BYTE;
+        let writable_at = self.sent_at - self.socket_bytes * self.link_ns_per_byte;
+        let copied = written_from + bytes * WRITE_NS_PER_BYTE;
         let before = self.lanes[lane];
-        self.lanes[lane] = room_at.max(copied);
-        let waits = room_at - copied > copied - begun;
-        (self.lanes[lane] - if waits { before } else { begun }) as u64
+        self.lanes[lane] = writable_at.max(copied);
+        let blocks = writable_at - copied > copied - written_from;
+        (self.lanes[lane] - if blocks { before } else { written_from }) as u64
     }
 
     /// Returns the time until all bytes have passed the link.

@@ -17,28 +17,28 @@ use larder_cache::{
     PersistOptions, Verdict, create,
 };
 
-use super::stack::{Disk, Opened, Outcome, Poke, Stack};
+use super::stack::{Disk, Opened, Outcome, SettingsChange, Stack};
 
 /// The cache stack. Its last disk but one holds the cache. The last one is the failure log (`witness`), which records
 /// that the cache must not be trusted, and never fails.
 pub(super) struct Cached {
     pub(super) name: &'static str,
     pub(super) below: &'static dyn Stack,
-    pub(super) modes: Modes,
+    pub(super) modes: ModeMix,
     /// True if the cache is exchanged at run time for the same one, opened again.
     pub(super) is_replaced: bool,
 }
 
 /// Distribution of the cache mode, which changes at each opening and at run time.
 #[derive(Clone, Copy)]
-pub(super) struct Modes {
+pub(super) struct ModeMix {
     /// Mode that is chosen in 70 % of the cases.
     pub(super) mostly: Option<CacheMode>,
     /// Modes among which the choice is random otherwise.
     pub(super) any_of: &'static [CacheMode],
 }
 
-impl Modes {
+impl ModeMix {
     /// All modes, equally likely.
     pub(super) const ANY: Self = Self {
         mostly: None,
@@ -91,7 +91,7 @@ impl Cached {
 /// Devices of a cache.
 #[derive(Clone)]
 struct Place {
-    modes: Modes,
+    modes: ModeMix,
     lower: Rc<dyn BlockDevice>,
     fast: Rc<SimulatedDevice>,
     witness: Rc<SimulatedDevice>,
@@ -103,8 +103,8 @@ impl Place {
     }
 
     async fn open_steps(self, on: WeakLoop, mut random: SeededRng) -> Outcome<Rc<Cache>> {
-        let noted = Noted::new(&self.witness);
-        let detached = noted.read().await?;
+        let failure_log = Noted::new(&self.witness);
+        let detached = failure_log.read().await?;
         // `None` keeps the previous mode.
         let mode = random.chance(900).then(|| self.modes.draw(&mut random));
         let load_ahead = random.chance(500);
@@ -116,7 +116,7 @@ impl Place {
             percent: random.pick(&[1, 20, 50, 100]),
             idle: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
         };
-        let settling = PersistOptions {
+        let checkpointing = PersistOptions {
             delay_max: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
             lines_max: Some(random.pick(&[1, 4, 16, 64])),
         };
@@ -130,26 +130,32 @@ impl Place {
             verdict,
             fingerprint: Box::new(Vec::new),
             failure: detached,
-            failure_log: Box::new(noted),
+            failure_log: Box::new(failure_log),
             boot,
             cleaning,
             load_ahead,
             endurance,
-            persist: settling,
+            persist: checkpointing,
         };
         let opening = on.upgrade().map(|on| Cache::open(&on, self.lower, self.fast, options));
         Ok(opening.ok_or("the event loop has ended")?.await?)
     }
 
     /// Reopens a working cache while its disk is in use, as the program does when a new cache replaces it.
-    async fn replace(&self, on: &WeakLoop, switch: &LayerSwitch, now: &RefCell<Rc<Cache>>, random: SeededRng) {
-        let old = Rc::clone(&now.borrow());
+    async fn replace(
+        &self,
+        on: &WeakLoop,
+        switch: &LayerSwitch,
+        current_cache: &RefCell<Rc<Cache>>,
+        random: SeededRng,
+    ) {
+        let old = Rc::clone(&current_cache.borrow());
         let hand_over = async || in_time(on, old.flush_dirty()).await.is_some_and(|done| done.is_ok());
         if !old.is_working() || !hand_over().await {
             return;
         }
-        let Some(held) = switch.pause() else { return };
-        if in_time(on, held.drain(on)).await.is_none() || !old.is_working() || !hand_over().await {
+        let Some(held_switch) = switch.pause() else { return };
+        if in_time(on, held_switch.drain(on)).await.is_none() || !old.is_working() || !hand_over().await {
             return;
         }
         // A cache that is not closed is opened as after a kill.
@@ -161,19 +167,19 @@ impl Place {
             // A cache that cannot be closed records its failure. Here, unlike in the program, the record would be in
             // the new cache's failure log.
             Some(Ok(new)) if old.is_working() => {
-                held.replace_layer(Rc::clone(&new) as _);
-                now.replace(new);
+                held_switch.replace_layer(Rc::clone(&new) as _);
+                current_cache.replace(new);
             }
             // From now on there is no cache.
             _ => {
                 // The old cache must not be trusted later: the program records that the disk is used without it.
-                let (noted, whole) = (Noted::new(&self.witness), ByteRange::new(0, u64::MAX >> 1));
+                let (noted, whole_disk) = (Noted::new(&self.witness), ByteRange::new(0, u64::MAX >> 1));
                 noted.record_failed().await.expect("the failure log's disk never fails");
                 noted
-                    .record_superseded(whole)
+                    .record_superseded(whole_disk)
                     .await
                     .expect("the failure log's disk never fails");
-                held.replace_layer(Rc::clone(&self.lower));
+                held_switch.replace_layer(Rc::clone(&self.lower));
             }
         }
     }
@@ -181,12 +187,12 @@ impl Place {
 
 /// Returns the result, unless it takes longer than a guest's requests may be delayed.
 async fn in_time<T>(on: &WeakLoop, work: impl Future<Output = T>) -> Option<T> {
-    let late = on.upgrade().map(|on| on.sleep(Duration::from_secs(5)))?;
-    let late = async {
-        late.await;
+    let timeout = on.upgrade().map(|on| on.sleep(Duration::from_secs(5)))?;
+    let timeout = async {
+        timeout.await;
         None
     };
-    first_of(async { Some(work.await) }, late).await
+    first_of(async { Some(work.await) }, timeout).await
 }
 
 impl Stack for Cached {
@@ -249,30 +255,34 @@ impl Stack for Cached {
                 // A stop and a start by the user.
                 self.open_once(on, disks, random.fork()).await?.0.close().await?;
             }
-            let (cache, place) = self.open_once(on, disks, random).await?;
-            let switch = Rc::new(LayerSwitch::new(Rc::clone(&place.lower), Rc::clone(&cache) as _));
-            let (weak, poked) = (on.downgrade(), Rc::downgrade(&switch));
+            let (cache, cache_devices) = self.open_once(on, disks, random).await?;
+            let switch = Rc::new(LayerSwitch::new(
+                Rc::clone(&cache_devices.lower),
+                Rc::clone(&cache) as _,
+            ));
+            let (weak, weak_switch) = (on.downgrade(), Rc::downgrade(&switch));
             let now = Rc::new(RefCell::new(cache));
-            let (pokes, is_replaced) = (Rc::new(Cell::new(0)), self.is_replaced);
+            let (changes, is_replaced) = (Rc::new(Cell::new(0)), self.is_replaced);
             let top: Rc<dyn BlockDevice> = match is_replaced {
                 true => switch,
                 false => Rc::clone(&now.borrow()) as _,
             };
-            let poke: Poke = Rc::new(move |random| {
-                let mode = place.modes.draw(random);
-                pokes.set(pokes.get() + 1);
-                let (pokes, number) = (Rc::clone(&pokes), pokes.get());
+            let change_settings: SettingsChange = Rc::new(move |random| {
+                let mode = cache_devices.modes.draw(random);
+                changes.set(changes.get() + 1);
+                let (changes, number) = (Rc::clone(&changes), changes.get());
                 let Some(on) = weak.upgrade() else { return };
-                if let (true, Some(switch)) = (is_replaced && random.chance(500), poked.upgrade()) {
-                    let (place, now, random, running) = (place.clone(), Rc::clone(&now), random.fork(), weak.clone());
-                    on.spawn(async move { place.replace(&running, &switch, &now, random).await });
+                if let (true, Some(switch)) = (is_replaced && random.chance(500), weak_switch.upgrade()) {
+                    let (cache_devices, now, random, running) =
+                        (cache_devices.clone(), Rc::clone(&now), random.fork(), weak.clone());
+                    on.spawn(async move { cache_devices.replace(&running, &switch, &now, random).await });
                     return;
                 }
                 let cache = Rc::clone(&now.borrow());
                 on.spawn(async move {
                     // The mode has changed even if this fails.
                     let is_clean = cache.set_mode(mode).await.is_ok() && mode != CacheMode::WriteBack;
-                    if is_clean && pokes.get() == number {
+                    if is_clean && changes.get() == number {
                         assert_eq!(
                             cache.statistics().dirty_lines,
                             0,
@@ -283,7 +293,7 @@ impl Stack for Cached {
             });
             Ok(Opened {
                 device: top,
-                poke: Some(poke),
+                poke: Some(change_settings),
             })
         })
     }
@@ -335,13 +345,13 @@ impl Noted {
             }
             let mut bytes = vec![0; range.len.as_usize()];
             self.disk.read(range.start, ReadBuf::new(&mut bytes)).await?;
-            for (note, bytes) in (range.start.get() / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize)) {
+            for (record, bytes) in (range.start.get() / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize)) {
                 let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
-                match (number(0), note) {
+                match (number(0), record) {
                     (0, _) => {}
                     (_, 0) => is_detached = true,
                     _ => {
-                        self.next.set(note + 1);
+                        self.next.set(record + 1);
                         detached.superseded.push(ByteRange::new(number(8), number(16)));
                     }
                 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::memory::{self, MEMORIES, Memory};
+use super::memory::{self, MEMORY_SUBJECTS, Memory};
 use super::seed::{self, Summary};
 use super::stack::{STACKS, Stack};
 
@@ -86,7 +86,7 @@ impl Subject {
     /// Returns all subjects.
     pub fn all() -> impl Iterator<Item = Self> {
         let stacks = STACKS.iter().copied().map(Self::Stack);
-        stacks.chain(MEMORIES.into_iter().map(Self::Memory))
+        stacks.chain(MEMORY_SUBJECTS.into_iter().map(Self::Memory))
     }
 
     /// Returns the name of the subject.
@@ -132,11 +132,11 @@ impl Run {
 /// # Errors
 /// The violated invariant, with the log.
 pub fn simulate(subject: Subject, seed: u64) -> Result<Summary, Box<Finding>> {
-    let found = simulate_with_log(subject, seed, false).0;
-    match (subject, found) {
+    let result = simulate_with_log(subject, seed, false).0;
+    match (subject, result) {
         // A memory log takes long to write, so it is written only now: a seed always does the same.
-        (Subject::Memory(_), Err(found)) => Err(simulate_with_log(subject, seed, true).0.err().unwrap_or(found)),
-        (_, found) => found,
+        (Subject::Memory(_), Err(result)) => Err(simulate_with_log(subject, seed, true).0.err().unwrap_or(result)),
+        (_, result) => result,
     }
 }
 

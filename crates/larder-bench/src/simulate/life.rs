@@ -11,7 +11,7 @@ use larder_block::{BlockDevice, ByteLen, Failure, Geometry, LoopTime};
 
 use super::log::{Event, Log};
 use super::oracle::{Moment, Oracle};
-use super::size::Sizes;
+use super::size::SizeOracle;
 use super::stack::Opened;
 use super::stamp::SECTOR;
 
@@ -26,7 +26,7 @@ pub(super) struct Record {
     /// Allowed content of the disk.
     pub(super) oracle: RefCell<Oracle>,
     /// Allowed sizes of the disk.
-    pub(super) sizes: RefCell<Sizes>,
+    pub(super) sizes: RefCell<SizeOracle>,
     /// Events so far.
     pub(super) log: RefCell<Log>,
     /// Number of the next request, from 1. It also identifies the data that the request writes.
@@ -101,8 +101,8 @@ impl Life {
     }
 
     /// Records a violated invariant, which ends the life.
-    pub(super) fn fail(&self, why: String) {
-        self.broken.borrow_mut().get_or_insert(why);
+    pub(super) fn fail(&self, reason: String) {
+        self.broken.borrow_mut().get_or_insert(reason);
         self.wake();
     }
 
@@ -113,13 +113,13 @@ impl Life {
     }
 
     /// Takes one of the requests to be sent. Returns false if there is none.
-    pub(super) fn take_request(&self) -> bool {
+    pub(super) fn claim_request(&self) -> bool {
         let left = self.requests_left.get();
         if left == 0 || self.broken.borrow().is_some() {
             return false;
         }
         self.requests_left.set(left - 1);
-        if self.stops_now() {
+        if self.stop_is_due() {
             self.wake();
         }
         true
@@ -131,14 +131,14 @@ impl Life {
         self.wake();
     }
 
-    fn stops_now(&self) -> bool {
+    fn stop_is_due(&self) -> bool {
         self.requests_left.get() < self.stop_at
     }
 
     /// Completes when the workers have finished, the moment to stop has come, or an invariant is violated.
     pub(super) async fn ended(&self) {
         std::future::poll_fn(|context| {
-            if self.running.get() == 0 || self.stops_now() || self.broken.borrow().is_some() {
+            if self.running.get() == 0 || self.stop_is_due() || self.broken.borrow().is_some() {
                 return Poll::Ready(());
             }
             *self.waker.borrow_mut() = Some(context.waker().clone());
@@ -158,21 +158,21 @@ impl Life {
     /// Returns the smallest and the largest size since `start`.
     pub(super) fn sizes_since(&self, start: Moment) -> (ByteLen, ByteLen) {
         let sizes = self.sizes.borrow();
-        let before = sizes.iter().rposition(|(since, _)| *since <= start).unwrap_or(0);
-        let later = sizes[before..].iter().map(|(_, size)| *size);
+        let first_size = sizes.iter().rposition(|(since, _)| *since <= start).unwrap_or(0);
+        let later = sizes[first_size..].iter().map(|(_, size)| *size);
         let now = self.opened.device.geometry().size;
         later.fold((now, now), |(least, most), size| (least.min(size), most.max(size)))
     }
 
     /// Number of requests that the disks have failed.
-    fn failures_below(&self) -> u64 {
+    fn disk_failures(&self) -> u64 {
         self.disks.iter().map(|disk| disk.failures()).sum()
     }
 
     /// Counts a failure, which must be due to a disk.
     pub(super) fn count_failure(&self, number: u32, failure: Failure) {
         self.failed.set(self.failed.get() + 1);
-        if self.expectations.fails_only_with_a_disk && self.failed.get() > self.failures_below() {
+        if self.expectations.fails_only_with_a_disk && self.failed.get() > self.disk_failures() {
             self.fail(format!("#{number} failed ({failure}), but no disk request failed"));
         }
     }
@@ -185,7 +185,7 @@ impl Life {
         let blocks = (from.get() / block).max(2);
         let to = ByteLen::new(random.between(blocks / 2, blocks + blocks / 2).max(4) * block);
         let device = &self.opened.device;
-        let (before, announced) = (device.geometry(), device.size_changes().generation());
+        let (before, generation_before) = (device.geometry(), device.size_changes().generation());
         disk.set_size(to);
         self.log(Event::Resized { to });
         let expected = Geometry { size: to, ..before };
@@ -195,21 +195,21 @@ impl Life {
                 device.geometry()
             ));
         }
-        if device.size_changes().generation() == announced {
+        if device.size_changes().generation() == generation_before {
             self.fail("a change of size was not reported to observers".to_owned());
         }
         let mut oracle = self.record.oracle.borrow_mut();
         oracle.resize(from.get() / SECTOR, to.get() / SECTOR);
         self.sizes.borrow_mut().push((oracle.now(), to));
-        *self.record.sizes.borrow_mut() = Sizes::new(to);
+        *self.record.sizes.borrow_mut() = SizeOracle::new(to);
     }
 
     /// Checks the size, which is at least `grown` after a successful growth to that.
     pub(super) fn see_size(&self, grown: Option<ByteLen>) {
         let size = self.opened.device.geometry().size;
-        let seen = self.record.sizes.borrow_mut().see(size);
-        if let Err(why) = seen {
-            self.fail(why);
+        let check_result = self.record.sizes.borrow_mut().see(size);
+        if let Err(reason) = check_result {
+            self.fail(reason);
         }
         if let Some(to) = grown.filter(|to| size < *to) {
             self.fail(format!("the disk has a size of {size} after it was grown to {to}"));

@@ -42,10 +42,10 @@ impl Request {
 
 impl fmt::Display for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let forced = |fua| if fua { ", durably" } else { "" };
+        let durable_suffix = |fua| if fua { ", durably" } else { "" };
         match self {
             Self::Read(range) => write!(f, "read {range}"),
-            Self::Write { range, fua } => write!(f, "write {range}{}", forced(*fua)),
+            Self::Write { range, fua } => write!(f, "write {range}{}", durable_suffix(*fua)),
             Self::Flush => write!(f, "flush"),
             Self::Discard(range) => write!(f, "discard {range}"),
             Self::Zero {
@@ -56,7 +56,7 @@ impl fmt::Display for Request {
             } => {
                 let unmap = if *unmap { ", may unmap" } else { "" };
                 let fast = if *fast { ", only if fast" } else { "" };
-                write!(f, "zero {range}{unmap}{fast}{}", forced(*fua))
+                write!(f, "zero {range}{unmap}{fast}{}", durable_suffix(*fua))
             }
             Self::Extents(range) => write!(f, "extents of {range}"),
             Self::Grow(to) => write!(f, "grow to {to}"),

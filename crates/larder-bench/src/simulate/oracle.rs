@@ -229,11 +229,14 @@ impl Oracle {
         let now = self.tick();
         let purge = self.purge_limits();
         for (index, sector) in (sectors.first..).zip(&mut self.sectors[sectors.indices()]) {
-            let stamp = seen(index).map_err(|why| Violation::Unreadable { sector: index, why })?;
-            if !sector.see(stamp, start, now) {
+            let change_id = seen(index).map_err(|reason| Violation::Unreadable {
+                sector: index,
+                why: reason,
+            })?;
+            if !sector.see(change_id, start, now) {
                 return Err(Violation::Impossible {
                     sector: index,
-                    seen: Shown(stamp),
+                    seen: Shown(change_id),
                     allowed: sector.allowed(start),
                 });
             }
@@ -317,10 +320,10 @@ impl Oracle {
 
 impl Sector {
     fn add(&mut self, change: u64, effect: Effect, start: Moment) {
-        if let Effect::Holds(stamp) = effect
-            && !self.history.contains(&stamp)
+        if let Effect::Holds(change_id) = effect
+            && !self.history.contains(&change_id)
         {
-            self.history.push(stamp);
+            self.history.push(change_id);
         }
         self.entries.push(Entry {
             change,
@@ -349,35 +352,35 @@ impl Sector {
         }
     }
 
-    /// Returns whether a read from `start` to `now` may have returned `stamp`. If so, updates the entries
+    /// Returns whether a read from `start` to `now` may have returned `change_id`. If so, updates the entries
     /// accordingly.
-    fn see(&mut self, stamp: Stamp, start: Moment, now: Moment) -> bool {
-        let once = stamp == Stamp::ZEROS || self.history.contains(&stamp);
-        let explains = |entry: &Entry| match entry.effect {
+    fn see(&mut self, change_id: Stamp, start: Moment, now: Moment) -> bool {
+        let was_ever_written = change_id == Stamp::ZEROS || self.history.contains(&change_id);
+        let matches = |entry: &Entry| match entry.effect {
             _ if entry.gone.is_some_and(|gone| gone <= start) => false,
-            Effect::Holds(own) => own == stamp,
-            Effect::Forgets => once,
+            Effect::Holds(own) => own == change_id,
+            Effect::Forgets => was_ever_written,
         };
-        let mut explanations = self.entries.iter().filter(|entry| explains(entry));
-        let Some(first) = explanations.next().copied() else {
+        let mut candidates = self.entries.iter().filter(|entry| matches(entry));
+        let Some(first) = candidates.next().copied() else {
             return false;
         };
-        let only = explanations.next().is_none();
+        let only = candidates.next().is_none();
         let all_ended = self
             .entries
             .iter()
-            .filter(|entry| explains(entry))
+            .filter(|entry| matches(entry))
             .try_fold(now, |latest, entry| entry.end.map(|end| end.max(latest)));
         let all_settled = self
             .entries
             .iter()
-            .filter(|entry| explains(entry))
+            .filter(|entry| matches(entry))
             .all(|entry| entry.settled);
         for entry in &mut self.entries {
-            if explains(entry) {
+            if matches(entry) {
                 // An undefined content is fixed by the first read.
                 if only && entry.change == first.change {
-                    entry.effect = Effect::Holds(stamp);
+                    entry.effect = Effect::Holds(change_id);
                 }
             } else if entry.ended_before(start) {
                 entry.replace(now, all_ended);
@@ -389,11 +392,11 @@ impl Sector {
 
     fn allowed(&self, start: Moment) -> Allowed {
         let mut effects = [None; 6];
-        let present = self
+        let visible = self
             .entries
             .iter()
             .filter(|entry| entry.gone.is_none_or(|gone| gone > start));
-        for (into, entry) in effects.iter_mut().zip(present) {
+        for (into, entry) in effects.iter_mut().zip(visible) {
             *into = Some(entry.effect);
         }
         Allowed { effects }
@@ -441,14 +444,14 @@ mod tests {
 
     const ALL: Sectors = Sectors { first: 0, count: 1 };
 
-    fn write(oracle: &mut Oracle, stamp: u32, ending: Ending) {
-        let change = oracle.start_change(ALL, Effect::Holds(Stamp(stamp)));
+    fn write(oracle: &mut Oracle, change_id: u32, ending: Ending) {
+        let change = oracle.start_change(ALL, Effect::Holds(Stamp(change_id)));
         oracle.end_change(change, ending);
     }
 
-    fn reads(oracle: &mut Oracle, stamp: u32) -> bool {
+    fn reads(oracle: &mut Oracle, change_id: u32) -> bool {
         let start = oracle.start_read();
-        let possible = oracle.see(start, ALL, |_| Ok(Stamp(stamp))).is_ok();
+        let possible = oracle.see(start, ALL, |_| Ok(Stamp(change_id))).is_ok();
         oracle.end_read(start);
         possible
     }
@@ -496,20 +499,24 @@ mod tests {
     #[test]
     /// After a power loss a sector holds the last flushed write or any later one, durably.
     fn power_loss_keeps_flushed_write() {
-        for survivor in 0..4 {
+        for survivor_stamp in 0..4 {
             let mut oracle = Oracle::new(1);
             write(&mut oracle, 1, Ending::Done);
             flush(&mut oracle);
             write(&mut oracle, 2, Ending::Done);
             write(&mut oracle, 3, Ending::Done);
             oracle.stop(DeviceStop::PowerLoss);
-            assert_eq!(reads(&mut oracle, survivor), survivor > 0, "{survivor}");
-            if survivor > 0 {
+            assert_eq!(
+                reads(&mut oracle, survivor_stamp),
+                survivor_stamp > 0,
+                "{survivor_stamp}"
+            );
+            if survivor_stamp > 0 {
                 oracle.stop(DeviceStop::PowerLoss);
                 for other in 0..4 {
-                    assert!(other == survivor || !reads(&mut oracle, other));
+                    assert!(other == survivor_stamp || !reads(&mut oracle, other));
                 }
-                assert!(reads(&mut oracle, survivor));
+                assert!(reads(&mut oracle, survivor_stamp));
             }
         }
     }

@@ -28,7 +28,7 @@ pub(super) fn tables(medium: &SimulatedMedium) -> [u64; 2] {
 
 /// The disk's or a snapshot's mapping, whose tables refer to clusters.
 #[derive(Clone, Copy)]
-struct Tree {
+struct MappingTree {
     l1: u64,
     entries: u64,
     is_active: bool,
@@ -77,15 +77,15 @@ impl ImageBytes {
         if self.short(4) >= 3 { self.short(96) } else { 4 }
     }
 
-    fn trees(&self) -> Vec<Tree> {
-        let mut trees = vec![Tree {
+    fn trees(&self) -> Vec<MappingTree> {
+        let mut trees = vec![MappingTree {
             l1: self.long(40),
             entries: self.short(36),
             is_active: true,
         }];
         if self.short(60) > 0 {
             let at = self.long(64);
-            trees.push(Tree {
+            trees.push(MappingTree {
                 l1: self.long(at),
                 entries: self.short(at + 8),
                 is_active: false,
@@ -95,7 +95,7 @@ impl ImageBytes {
     }
 
     /// Returns the offset of a cluster's refcount, and its shift within the byte; `None` without a refcount block.
-    fn refcount_at(&self, cluster: u64) -> Option<(u64, u64)> {
+    fn refcount_position(&self, cluster: u64) -> Option<(u64, u64)> {
         let order = self.refcount_order();
         let block_bits = self.cluster_bits() + 3 - order;
         let index = cluster >> block_bits;
@@ -106,7 +106,7 @@ impl ImageBytes {
     }
 
     fn refcount(&self, cluster: u64) -> u64 {
-        let Some((at, shift)) = self.refcount_at(cluster) else {
+        let Some((at, shift)) = self.refcount_position(cluster) else {
             return 0;
         };
         let order = self.refcount_order();
@@ -123,7 +123,7 @@ impl ImageBytes {
 
     /// Increments a cluster's refcount.
     fn raise(&mut self, cluster: u64) -> Option<()> {
-        let (at, shift) = self.refcount_at(cluster)?;
+        let (at, shift) = self.refcount_position(cluster)?;
         let order = self.refcount_order();
         // Refcounts are small: there is no carry beyond the last byte.
         let last = at as usize + ((1usize << order) / 8).max(1) - 1;
@@ -132,7 +132,7 @@ impl ImageBytes {
     }
 
     /// Returns the L2 entries of a tree: guest cluster, offset of the entry, entry.
-    fn entries(&self, tree: Tree) -> Vec<(u64, u64, u64)> {
+    fn entries(&self, tree: MappingTree) -> Vec<(u64, u64, u64)> {
         let entry_len = if self.is_extended() { 16 } else { 8 };
         let in_table = self.cluster_len() / entry_len;
         let mut found = Vec::new();
@@ -165,10 +165,10 @@ impl ImageBytes {
         for block in (table..table + table_len).step_by(8).map(|at| self.long(at)) {
             count(block, u64::from(block != 0));
         }
-        let mut own = Vec::new();
+        let mut used_once = Vec::new();
         for tree in self.trees() {
             let mut seen = HashMap::new();
-            let mut see = |offset: u64, what: String| match seen.insert(offset >> bits, what.clone()) {
+            let mut add_reference = |offset: u64, what: String| match seen.insert(offset >> bits, what.clone()) {
                 Some(other) => Err(format!(
                     "cluster {} is used both by {other} and by {what}",
                     offset >> bits
@@ -179,18 +179,18 @@ impl ImageBytes {
             for index in 0..tree.entries {
                 let entry = self.long(tree.l1 + index * 8);
                 if entry & OFFSET != 0 {
-                    see(entry & OFFSET, format!("L2 table {index}"))?;
+                    add_reference(entry & OFFSET, format!("L2 table {index}"))?;
                     count(entry & OFFSET, 1);
-                    own.extend((tree.is_active && entry & COPIED != 0).then_some(entry & OFFSET));
+                    used_once.extend((tree.is_active && entry & COPIED != 0).then_some(entry & OFFSET));
                 }
             }
             for (cluster, _, entry) in self.entries(tree) {
                 if entry & COMPRESSED != 0 || entry & OFFSET == 0 {
                     continue;
                 }
-                see(entry & OFFSET, format!("guest cluster {cluster}"))?;
+                add_reference(entry & OFFSET, format!("guest cluster {cluster}"))?;
                 count(entry & OFFSET, 1);
-                own.extend((tree.is_active && entry & COPIED != 0).then_some(entry & OFFSET));
+                used_once.extend((tree.is_active && entry & COPIED != 0).then_some(entry & OFFSET));
             }
             if !tree.is_active {
                 count(tree.l1, 0);
@@ -210,7 +210,10 @@ impl ImageBytes {
                 ));
             }
         }
-        match own.iter().find(|offset| counts.get(&(**offset >> bits)) != Some(&1)) {
+        match used_once
+            .iter()
+            .find(|offset| counts.get(&(**offset >> bits)) != Some(&1))
+        {
             Some(offset) => Err(format!(
                 "cluster {} has the COPIED flag, but more than one reference",
                 offset >> bits
@@ -220,7 +223,7 @@ impl ImageBytes {
     }
 
     /// Returns a checksum of a tree's content.
-    fn checksum(&self, tree: Tree) -> u64 {
+    fn checksum(&self, tree: MappingTree) -> u64 {
         let mut sum = 0xcbf2_9ce4_8422_2325u64;
         let mut add = |word: u64| sum = (sum.rotate_left(5) ^ word).wrapping_mul(0x0100_0000_01b3);
         for (cluster, at, entry) in self.entries(tree) {
@@ -254,7 +257,7 @@ impl ImageBytes {
         let l1 = (self.bytes.len() as u64).next_multiple_of(self.cluster_len());
         let table = l1 + l1_len;
         let added = l1 >> self.cluster_bits()..(table >> self.cluster_bits()) + 1;
-        let is_full = |cluster: u64| self.refcount_at(cluster).is_none() || self.refcount(cluster) != 0;
+        let is_full = |cluster: u64| self.refcount_position(cluster).is_none() || self.refcount(cluster) != 0;
         if self.short(60) > 0 || self.refcount_order() == 0 || l1_len == 0 || added.clone().any(is_full) {
             return false;
         }
@@ -276,7 +279,7 @@ impl ImageBytes {
                 self.raise(entry >> self.cluster_bits());
             }
         }
-        let copy = Tree {
+        let copy = MappingTree {
             l1,
             is_active: false,
             ..active

@@ -7,10 +7,10 @@ use larder_block::backend::simulated::{SeededRng, SimulatedDevice, SimulatedMedi
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
 use larder_qcow2::check::{self, CheckOptions, Repair};
-use larder_qcow2::header::{self, AUTOCLEAR_SESSION, HEADER_SECTOR};
-use larder_qcow2::journal::{Journal, Left, is_of_this_boot};
+use larder_qcow2::header::{self, AUTOCLEAR_SESSION, HEADER_SECTOR_BYTES};
+use larder_qcow2::journal::{Journal, JournalContents, is_of_this_boot};
 use larder_qcow2::shape::Shape;
-use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2, read_header};
+use larder_qcow2::{MetadataMemory, OpenOptions, Qcow2, RelatedFiles, read_header};
 
 use super::qcow2_image::{self, ImageBytes};
 use super::stack::{Disk, Opened, Outcome, Stack};
@@ -59,9 +59,9 @@ impl Qcow2Stack {
         let shape = self.shape(random);
         larder_qcow2::create(file, shape, size).await?;
         let blocks = file.geometry().size.get().min(shape.cluster_len()) / 8;
-        let counted = blocks << shape.refcount_block_bits();
-        let len = (counted - random.below(64)) << shape.cluster_bits;
-        if len <= FILE_LONG_MAX && random.chance(700) {
+        let counted_clusters = blocks << shape.refcount_block_bits();
+        let len = (counted_clusters - random.below(64)) << shape.cluster_bits;
+        if len <= LONG_FILE_BYTES_MAX && random.chance(700) {
             file.grow(ByteLen::new(len)).await?;
         }
         Ok(())
@@ -81,7 +81,7 @@ impl Qcow2Stack {
             load_ahead: false,
             ..OpenOptions::default()
         };
-        let image = Qcow2::open(on, Rc::clone(file), Others::default(), options).await?;
+        let image = Qcow2::open(on, Rc::clone(file), RelatedFiles::default(), options).await?;
         for _ in 0..random.between(1, 8) {
             let first = random.below(sectors);
             let count = random.between(1, (sectors - first).min(64));
@@ -94,7 +94,7 @@ impl Qcow2Stack {
 }
 
 /// Maximum initial length of an image's file, in bytes.
-const FILE_LONG_MAX: u64 = 8 << 20;
+const LONG_FILE_BYTES_MAX: u64 = 8 << 20;
 
 impl Qcow2Stack {
     /// Opens the images in `files`, the last of them for writing.
@@ -107,22 +107,22 @@ impl Qcow2Stack {
         let mut top: Option<Rc<Qcow2>> = None;
         for (index, file) in files.iter().enumerate() {
             let is_last = index + 1 == files.len();
-            let (mut journal, mut left) = (None, None);
+            let (mut journal, mut leftover_journal) = (None, None);
             let user = random.pick(&[0, 0, 1]);
             let files = [disks[index].host_memory(user)?, disks[index].host_memory(1 - user)?];
             if is_last {
                 journal = Some(Journal::map(&files[0])?);
-                left = Left::read(&files[1])?;
-                give_up_session(file, &files, random).await?;
+                leftover_journal = JournalContents::read(&files[1])?;
+                handle_lost_journal(file, &files, random).await?;
             }
             let options = OpenOptions {
                 journal,
-                left,
+                orphaned_journal: leftover_journal,
                 read_only: !is_last,
                 metadata_memory: MetadataMemory::new(random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)])),
                 load_ahead: random.chance(300),
             };
-            let others = Others {
+            let others = RelatedFiles {
                 backing: top.map(|backing| backing as _),
                 data_file: None,
             };
@@ -139,20 +139,21 @@ impl Qcow2Stack {
 /// Handles the loss of a killed server's journal. Either the user discards it, or the image is served as it is
 /// because the host was rebooted, after it had written all its dirty data to disks. Sometimes the image is repaired
 /// then.
-async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut SeededRng) -> Outcome<()> {
+async fn handle_lost_journal(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut SeededRng) -> Outcome<()> {
     let session = read_header(file).await?.autoclear & AUTOCLEAR_SESSION;
-    let has = |journal: &Rc<File>| Ok(Left::head(journal)?.is_some_and(|left| left.fits(session)));
-    let found: Vec<bool> = journals.iter().map(has).collect::<std::io::Result<_>>()?;
+    let fits_session =
+        |journal: &Rc<File>| Ok(JournalContents::read_header(journal)?.is_some_and(|left| left.fits(session)));
+    let found: Vec<bool> = journals.iter().map(fits_session).collect::<std::io::Result<_>>()?;
     if session == 0 || found.contains(&true) {
         return Ok(());
     }
     if random.chance(500) {
         check::discard_session(file).await?;
     } else if is_of_this_boot(session) {
-        let mut sector = [0; HEADER_SECTOR];
+        let mut sector = [0; HEADER_SECTOR_BYTES];
         file.read(ByteOffset::ZERO, ReadBuf::new(&mut sector)).await?;
-        let of_another = header::autoclear(&sector) ^ 1 << 63;
-        header::set_autoclear(&mut sector, of_another);
+        let other_boot_session = header::autoclear(&sector) ^ 1 << 63;
+        header::set_autoclear(&mut sector, other_boot_session);
         file.flush().await?;
         file.write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
             .await?;
@@ -262,7 +263,7 @@ impl Stack for Qcow2Stack {
         let images = media.iter().filter_map(ImageBytes::of);
         images
             .enumerate()
-            .try_for_each(|(index, image)| image.check().map_err(|why| format!("image {index}: {why}")))
+            .try_for_each(|(index, image)| image.check().map_err(|reason| format!("image {index}: {reason}")))
     }
 
     fn tables(&self, media: &[SimulatedMedium]) -> Vec<[u64; 2]> {

@@ -22,12 +22,12 @@ pub(super) const GROUP: u64 = 4096;
 const SECTORS: u64 = GROUP / SECTOR - 1;
 
 /// The disk.
-pub(super) struct Scattered {
+pub(super) struct ScatteredDevice {
     lower: Rc<dyn BlockDevice>,
     shift: u64,
 }
 
-impl Scattered {
+impl ScatteredDevice {
     /// Creates a disk over `lower`, which must accept byte-granular requests; `shift` must be less than a sector.
     pub(super) fn new(lower: Rc<dyn BlockDevice>, shift: u64) -> Self {
         assert!(lower.geometry().block_size == 1 && shift < SECTOR);
@@ -73,13 +73,13 @@ impl Scattered {
         check_request(self.lower.name(), &self.geometry(), Operation::Extents, range)?;
         let below = self.below(range);
         let found = self.lower.extents(below, limit).await?;
-        let follows = |at: &mut ByteOffset, extent: &Extent| {
+        let is_contiguous = |at: &mut ByteOffset, extent: &Extent| {
             let is_next = extent.range.start == *at && !extent.range.is_empty();
             *at = extent.range.end();
             is_next
         };
         let mut at = below.start;
-        if found.is_empty() || found.len() > limit || !found.iter().all(|extent| follows(&mut at, extent)) {
+        if found.is_empty() || found.len() > limit || !found.iter().all(|extent| is_contiguous(&mut at, extent)) {
             return Err(self.error(Operation::Extents, range, Failure::Invalid));
         }
         let mut extents: Vec<Extent> = Vec::new();
@@ -106,7 +106,7 @@ impl Scattered {
     }
 }
 
-impl BlockDevice for Scattered {
+impl BlockDevice for ScatteredDevice {
     fn name(&self) -> &Rc<str> {
         self.lower.name()
     }
@@ -129,9 +129,9 @@ impl BlockDevice for Scattered {
         Io::task(async move {
             let mut bytes = vec![0; below.len.as_usize()];
             self.lower.read(below.start, ReadBuf::new(&mut bytes)).await?;
-            for (here, there) in self.sectors(range) {
-                let sector = &bytes[there..][..SECTOR as usize];
-                buffer.slice(here, sector.len()).copy_from_slice(sector);
+            for (upper, lower) in self.sectors(range) {
+                let sector = &bytes[lower..][..SECTOR as usize];
+                buffer.slice(upper, sector.len()).copy_from_slice(sector);
             }
             Ok(())
         })

@@ -12,14 +12,14 @@ use larder_block::{AlignedBuf, ByteLen, ByteOffset, Loop, LoopTime, Operation, R
 use super::life::{Expectations, Life, Record, TICK};
 use super::log::{Event, Log};
 use super::oracle::{Oracle, sectors};
-use super::size::Sizes;
+use super::size::SizeOracle;
 use super::stack::{Disk, Opened, Stack};
 use super::stamp::{self, SECTOR};
-use super::worker::{Mix, REQUEST_MAX, Worker};
+use super::worker::{REQUEST_MAX, RequestMix, Worker};
 
 /// Duration of a disk's hang: longer than a cache waits, and so long that a layer that must wait does so only once.
-const HANG_MIN: Duration = Duration::from_secs(17);
-const HANG_MAX: Duration = Duration::from_secs(60);
+const DISK_HANG_MIN: Duration = Duration::from_secs(17);
+const DISK_HANG_MAX: Duration = Duration::from_secs(60);
 
 /// Statistics of a seed without violations.
 #[derive(Clone, Copy, Debug, Default)]
@@ -57,7 +57,7 @@ impl<'a> Run<'a> {
         let shapes = stack.disks(&mut random.fork());
         let record = Rc::new(Record {
             oracle: RefCell::new(Oracle::new(0)),
-            sizes: RefCell::new(Sizes::new(ByteLen::ZERO)),
+            sizes: RefCell::new(SizeOracle::new(ByteLen::ZERO)),
             log: RefCell::new(Log::default()),
             next_number: Cell::new(1),
             key: random.next_u64(),
@@ -93,7 +93,7 @@ impl<'a> Run<'a> {
             media = self.live(life, media)?;
         }
         if self.stack.is_persistent() {
-            self.look_back(lives + 1, media)?;
+            self.run_final_life(lives + 1, media)?;
         }
         self.summary.requests = self.record.log.borrow().requests();
         Ok(self.summary)
@@ -101,28 +101,28 @@ impl<'a> Run<'a> {
 
     /// Runs one life. Returns the disks' content after it.
     fn live(&mut self, life: u32, media: Vec<SimulatedMedium>) -> Result<Vec<SimulatedMedium>, Broken> {
-        let on = simulated_loop()?;
+        let event_loop = simulated_loop()?;
         let tables = self.stack.tables(&media);
-        let disks = self.open_disks(&on, media);
+        let disks = self.open_disks(&event_loop, media);
         if life == 1 {
-            let formatted = on.block_on(self.stack.format(&on, &disks));
+            let formatted = event_loop.block_on(self.stack.format(&event_loop, &disks));
             formatted.map_err(|error| format!("the stack cannot be formatted: {error}"))?;
         }
-        let left = match self.open(&on, life, &disks)? {
-            Some(opened) => on.block_on(self.work(&on, life, opened, &disks))?,
+        let media_after = match self.open(&event_loop, life, &disks)? {
+            Some(opened) => event_loop.block_on(self.work(&event_loop, life, opened, &disks))?,
             None => {
-                let how = self.choose_stop();
-                self.stop(on.now(), &disks, how)
+                let stop_kind = self.choose_stop();
+                self.stop(event_loop.now(), &disks, stop_kind)
             }
         };
         self.stack
-            .check(&left)
-            .map_err(|why| format!("checking the disks after the stop: {why}"))?;
-        self.count_moves(&tables, &self.stack.tables(&left));
-        self.summary.virtual_time += on.now().since(LoopTime::default());
+            .check(&media_after)
+            .map_err(|reason| format!("checking the disks after the stop: {reason}"))?;
+        self.count_moves(&tables, &self.stack.tables(&media_after));
+        self.summary.virtual_time += event_loop.now().since(LoopTime::default());
         drop(disks);
-        forget_loop(on)?;
-        Ok(left)
+        drop_loop(event_loop)?;
+        Ok(media_after)
     }
 
     fn count_moves(&mut self, before: &[[u64; 2]], after: &[[u64; 2]]) {
@@ -135,15 +135,21 @@ impl<'a> Run<'a> {
     }
 
     fn open_disks(&mut self, on: &Loop, media: Vec<SimulatedMedium>) -> Vec<Rc<SimulatedDevice>> {
-        let waits = LatencyDistribution {
+        let asynchronous = LatencyDistribution {
             synchronous_per_mille: 0,
             slow_per_mille: 100,
             ..LatencyDistribution::VARIED
         };
         let varied = LatencyDistribution::VARIED;
-        let latency = self
-            .random
-            .pick(&[LatencyDistribution::NONE, waits, waits, varied, varied, varied, varied]);
+        let latency = self.random.pick(&[
+            LatencyDistribution::NONE,
+            asynchronous,
+            asynchronous,
+            varied,
+            varied,
+            varied,
+            varied,
+        ]);
         let mut disks = Vec::new();
         for (shape, medium) in self.shapes.iter().zip(media) {
             let mut options = shape.options(self.random.next_u64());
@@ -172,18 +178,18 @@ impl<'a> Run<'a> {
             return Ok(None);
         };
         self.log_at(on.now(), Event::Opened { life });
-        self.see_opened(life, &opened)?;
+        self.check_opened_size(life, &opened)?;
         Ok(Some(opened))
     }
 
     /// Checks the size of an opened stack.
-    fn see_opened(&self, life: u32, opened: &Opened) -> Result<(), Broken> {
+    fn check_opened_size(&self, life: u32, opened: &Opened) -> Result<(), Broken> {
         let size = opened.device.geometry().size;
         let mut oracle = self.record.oracle.borrow_mut();
         let mut sizes = self.record.sizes.borrow_mut();
         if life == 1 {
             *oracle = Oracle::new(size.get() / SECTOR);
-            *sizes = Sizes::new(size);
+            *sizes = SizeOracle::new(size);
             return Ok(());
         }
         sizes.open(size)?;
@@ -244,7 +250,7 @@ impl<'a> Run<'a> {
             failed: Cell::new(0),
         });
         let faults = self.random.chance(500);
-        let mix = Mix::new(&mut self.random, faults, life.expectations.growable);
+        let mix = RequestMix::new(&mut self.random, faults, life.expectations.growable);
         if faults {
             let per_mille = self.random.pick(&[0, 5, 30, 100]);
             failing.iter().for_each(|disk| disk.set_failures(per_mille));
@@ -265,8 +271,8 @@ impl<'a> Run<'a> {
             disks.iter().for_each(|disk| disk.clear_faults());
             self.verify(on, &life.opened).await?;
         }
-        let moment = self.random.duration(Duration::ZERO, Duration::from_micros(800));
-        on.sleep(moment).await;
+        let stop_delay = self.random.duration(Duration::ZERO, Duration::from_micros(800));
+        on.sleep(stop_delay).await;
         life.see_size(None);
         broken(&life)?;
         let how = self.choose_stop();
@@ -283,7 +289,7 @@ impl<'a> Run<'a> {
         if !random.chance(250) {
             return;
         }
-        let delay = random.duration(HANG_MIN, HANG_MAX);
+        let delay = random.duration(DISK_HANG_MIN, DISK_HANG_MAX);
         let mut fault = InjectedFault::always(FaultEffect::Delay(delay)).after(random.below(200));
         fault.times = random.pick(&[Some(1), Some(2), Some(8), None]);
         if random.chance(300) {
@@ -321,7 +327,7 @@ impl<'a> Run<'a> {
     }
 
     /// Runs the last life, which reads everything twice.
-    fn look_back(&mut self, life: u32, media: Vec<SimulatedMedium>) -> Result<(), Broken> {
+    fn run_final_life(&mut self, life: u32, media: Vec<SimulatedMedium>) -> Result<(), Broken> {
         let on = simulated_loop()?;
         let disks = self.open_disks(&on, media);
         let opening = self.stack.open(&on, &disks, self.random.fork());
@@ -329,12 +335,12 @@ impl<'a> Run<'a> {
             .block_on(opening)
             .map_err(|error| format!("the stack cannot be opened: {error}"))?;
         self.log_at(on.now(), Event::Opened { life });
-        self.see_opened(life, &opened)?;
+        self.check_opened_size(life, &opened)?;
         for _ in 0..2 {
             on.block_on(self.verify(&on, &opened))?;
         }
         drop((disks, opened));
-        forget_loop(on)
+        drop_loop(on)
     }
 
     /// Reads everything, with no other requests in flight.
@@ -364,7 +370,7 @@ impl<'a> Run<'a> {
 
 fn broken(life: &Life) -> Result<(), Broken> {
     match life.broken.borrow_mut().take() {
-        Some(why) => Err(why),
+        Some(reason) => Err(reason),
         None => Ok(()),
     }
 }
@@ -374,7 +380,7 @@ fn simulated_loop() -> Result<Loop, Broken> {
 }
 
 /// Drops a loop with all its tasks.
-fn forget_loop(on: Loop) -> Result<(), Broken> {
+fn drop_loop(on: Loop) -> Result<(), Broken> {
     let weak = on.downgrade();
     drop(on);
     match weak.upgrade() {

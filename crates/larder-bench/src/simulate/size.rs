@@ -5,7 +5,7 @@ use larder_block::backend::simulated::DeviceStop;
 
 /// Knowledge of the disk's size.
 #[derive(Debug)]
-pub(super) struct Sizes {
+pub(super) struct SizeOracle {
     /// Minimum size, except after a power loss.
     now: ByteLen,
     /// Minimum size, even after a power loss.
@@ -16,7 +16,7 @@ pub(super) struct Sizes {
     settled: bool,
 }
 
-impl Sizes {
+impl SizeOracle {
     /// Creates the state of a disk of this size.
     pub(super) fn new(size: ByteLen) -> Self {
         Self {
@@ -32,7 +32,7 @@ impl Sizes {
         self.possible.push(to);
     }
 
-    /// Returns the size that a flush starting now makes durable, for [`Sizes::end_flush`].
+    /// Returns the size that a flush starting now makes durable, for [`SizeOracle::end_flush`].
     pub(super) fn start_flush(&self) -> ByteLen {
         self.now
     }
@@ -93,7 +93,7 @@ mod tests {
             (DeviceStop::Kill, LARGE),
             (DeviceStop::PowerLoss, LARGE),
         ] {
-            let mut sizes = Sizes::new(SMALL);
+            let mut sizes = SizeOracle::new(SMALL);
             sizes.start_growth(LARGE);
             sizes.stop(how);
             assert!(sizes.open(ByteLen::kib(3)).is_err());
@@ -104,19 +104,19 @@ mod tests {
     #[test]
     /// No kill undoes a growth that was reported, and no power loss one that was flushed.
     fn reported_growth_survives_stop() {
-        for (how, flushed, comes_back) in [
+        for (how, flushed, old_size_allowed) in [
             (DeviceStop::Kill, false, false),
             (DeviceStop::PowerLoss, false, true),
             (DeviceStop::PowerLoss, true, false),
         ] {
-            let mut sizes = Sizes::new(SMALL);
+            let mut sizes = SizeOracle::new(SMALL);
             sizes.start_growth(LARGE);
             let before = sizes.start_flush();
             sizes.see(LARGE).expect("the growth was requested");
             let after = sizes.start_flush();
             sizes.end_flush(if flushed { after } else { before });
             sizes.stop(how);
-            assert_eq!(sizes.open(SMALL).is_ok(), comes_back, "{how:?} {flushed}");
+            assert_eq!(sizes.open(SMALL).is_ok(), old_size_allowed, "{how:?} {flushed}");
         }
     }
 }

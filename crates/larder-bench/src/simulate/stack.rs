@@ -13,9 +13,9 @@ use larder_block::{BlockDevice, BoxFuture, ByteLen, Loop};
 use larder_cache::CacheMode;
 use larder_prefetch::{Prefetch, PrefetchOptions};
 
-use super::cached::{Cached, Modes};
+use super::cached::{Cached, ModeMix};
 use super::qcow2_stack::Qcow2Stack;
-use super::scattered::{GROUP, Scattered};
+use super::scattered::{GROUP, ScatteredDevice};
 
 /// Parameters of a disk at the bottom of a stack.
 #[derive(Clone, Copy, Debug)]
@@ -74,14 +74,14 @@ impl Disk {
 pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Changes a setting at random while the stack runs, such as limits.
-pub type Poke = Rc<dyn Fn(&mut SeededRng)>;
+pub type SettingsChange = Rc<dyn Fn(&mut SeededRng)>;
 
 /// An opened stack.
 pub struct Opened {
     /// Top of the stack.
     pub device: Rc<dyn BlockDevice>,
     /// Changes the stack's settings at random, if there are any.
-    pub poke: Option<Poke>,
+    pub poke: Option<SettingsChange>,
 }
 
 impl Opened {
@@ -199,7 +199,7 @@ pub const STACKS: &[&dyn Stack] = &[
         throttled: false,
     },
     &Bytes,
-    &Throttled,
+    &ThrottledStack,
     &Slow,
     &Aligned {
         name: "align-throttle",
@@ -220,53 +220,53 @@ pub const STACKS: &[&dyn Stack] = &[
     &Cached {
         name: "cache",
         below: &PLAIN,
-        modes: Modes::mostly(CacheMode::WriteThrough),
+        modes: ModeMix::mostly(CacheMode::WriteThrough),
         is_replaced: false,
     },
     &Cached {
         name: "cache-around",
         below: &PLAIN,
-        modes: Modes::mostly(CacheMode::WriteAround),
+        modes: ModeMix::mostly(CacheMode::WriteAround),
         is_replaced: false,
     },
     &Cached {
         name: "cache-pass",
         below: &PLAIN,
-        modes: Modes::mostly(CacheMode::PassThrough),
+        modes: ModeMix::mostly(CacheMode::PassThrough),
         is_replaced: false,
     },
     &Cached {
         name: "cache-back",
         below: &PLAIN,
-        modes: Modes::mostly(CacheMode::WriteBack),
+        modes: ModeMix::mostly(CacheMode::WriteBack),
         is_replaced: false,
     },
     &Cached {
         name: "cache-replaced",
         below: &PLAIN,
-        modes: Modes::ANY,
+        modes: ModeMix::ANY,
         is_replaced: true,
     },
     &Cached {
         name: "cache-back-qcow2",
         below: &QCOW2,
-        modes: Modes::mostly(CacheMode::WriteBack),
+        modes: ModeMix::mostly(CacheMode::WriteBack),
         is_replaced: false,
     },
-    &Prefetched {
+    &PrefetchedStack {
         name: "prefetch",
         below: &PLAIN,
     },
-    &Prefetched {
+    &PrefetchedStack {
         name: "prefetch-qcow2",
         below: &QCOW2,
     },
-    &Prefetched {
+    &PrefetchedStack {
         name: "whole",
         below: &Cached {
             name: "cache-qcow2",
             below: &QCOW2,
-            modes: Modes::ANY,
+            modes: ModeMix::ANY,
             is_replaced: false,
         },
     },
@@ -318,7 +318,7 @@ impl Stack for Plain {
 }
 
 /// Returns options of an align filter with byte granularity, with few and small bounce buffers.
-fn byte_options(random: &mut SeededRng) -> AlignOptions {
+fn random_byte_options(random: &mut SeededRng) -> AlignOptions {
     AlignOptions {
         bounce_len: ByteLen::kib(random.pick(&[8, 16, 64])),
         bounce_count: random.between(1, 4) as usize,
@@ -350,7 +350,7 @@ impl Stack for Aligned {
         Box::pin(async move {
             let options = AlignOptions {
                 block_size: 512,
-                ..byte_options(&mut random)
+                ..random_byte_options(&mut random)
             };
             let aligned = Rc::new(Align::new(Rc::clone(&disks[0]) as _, options));
             if self.throttled {
@@ -384,8 +384,8 @@ impl Stack for Bytes {
         disks: &'a [Rc<SimulatedDevice>],
         mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
-        let bytes = Rc::new(Align::new(Rc::clone(&disks[0]) as _, byte_options(&mut random)));
-        let device = Rc::new(Scattered::new(bytes, SHIFT));
+        let bytes = Rc::new(Align::new(Rc::clone(&disks[0]) as _, random_byte_options(&mut random)));
+        let device = Rc::new(ScatteredDevice::new(bytes, SCATTER_SHIFT_BYTES));
         Box::pin(async { Ok(Opened::plain(device)) })
     }
 
@@ -395,12 +395,12 @@ impl Stack for Bytes {
 }
 
 /// Offset of the first sector of [`Bytes`] in bytes, the same after every stop.
-const SHIFT: u64 = 333;
+const SCATTER_SHIFT_BYTES: u64 = 333;
 
 /// The throttle over small blocks.
-struct Throttled;
+struct ThrottledStack;
 
-impl Stack for Throttled {
+impl Stack for ThrottledStack {
     fn name(&self) -> &'static str {
         "throttle"
     }
@@ -421,10 +421,10 @@ impl Stack for Throttled {
 
 fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut SeededRng) -> Outcome<Opened> {
     let throttle = Rc::new(Throttle::new(on, lower, limits(random))?);
-    let poked = Rc::clone(&throttle);
-    let poke: Poke = Rc::new(move |random| {
+    let throttle_handle = Rc::clone(&throttle);
+    let poke: SettingsChange = Rc::new(move |random| {
         // The limits were validated when they were made.
-        let _ = poked.set_limits(limits(random));
+        let _ = throttle_handle.set_limits(limits(random));
     });
     Ok(Opened {
         device: throttle,
@@ -434,11 +434,11 @@ fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut SeededRng) -> O
 
 /// Returns limits that delay requests by seconds, not minutes.
 fn limits(random: &mut SeededRng) -> ThrottleLimits {
-    let mut limit = |least: u64| match random.below(3) {
+    let mut limit = |limit_min: u64| match random.below(3) {
         0 => RateLimit::NONE,
-        1 => RateLimit::per_second(random.between(least, least * 50)),
+        1 => RateLimit::per_second(random.between(limit_min, limit_min * 50)),
         _ => {
-            let average = random.between(least, least * 10);
+            let average = random.between(limit_min, limit_min * 10);
             RateLimit {
                 average,
                 burst: random.between(average, average * 10),
@@ -519,12 +519,12 @@ impl Stack for Memory {
 }
 
 /// Read-ahead over another stack, with scarce memory.
-struct Prefetched {
+struct PrefetchedStack {
     name: &'static str,
     below: &'static dyn Stack,
 }
 
-impl Stack for Prefetched {
+impl Stack for PrefetchedStack {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -548,15 +548,15 @@ impl Stack for Prefetched {
         mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
-            let options = prefetch_options(&mut random);
+            let options = random_prefetch_options(&mut random);
             let below = self.below.open(on, disks, random).await?;
             let prefetch = Prefetch::new(on, below.device, options);
-            let (weak, poked, poke_below) = (on.downgrade(), Rc::downgrade(&prefetch), below.poke);
-            let poke: Poke = Rc::new(move |random| match &poke_below {
-                Some(poke_below) if random.chance(500) => poke_below(random),
+            let (weak, weak_prefetch, change_lower_settings) = (on.downgrade(), Rc::downgrade(&prefetch), below.poke);
+            let poke: SettingsChange = Rc::new(move |random| match &change_lower_settings {
+                Some(change_lower_settings) if random.chance(500) => change_lower_settings(random),
                 _ => {
-                    if let (Some(on), Some(prefetch)) = (weak.upgrade(), poked.upgrade()) {
-                        let options = prefetch_options(random);
+                    if let (Some(on), Some(prefetch)) = (weak.upgrade(), weak_prefetch.upgrade()) {
+                        let options = random_prefetch_options(random);
                         on.spawn(async move { prefetch.set_options(options).await });
                     }
                 }
@@ -569,7 +569,7 @@ impl Stack for Prefetched {
     }
 }
 
-fn prefetch_options(random: &mut SeededRng) -> PrefetchOptions {
+fn random_prefetch_options(random: &mut SeededRng) -> PrefetchOptions {
     if random.chance(100) {
         return PrefetchOptions::OFF;
     }

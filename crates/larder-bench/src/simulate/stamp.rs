@@ -32,11 +32,11 @@ pub(super) enum Unreadable {
 }
 
 /// Fills `bytes`, whole sectors from `first` on, with `stamp`. `key` distinguishes the stamps of different runs.
-pub(super) fn fill(bytes: &mut [u8], first: u64, stamp: Stamp, key: u64) {
+pub(super) fn fill(bytes: &mut [u8], first: u64, change_id: Stamp, key: u64) {
     for (sector, bytes) in (first..).zip(bytes.chunks_exact_mut(SECTOR as usize)) {
-        let stamp = encode(sector as u32, stamp, key);
+        let change_id = encode(sector as u32, change_id, key);
         for part in bytes.chunks_exact_mut(STAMP) {
-            part.copy_from_slice(&stamp);
+            part.copy_from_slice(&change_id);
         }
     }
 }
@@ -55,19 +55,22 @@ pub(super) fn read(bytes: &[u8], sector: u64, key: u64) -> Result<Stamp, Unreada
         return Ok(Stamp::ZEROS);
     }
     let word = |at: usize| u32::from_le_bytes([first[at], first[at + 1], first[at + 2], first[at + 3]]);
-    let (stamp, found) = (Stamp(word(0)), word(4));
-    if first != encode(found, stamp, key) {
+    let (change_id, found) = (Stamp(word(0)), word(4));
+    if first != encode(found, change_id, key) {
         return Err(Unreadable::Torn);
     }
     if u64::from(found) != sector {
-        return Err(Unreadable::Misplaced { sector: found, stamp });
+        return Err(Unreadable::Misplaced {
+            sector: found,
+            stamp: change_id,
+        });
     }
-    Ok(stamp)
+    Ok(change_id)
 }
 
 /// Encodes change and sector in clear, followed by both scrambled with the key.
-fn encode(sector: u32, stamp: Stamp, key: u64) -> [u8; STAMP] {
-    let clear = u64::from(sector) << 32 | u64::from(stamp.0);
+fn encode(sector: u32, change_id: Stamp, key: u64) -> [u8; STAMP] {
+    let clear = u64::from(sector) << 32 | u64::from(change_id.0);
     let check = (clear ^ key).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut bytes = [0; STAMP];
     bytes[..8].copy_from_slice(&clear.to_le_bytes());

@@ -23,7 +23,7 @@ const DISK_MAX: u64 = 4 << 20;
 
 /// Relative frequency of each kind of request, and their location.
 #[derive(Clone, Copy)]
-pub(super) struct Mix {
+pub(super) struct RequestMix {
     reads: u64,
     writes: u64,
     flushes: u64,
@@ -48,7 +48,7 @@ pub(super) struct Mix {
     faults: bool,
 }
 
-impl Mix {
+impl RequestMix {
     /// Creates a random mix.
     pub(super) fn new(random: &mut SeededRng, faults: bool, growable: bool) -> Self {
         Self {
@@ -84,7 +84,7 @@ pub(super) struct Worker {
     life: Rc<Life>,
     index: usize,
     random: SeededRng,
-    mix: Mix,
+    mix: RequestMix,
     memory: AlignedBuf,
     /// The last read, and its distance from the one before, in bytes.
     last_read: ByteRange,
@@ -93,7 +93,7 @@ pub(super) struct Worker {
 
 impl Worker {
     /// Creates the worker with this index in [`Life::waits`].
-    pub(super) fn new(life: Rc<Life>, index: usize, random: SeededRng, mix: Mix) -> Self {
+    pub(super) fn new(life: Rc<Life>, index: usize, random: SeededRng, mix: RequestMix) -> Self {
         Self {
             life,
             index,
@@ -107,11 +107,11 @@ impl Worker {
 
     /// Runs until the life ends.
     pub(super) async fn run(mut self) {
-        while self.life.take_request() {
+        while self.life.claim_request() {
             match self.choose() {
                 Step::Ask(request) => self.ask(request).await,
-                Step::Misuse(request, failure) => self.misuse(request, failure).await,
-                Step::Odd => self.do_something_odd(),
+                Step::Misuse(request, failure) => self.send_invalid(request, failure).await,
+                Step::Odd => self.disturb(),
             }
             self.life.waits.borrow_mut()[self.index] = None;
             self.pause().await;
@@ -135,29 +135,29 @@ impl Worker {
         let mut ticket = self
             .random
             .below(changes + mix.reads + mix.flushes + mix.extents + mix.odd);
-        let mut falls_to = |weight: u64| {
-            let falls = ticket < weight;
+        let mut selects = |weight: u64| {
+            let is_selected = ticket < weight;
             ticket = ticket.wrapping_sub(weight);
-            falls
+            is_selected
         };
-        let kind = if falls_to(mix.reads) {
+        let kind = if selects(mix.reads) {
             Operation::Read
-        } else if falls_to(mix.writes) {
+        } else if selects(mix.writes) {
             Operation::Write
-        } else if falls_to(mix.flushes) {
+        } else if selects(mix.flushes) {
             Operation::Flush
-        } else if falls_to(mix.discards) {
+        } else if selects(mix.discards) {
             Operation::Discard
-        } else if falls_to(mix.zeroes) {
+        } else if selects(mix.zeroes) {
             Operation::WriteZeroes
-        } else if falls_to(mix.extents) {
+        } else if selects(mix.extents) {
             Operation::Extents
-        } else if falls_to(mix.grows) {
+        } else if selects(mix.grows) {
             return Step::Ask(self.choose_growth());
         } else if self.random.chance(500) {
             return Step::Odd;
         } else {
-            return self.choose_misuse();
+            return self.choose_invalid();
         };
         let geometry = self.life.opened.device.geometry();
         let range = match kind {
@@ -205,32 +205,32 @@ impl Worker {
     fn choose_range(&mut self, geometry: &Geometry) -> ByteRange {
         let block = u64::from(geometry.block_size);
         let blocks = geometry.size.get() / block;
-        let around = match self.random.chance(800) {
+        let area_blocks = match self.random.chance(800) {
             true => self.mix.hot_blocks.min(blocks),
             false => blocks,
         };
         // For disks that grow, the area at the end is preferred sometimes.
         let first = match self.mix.grows > 0 && self.random.chance(200) {
-            true => blocks - around + self.random.below(around),
-            false => self.random.below(around),
+            true => blocks - area_blocks + self.random.below(area_blocks),
+            false => self.random.below(area_blocks),
         };
-        let longest = match self.random.chance(950) {
+        let len_max = match self.random.chance(950) {
             true => self.mix.blocks_max,
             false => REQUEST_MAX,
         };
-        let longest = longest.min(blocks - first).min(REQUEST_MAX / block).max(1);
-        ByteRange::new(first * block, self.random.between(1, longest) * block)
+        let len_max = len_max.min(blocks - first).min(REQUEST_MAX / block).max(1);
+        ByteRange::new(first * block, self.random.between(1, len_max) * block)
     }
 
     /// Mostly a small growth; sometimes to a size that the disk already has.
     fn choose_growth(&mut self) -> Request {
         let size = self.life.opened.device.geometry().size.get();
-        let most = self.random.pick(&[8, 64, 512, 4096]) * SECTOR;
-        let added = self.random.between(0, most / SECTOR) * SECTOR;
+        let added_max = self.random.pick(&[8, 64, 512, 4096]) * SECTOR;
+        let added = self.random.between(0, added_max / SECTOR) * SECTOR;
         Request::Grow(ByteLen::new((size + added).min(DISK_MAX).max(size)))
     }
 
-    fn choose_misuse(&mut self) -> Step {
+    fn choose_invalid(&mut self) -> Step {
         let geometry = self.life.opened.device.geometry();
         let block = u64::from(geometry.block_size);
         let kinds = [
@@ -241,9 +241,9 @@ impl Worker {
         ];
         let kind = self.random.pick(&kinds);
         // A change just past the end would succeed if the disk grew while the request waits.
-        let far = self.life.expectations.resizable && kind != Operation::Read;
+        let must_be_far = self.life.expectations.resizable && kind != Operation::Read;
         let (range, failure) = match self.random.below(3) {
-            0 if !far => (ByteRange::new(geometry.size.get(), block), Failure::OutOfRange),
+            0 if !must_be_far => (ByteRange::new(geometry.size.get(), block), Failure::OutOfRange),
             0 => (ByteRange::new(1 << 40, block), Failure::OutOfRange),
             1 => (ByteRange::new(!4095, 4096), Failure::OutOfRange),
             _ => (ByteRange::new(1, block), Failure::Misaligned),
@@ -251,7 +251,7 @@ impl Worker {
         Step::Misuse(self.request(kind, range), failure)
     }
 
-    fn do_something_odd(&mut self) {
+    fn disturb(&mut self) {
         let life = Rc::clone(&self.life);
         match self.random.below(4) {
             0 if life.expectations.resizable => life.resize(&mut self.random),
@@ -261,7 +261,7 @@ impl Worker {
                     life.log(Event::Poked);
                 }
             }
-            2 if self.mix.faults => self.set_fault(),
+            2 if self.mix.faults => self.inject_fault(),
             _ => {
                 let per_mille = match self.mix.faults {
                     true => self.random.pick(&[0, 0, 10, 50]),
@@ -275,7 +275,7 @@ impl Worker {
         }
     }
 
-    fn set_fault(&mut self) {
+    fn inject_fault(&mut self) {
         let random = &mut self.random;
         let effect = match random.below(5) {
             0 => FaultEffect::Hang,
@@ -324,18 +324,18 @@ impl Worker {
     async fn wait_for(&mut self, number: u32, request: Io<'_>) -> Option<IoResult> {
         let (life, random) = (&self.life, &mut self.random);
         life.waits.borrow_mut()[self.index] = Some((number, life.now()));
-        let given_up = random.chance(self.mix.given_up_per_mille);
-        let result = match life.on.upgrade().filter(|_| given_up) {
+        let abandoned = random.chance(self.mix.given_up_per_mille);
+        let result = match life.on.upgrade().filter(|_| abandoned) {
             None => Some(request.await),
             Some(on) => {
                 let limit = random.duration(Duration::ZERO, Duration::from_millis(1));
                 let sleep = on.sleep(limit);
                 drop(on);
-                let late = async {
+                let timeout = async {
                     sleep.await;
                     None
                 };
-                first_of(async { Some(request.await) }, late).await
+                first_of(async { Some(request.await) }, timeout).await
             }
         };
         self.life.log(match &result {
@@ -422,13 +422,13 @@ impl Worker {
     async fn grow(&mut self, number: u32, to: ByteLen) -> Option<IoError> {
         let life = Rc::clone(&self.life);
         let device = Rc::clone(&life.opened.device);
-        let (before, announced) = (device.geometry().size, device.size_changes().generation());
+        let (before, generation_before) = (device.geometry().size, device.size_changes().generation());
         life.record.sizes.borrow_mut().start_growth(to);
         life.record.oracle.borrow_mut().grow(to.get() / SECTOR);
         let result = self.wait_for(number, Io::task(device.grow(to))).await;
         let grown = matches!(result, Some(Ok(())));
         life.see_size(grown.then_some(to));
-        if grown && before < to && device.size_changes().generation() == announced {
+        if grown && before < to && device.size_changes().generation() == generation_before {
             life.fail(format!("#{number}: a growth was not reported to observers"));
         }
         result.and_then(Result::err)
@@ -443,13 +443,13 @@ impl Worker {
             Request::Zero { .. } => Effect::Holds(Stamp::ZEROS),
             _ => Effect::Forgets,
         };
-        let where_ = sectors(range.start.get(), range.len.get());
-        let change = life.record.oracle.borrow_mut().start_change(where_, effect);
+        let changed_sectors = sectors(range.start.get(), range.len.get());
+        let change = life.record.oracle.borrow_mut().start_change(changed_sectors, effect);
         let (skip, pieces) = self.pieces(&device.geometry(), range.len.get());
-        let (io, forced) = match request {
+        let (io, durable) = match request {
             Request::Write { fua, .. } => {
                 let bytes = &mut self.memory[skip..][..range.len.as_usize()];
-                stamp::fill(bytes, where_.first, Stamp(number), life.record.key);
+                stamp::fill(bytes, changed_sectors.first, Stamp(number), life.record.key);
                 // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not changed meanwhile.
                 let buffer = unsafe { WriteBuf::from_pieces(&pieces) };
                 (device.write(range.start, buffer, WriteFlags { fua }), fua)
@@ -466,7 +466,7 @@ impl Worker {
         };
         let result = self.wait_for(number, io).await;
         let ending = match &result {
-            Some(Ok(())) if forced => Ending::Forced,
+            Some(Ok(())) if durable => Ending::Forced,
             Some(Ok(())) => Ending::Done,
             _ => Ending::Unsure,
         };
@@ -509,7 +509,7 @@ impl Worker {
     }
 
     /// Sends an invalid request, which must fail without effect.
-    async fn misuse(&mut self, request: Request, expected: Failure) {
+    async fn send_invalid(&mut self, request: Request, expected: Failure) {
         let life = Rc::clone(&self.life);
         let device = Rc::clone(&life.opened.device);
         let number = life.record.number();

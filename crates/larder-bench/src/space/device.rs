@@ -22,13 +22,20 @@ const PIECE: usize = 1 << 20;
 
 impl LoopDevice {
     /// Creates a device of `size` bytes.
-    pub(super) fn new(over: &Path, size: u64) -> anyhow::Result<Self> {
-        let file = File::options().read(true).write(true).create_new(true).open(over)?;
+    pub(super) fn new(file_path: &Path, size: u64) -> anyhow::Result<Self> {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(file_path)?;
         file.set_len(size)?;
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(over).output();
+        let output = Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(file_path)
+            .output();
         let output = output.context("losetup")?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "losetup, which needs root: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "losetup, which needs root: {stderr}");
         let path = String::from_utf8_lossy(&output.stdout).trim().into();
         Ok(Self { path, file })
     }
@@ -38,7 +45,7 @@ impl LoopDevice {
     }
 
     /// Punches holes where the file has zeros. The device must not be in use.
-    pub(super) fn dig_holes(&self) -> anyhow::Result<()> {
+    pub(super) fn punch_zeros(&self) -> anyhow::Result<()> {
         let device = File::options().read(true).write(true).open(&self.path)?;
         // The device's page cache may be ahead of the file.
         device.sync_all()?;
@@ -51,14 +58,14 @@ impl LoopDevice {
             while at < end {
                 let len = (end - at).min(PIECE as u64) as usize;
                 self.file.read_exact_at(&mut bytes[..len], at)?;
-                self.dig_in(&bytes[..len], at)?;
+                self.punch_zeros_in(&bytes[..len], at)?;
                 at += len as u64;
             }
         }
         Ok(())
     }
 
-    fn dig_in(&self, bytes: &[u8], at: u64) -> anyhow::Result<()> {
+    fn punch_zeros_in(&self, bytes: &[u8], at: u64) -> anyhow::Result<()> {
         let mut zeros = 0..0;
         for (index, unit) in (0..).zip(bytes.chunks(UNIT)) {
             let start = at + index * UNIT as u64;

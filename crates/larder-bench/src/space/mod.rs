@@ -23,7 +23,7 @@ use clap::Args;
 use larder_block::ByteLen;
 use larder_block::backend::simulated::SeededRng;
 
-use crate::campaign::larder_beside;
+use crate::campaign::find_larder;
 use device::LoopDevice;
 use served::{Outcome, Served, Step};
 
@@ -112,10 +112,10 @@ const DISCARD_INTERVAL: usize = 256;
 const DISCARDED: usize = 64;
 
 /// Bytes written after which the server is stopped and zeros are punched out.
-const BETWEEN_DIGGING: u64 = 512 << 20;
+const PUNCH_INTERVAL_BYTES: u64 = 512 << 20;
 
 /// Interval, in clusters, of those that hold their number.
-const STAMPED: u64 = 64;
+const NUMBERED_CLUSTER_INTERVAL: u64 = 64;
 
 /// Limit above which `qemu-img check` takes too long.
 const CHECKED_CLUSTERS_MAX: u64 = 1 << 24;
@@ -126,10 +126,10 @@ const CHECKED_CLUSTERS_MAX: u64 = 1 << 24;
 /// If a program is missing or fails.
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let programs = match &arguments.programs[..] {
-        [] => vec![larder_beside(None)?],
+        [] => vec![find_larder(None)?],
         programs => programs.to_vec(),
     };
-    let folder = arguments.folder.clone().unwrap_or_else(|| PathBuf::from("/var/tmp"));
+    let directory = arguments.folder.clone().unwrap_or_else(|| PathBuf::from("/var/tmp"));
     println!(
         "{:>8} {:>8}  {:7} {:>10} {:>8} {:>9} {:>10} {:>10}  program",
         "disk", "cluster", "start", "allocated", "refused", "CPU us", "first ms", "longest ms"
@@ -149,7 +149,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
                     seed: arguments.seed,
                 };
                 let label = format!("{:>8} {:>8}", text_of(size.get()), text_of(cluster_len.get()));
-                match fill(program, &folder, case) {
+                match fill(program, &directory, case) {
                     Ok(filled) => {
                         println!(
                             "{label}  {:7} {:>10} {:>8} {:>9.2} {:>10.1} {:>10.1}  {}",
@@ -163,8 +163,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
                         );
                         passed &= filled.refused == 0;
                     }
-                    Err(why) => {
-                        println!("{label}  {why:#}  {}", program.display());
+                    Err(reason) => {
+                        println!("{label}  {reason:#}  {}", program.display());
                         passed = false;
                     }
                 }
@@ -172,7 +172,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
         }
     }
     for program in &programs {
-        let grown = growth(program, &folder, 8 << 30, 65536, arguments.starts)?;
+        let grown = growth(program, &directory, 8 << 30, 65536, arguments.starts)?;
         let starts = arguments.starts;
         println!(
             "growth of an image file over {starts} server starts: {grown} bytes  {}",
@@ -239,9 +239,9 @@ fn make(image: &Path, case: Case, mapped: bool) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// If a program is missing or fails, or the image then has errors or lacks data.
-pub fn fill(program: &Path, folder: &Path, case: Case) -> anyhow::Result<Filled> {
-    let folder = tempfile::Builder::new().prefix("larder-space-").tempdir_in(folder)?;
-    let device = LoopDevice::new(&folder.path().join("device"), measured(case)?)?;
+pub fn fill(program: &Path, directory: &Path, case: Case) -> anyhow::Result<Filled> {
+    let directory = tempfile::Builder::new().prefix("larder-space-").tempdir_in(directory)?;
+    let device = LoopDevice::new(&directory.path().join("device"), measured(case)?)?;
     let clusters = case.size / case.cluster_len;
     let writable = case.bytes_max / case.cluster_len.max(4096);
     let from_empty = clusters <= case.clusters_max.min(writable);
@@ -254,7 +254,7 @@ pub fn fill(program: &Path, folder: &Path, case: Case) -> anyhow::Result<Filled>
         program,
         case,
         device: &device,
-        folder: folder.path(),
+        folder: directory.path(),
         random: SeededRng::new(case.seed),
         stamped: HashSet::new(),
         filled: &mut filled,
@@ -266,12 +266,12 @@ pub fn fill(program: &Path, folder: &Path, case: Case) -> anyhow::Result<Filled>
     }
     // Now all clusters of the device are in use, except the discarded ones.
     let count = (writable / 4).min(clusters / 4).min(case.clusters_max / 4).max(1);
-    let again: HashSet<u64> = (0..count).map(|_| filling.random.below(clusters)).collect();
-    let mut again: Vec<u64> = again.into_iter().collect();
-    again.sort_unstable();
-    filling.discard(&again)?;
-    filling.shuffle(&mut again);
-    filling.write(&again, true)?;
+    let rewritten: HashSet<u64> = (0..count).map(|_| filling.random.below(clusters)).collect();
+    let mut rewritten: Vec<u64> = rewritten.into_iter().collect();
+    rewritten.sort_unstable();
+    filling.discard(&rewritten)?;
+    filling.shuffle(&mut rewritten);
+    filling.write(&rewritten, true)?;
     filling.verify()?;
     if clusters <= CHECKED_CLUSTERS_MAX {
         qemu_img(&["check", "-q", "-f", "qcow2", &device.path().display().to_string()])?;
@@ -321,22 +321,22 @@ impl Filling<'_> {
     /// Writes free clusters, in batches after which zeros are punched out of the device's file. With `discards`, some
     /// of the clusters are discarded at once and rewritten.
     fn write(&mut self, clusters: &[u64], discards: bool) -> anyhow::Result<()> {
-        let piece = (BETWEEN_DIGGING / self.case.cluster_len.max(4096)).max(1) as usize;
-        for clusters in clusters.chunks(piece) {
+        let batch_clusters = (PUNCH_INTERVAL_BYTES / self.case.cluster_len.max(4096)).max(1) as usize;
+        for clusters in clusters.chunks(batch_clusters) {
             let served = self.serve()?;
             let before = served.cpu_time()?;
             let (first, rest) = clusters.split_at(1);
             let outcome = served.run(&self.writes(first), 1)?;
             self.filled.first = self.filled.first.max(outcome.longest);
             self.filled.count(outcome);
-            for some in rest.chunks(DISCARD_INTERVAL) {
-                let outcome = served.run(&self.writes(some), DEPTH)?;
+            for batch in rest.chunks(DISCARD_INTERVAL) {
+                let outcome = served.run(&self.writes(batch), DEPTH)?;
                 self.filled.count(outcome);
                 if !discards {
                     continue;
                 }
-                let from = self.random.below(some.len() as u64) as usize;
-                let again = &some[from..some.len().min(from + DISCARDED)];
+                let from = self.random.below(batch.len() as u64) as usize;
+                let again = &batch[from..batch.len().min(from + DISCARDED)];
                 let discard = again.iter().map(|cluster| Step::Discard {
                     at: cluster * self.case.cluster_len,
                     len: self.case.cluster_len,
@@ -347,7 +347,7 @@ impl Filling<'_> {
             }
             self.filled.cpu += served.cpu_time()?.saturating_sub(before);
             served.stop()?;
-            self.device.dig_holes()?;
+            self.device.punch_zeros()?;
         }
         Ok(())
     }
@@ -356,14 +356,14 @@ impl Filling<'_> {
     fn writes(&mut self, clusters: &[u64]) -> Vec<Step> {
         let len = self.case.cluster_len.min(4096);
         let steps = clusters.iter().map(|cluster| {
-            let is_stamped = cluster.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & (STAMPED - 1) == 0;
-            if is_stamped {
+            let is_numbered = cluster.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & (NUMBERED_CLUSTER_INTERVAL - 1) == 0;
+            if is_numbered {
                 self.stamped.insert(*cluster);
             }
             Step::Write {
                 at: cluster * self.case.cluster_len,
                 len,
-                stamp: if is_stamped { cluster + 1 } else { 0 },
+                stamp: if is_numbered { cluster + 1 } else { 0 },
             }
         });
         steps.collect()
@@ -391,9 +391,9 @@ impl Filling<'_> {
 ///
 /// # Errors
 /// If a program is missing or fails.
-pub fn growth(program: &Path, folder: &Path, size: u64, cluster_len: u64, starts: u32) -> anyhow::Result<u64> {
-    let folder = tempfile::Builder::new().prefix("larder-space-").tempdir_in(folder)?;
-    let image = folder.path().join("image.qcow2");
+pub fn growth(program: &Path, directory: &Path, size: u64, cluster_len: u64, starts: u32) -> anyhow::Result<u64> {
+    let directory = tempfile::Builder::new().prefix("larder-space-").tempdir_in(directory)?;
+    let image = directory.path().join("image.qcow2");
     let case = Case {
         size,
         cluster_len,
@@ -405,7 +405,7 @@ pub fn growth(program: &Path, folder: &Path, size: u64, cluster_len: u64, starts
     let clusters = size / cluster_len;
     // The last 16th but one is free.
     let (from, count) = (clusters / 16 * 14, clusters / 16);
-    let served = Served::start(program, &image, folder.path())?;
+    let served = Served::start(program, &image, directory.path())?;
     let discard = Step::Discard {
         at: from * cluster_len,
         len: count * cluster_len,
@@ -414,7 +414,7 @@ pub fn growth(program: &Path, folder: &Path, size: u64, cluster_len: u64, starts
     served.stop()?;
     let before = image.metadata()?.len();
     for start in 0..u64::from(starts) {
-        let served = Served::start(program, &image, folder.path())?;
+        let served = Served::start(program, &image, directory.path())?;
         let write = Step::Write {
             at: (from + start % count) * cluster_len,
             len: cluster_len.min(4096),

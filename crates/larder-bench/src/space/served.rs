@@ -11,7 +11,7 @@ use larder_block::{
     AlignedBuf, BlockDevice, ByteOffset, ByteRange, Failure, IoError, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
 
-use crate::campaign::process::{Process, mortal};
+use crate::campaign::process::{Process, killed_with_parent};
 
 /// Time within which a server must start or exit.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -48,9 +48,9 @@ pub(super) struct Served {
 }
 
 impl Served {
-    pub(super) fn start(program: &Path, image: &Path, folder: &Path) -> anyhow::Result<Self> {
-        let uri = format!("nbd+unix:///?socket={}/socket", folder.display());
-        let mut command = mortal(program.to_str().context("the program's path is not UTF-8")?);
+    pub(super) fn start(program: &Path, image: &Path, directory: &Path) -> anyhow::Result<Self> {
+        let uri = format!("nbd+unix:///?socket={}/socket", directory.display());
+        let mut command = killed_with_parent(program.to_str().context("the program's path is not UTF-8")?);
         command
             .args(["disk", "serve", "--format", "qcow2", "--nbd", &uri])
             .arg(image);
@@ -75,14 +75,14 @@ impl Served {
                 .map(|step| {
                     let (disk, step) = (Rc::clone(&self.disk), *step);
                     self.on.spawn_with_result(async move {
-                        let began = Instant::now();
-                        (carry_out(&disk, step).await, began.elapsed())
+                        let started = Instant::now();
+                        (carry_out(&disk, step).await, started.elapsed())
                     })
                 })
                 .collect();
             for task in tasks {
-                let (result, took) = self.on.block_on(task);
-                outcome.longest = outcome.longest.max(took);
+                let (result, elapsed) = self.on.block_on(task);
+                outcome.longest = outcome.longest.max(elapsed);
                 match result {
                     Ok(()) => outcome.done += 1,
                     Err(error) if error.failure() == Failure::NoSpace => outcome.refused += 1,

@@ -79,40 +79,42 @@ impl Client {
 
     /// Connects with `memory_len` bytes for requests.
     pub(crate) fn connect_with(socket: &Path, polling: bool, memory_len: usize) -> anyhow::Result<Self> {
-        Self::connect_as(socket, polling, memory_len, false)
+        Self::connect_with_options(socket, polling, memory_len, false)
     }
 
     /// Connects to a server that accepts no writes.
     pub(crate) fn connect_read_only(socket: &Path, polling: bool, memory_len: usize) -> anyhow::Result<Self> {
-        Self::connect_as(socket, polling, memory_len, true)
+        Self::connect_with_options(socket, polling, memory_len, true)
     }
 
-    fn connect_as(socket: &Path, polling: bool, memory_len: usize, read_only: bool) -> anyhow::Result<Self> {
-        let fail = |what: &'static str| move |error: blkio::Error| anyhow::anyhow!("{what}: {}", error.message());
-        let mut device = Blkio::new("virtio-blk-vhost-user").map_err(fail("creating the client"))?;
+    fn connect_with_options(socket: &Path, polling: bool, memory_len: usize, read_only: bool) -> anyhow::Result<Self> {
+        let context = |what: &'static str| move |error: blkio::Error| anyhow::anyhow!("{what}: {}", error.message());
+        let mut device = Blkio::new("virtio-blk-vhost-user").map_err(context("creating the client"))?;
         let path = socket.to_str().context("the socket's path is not UTF-8")?;
-        device.set_str("path", path).map_err(fail("setting the path"))?;
+        device.set_str("path", path).map_err(context("setting the path"))?;
         device
             .set_bool("read-only", read_only)
-            .map_err(fail("setting read-only"))?;
+            .map_err(context("setting read-only"))?;
         // The socket may exist before the server listens.
-        let give_up = Instant::now() + CONNECT_MAX;
+        let deadline = Instant::now() + CONNECT_MAX;
         while let Err(error) = device.connect() {
-            if Instant::now() > give_up {
-                return Err(fail("connecting")(error));
+            if Instant::now() > deadline {
+                return Err(context("connecting")(error));
             }
             std::thread::sleep(Duration::from_micros(200));
         }
-        let capacity = device.get_u64("capacity").map_err(fail("querying the capacity"))?;
+        let capacity = device.get_u64("capacity").map_err(context("querying the capacity"))?;
         device
             .set_i32("num-queues", i32::from(!polling))
-            .map_err(fail("setting the number of queues"))?;
+            .map_err(context("setting the number of queues"))?;
         device
             .set_i32("num-poll-queues", i32::from(polling))
-            .map_err(fail("setting the number of polled queues"))?;
-        let mut started = device.start().map_err(fail("starting"))?;
-        let region = device.alloc_mem_region(memory_len).map_err(fail("allocating memory"))?;
-        device.map_mem_region(&region).map_err(fail("sharing memory"))?;
+            .map_err(context("setting the number of polled queues"))?;
+        let mut started = device.start().map_err(context("starting"))?;
+        let region = device
+            .alloc_mem_region(memory_len)
+            .map_err(context("allocating memory"))?;
+        device.map_mem_region(&region).map_err(context("sharing memory"))?;
         let memory = region.addr as *mut u8;
         // SAFETY: the region has this many writable bytes, which only this client uses. Touching them now keeps page
         // faults out of the measurement.
@@ -147,10 +149,10 @@ impl Client {
         let blocks = self.capacity / workload.block as u64;
         let mut random = Random::default();
         let begin = Instant::now();
-        let requests = self.keep_busy(workload, |requests| {
+        let requests = self.run_requests(workload, |requests| {
             // Reading the time for each request would distort the measurement.
-            let over = requests & 63 == 0 && begin.elapsed() >= workload.duration;
-            (!over).then(|| random.below(blocks) * workload.block as u64)
+            let time_is_up = requests & 63 == 0 && begin.elapsed() >= workload.duration;
+            (!time_is_up).then(|| random.below(blocks) * workload.block as u64)
         })?;
         Ok(Outcome {
             requests,
@@ -162,7 +164,7 @@ impl Client {
     pub(crate) fn run_at(&mut self, workload: &Workload, offsets: &[u64]) -> anyhow::Result<Outcome> {
         let mut offsets = offsets.iter().copied();
         let begin = Instant::now();
-        let requests = self.keep_busy(workload, |_| offsets.next())?;
+        let requests = self.run_requests(workload, |_| offsets.next())?;
         if workload.write {
             self.queue.flush(0, ReqFlags::empty());
             self.wait_for_one()?;
@@ -175,7 +177,7 @@ impl Client {
 
     /// Keeps the workload's number of requests in flight until `next`, called with the number of completed requests,
     /// returns `None`.
-    fn keep_busy(&mut self, workload: &Workload, mut next: impl FnMut(u64) -> Option<u64>) -> anyhow::Result<u64> {
+    fn run_requests(&mut self, workload: &Workload, mut next: impl FnMut(u64) -> Option<u64>) -> anyhow::Result<u64> {
         if workload.depth * workload.block > self.memory_len {
             bail!(
                 "{} requests of {} bytes do not fit the client's memory",
@@ -211,15 +213,16 @@ impl Client {
         Ok(requests)
     }
 
-    /// Sends requests of up to `largest` bytes in their order, each when it is due, and at most `depth` at a time.
+    /// Sends requests of up to `largest_bytes` bytes in their order, each when it is due, and at most `depth` at a
+    /// time.
     pub(crate) fn replay(
         &mut self,
         requests: impl IntoIterator<Item = Request>,
         depth: usize,
-        largest: usize,
+        largest_bytes: usize,
     ) -> anyhow::Result<Replayed> {
-        if depth * largest > self.memory_len {
-            bail!("{depth} requests of {largest} bytes do not fit the client's memory");
+        if depth * largest_bytes > self.memory_len {
+            bail!("{depth} requests of {largest_bytes} bytes do not fit the client's memory");
         }
         let mut requests = requests.into_iter().peekable();
         let mut done: Vec<MaybeUninit<Completion>> = (0..depth).map(|_| MaybeUninit::uninit()).collect();
@@ -237,10 +240,13 @@ impl Client {
                     idle = Some(due - now);
                     break;
                 }
-                if request.len > largest {
-                    bail!("a request of {} bytes exceeds the maximum of {largest}", request.len);
+                if request.len > largest_bytes {
+                    bail!(
+                        "a request of {} bytes exceeds the maximum of {largest_bytes}",
+                        request.len
+                    );
                 }
-                let (slot, buffer) = (*slot, self.memory.wrapping_add(slot * largest));
+                let (slot, buffer) = (*slot, self.memory.wrapping_add(slot * largest_bytes));
                 match request.write {
                     true => self
                         .queue

@@ -54,9 +54,9 @@ pub(crate) struct Series {
 }
 
 impl Series {
-    pub(crate) fn push(&mut self, outcome: Outcome, used: Duration) {
+    pub(crate) fn push(&mut self, outcome: Outcome, cpu_time: Duration) {
         self.iops.push(outcome.iops());
-        self.cpu_us.push(used.as_secs_f64() * 1e6 / outcome.requests as f64);
+        self.cpu_us.push(cpu_time.as_secs_f64() * 1e6 / outcome.requests as f64);
     }
 }
 
@@ -74,11 +74,11 @@ pub(crate) fn larder() -> anyhow::Result<PathBuf> {
 
 /// Returns the script that runs a command in the chroot with QEMU 10.
 pub(crate) fn debian13() -> anyhow::Result<&'static Path> {
-    let enter = Path::new("testbed/debian13.sh");
-    if !enter.exists() {
-        bail!("{} is missing: run this in the project's directory", enter.display());
+    let script = Path::new("testbed/debian13.sh");
+    if !script.exists() {
+        bail!("{} is missing: run this in the project's directory", script.display());
     }
-    Ok(enter)
+    Ok(script)
 }
 
 /// Returns Larder, and QEMU's storage daemon with its I/O thread and adaptive polling.
@@ -101,7 +101,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     } else {
         arguments.servers.clone()
     };
-    let made = match &arguments.image {
+    let temporary_image = match &arguments.image {
         Some(_) => None,
         None => {
             let file = tempfile::Builder::new()
@@ -111,7 +111,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Some(file)
         }
     };
-    let image = match (&arguments.image, &made) {
+    let image = match (&arguments.image, &temporary_image) {
         (Some(path), _) => path.as_path(),
         (None, Some(file)) => file.path(),
         (None, None) => bail!("no image"),
@@ -123,8 +123,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 .with_context(|| format!("'{text}' is not NAME=COMMAND"))
         })
         .collect::<anyhow::Result<_>>()?;
-    let folder = tempfile::tempdir()?;
-    let socket = folder.path().join("bench.sock");
+    let directory = tempfile::tempdir()?;
+    let socket = directory.path().join("bench.sock");
     let workloads = workloads(arguments);
     let mut series = vec![vec![Series::default(); workloads.len()]; servers.len()];
     for _ in 0..arguments.rounds {
@@ -176,13 +176,13 @@ fn print(servers: &[(&str, &str)], workloads: &[Workload], series: &[Vec<Series>
             "{:<22}",
             format!("{verb} {} depth {}", size(workload.block), workload.depth)
         );
-        let mut figures = Vec::new();
+        let mut results = Vec::new();
         for server in series {
             let (iops, cpu) = (median(&server[index].iops), median(&server[index].cpu_us));
             print!(" {iops:>12.0} {cpu:>9.2}");
-            figures.push((iops, cpu));
+            results.push((iops, cpu));
         }
-        if let [(first, first_cpu), .., (last, last_cpu)] = figures[..] {
+        if let [(first, first_cpu), .., (last, last_cpu)] = results[..] {
             print!(" {:>8.2} {:>8.2}", first / last, first_cpu / last_cpu);
         }
         println!();

@@ -6,7 +6,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-pub(crate) use larder_bench::campaign::process::mortal;
+pub(crate) use larder_bench::campaign::process::killed_with_parent;
 
 /// A server process, which is killed when this is dropped.
 pub(crate) struct Server {
@@ -23,18 +23,18 @@ impl Server {
     pub(crate) fn start(command: &str, image: &Path, socket: &Path) -> anyhow::Result<Self> {
         // The previous server's socket may still exist.
         let _ = fs::remove_file(socket);
-        let fill = |word: &str| {
+        let substitute = |word: &str| {
             word.replace("{image}", &image.display().to_string())
                 .replace("{socket}", &socket.display().to_string())
         };
-        let mut words = command.split_whitespace().map(fill);
-        let program = words.next().context("the server command is empty")?;
-        let mut command = mortal(&program);
+        let mut arguments = command.split_whitespace().map(substitute);
+        let program = arguments.next().context("the server command is empty")?;
+        let mut command = killed_with_parent(&program);
         if std::env::var_os("LARDER_LOG").is_none() {
             command.env("LARDER_LOG", "warn");
         }
         let child = command
-            .args(words)
+            .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()
@@ -48,12 +48,12 @@ impl Server {
     }
 
     fn wait_until_ready(&mut self) -> anyhow::Result<()> {
-        let give_up = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(20);
         while !self.socket.exists() {
             if let Some(status) = self.child.try_wait()? {
                 bail!("the server exited before it listened: {status}");
             }
-            if Instant::now() > give_up {
+            if Instant::now() > deadline {
                 bail!("the server does not listen on {}", self.socket.display());
             }
             std::thread::sleep(Duration::from_micros(200));

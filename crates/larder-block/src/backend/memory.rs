@@ -55,7 +55,7 @@ impl MemoryDevice {
 
     fn zero(&self, operation: Operation, range: ByteRange) -> IoResult {
         let at = self.checked_address(operation, range)?;
-        // SAFETY: `checked` found the range inside our allocation, to which no reference exists.
+        // SAFETY: `checked_address` found the range inside our allocation, to which no reference exists.
         unsafe { std::ptr::write_bytes(at, 0, range.len.as_usize()) };
         Ok(())
     }
@@ -63,8 +63,8 @@ impl MemoryDevice {
     fn read_now(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> IoResult {
         let mut at = self.checked_address(Operation::Read, start.range(buffer.byte_len()))?;
         for piece in buffer.pieces() {
-            // SAFETY: `checked` found the range inside our allocation; the piece is valid for writes by `ReadBuf`'s
-            // contract. `copy`, not `copy_nonoverlapping`: a careless caller may read the disk into itself.
+            // SAFETY: `checked_address` found the range inside our allocation; the piece is valid for writes by
+            // `ReadBuf`'s contract. `copy`, not `copy_nonoverlapping`: a careless caller may read the disk into itself.
             unsafe { std::ptr::copy(at, piece.base(), piece.len()) };
             at = at.wrapping_add(piece.len());
         }

@@ -67,7 +67,7 @@ impl SpinPredictor {
         self.skip = self.skip_next;
     }
 
-    /// Records that work came only after the loop had gone to sleep, having spun for `spun`. The sleep was `long` if
+    /// Records that work came only after the loop had gone to sleep, having spun for `spun`. `is_new_burst` is true if
     /// the work belongs to another burst.
     pub(super) fn record_sleep(&mut self, spun: Duration, is_new_burst: bool) {
         if self.spinning {

@@ -128,14 +128,14 @@ impl RemoteWakes {
         self.shared.has_woken.load(Ordering::SeqCst)
     }
 
-    /// Passes the tasks that other threads have woken to `each`.
+    /// Passes the tasks that other threads have woken to `wake`.
     pub(super) fn drain(&self, mut wake: impl FnMut(TaskIndex)) {
         self.shared.has_woken.store(false, Ordering::SeqCst);
         let woken = std::mem::take(&mut *lock(&self.shared.woken));
         woken.into_iter().for_each(&mut wake);
     }
 
-    /// Makes wake-ups write the eventfd from now on, and the ring watch it. The caller must check `is_raised` once
+    /// Makes wake-ups write the eventfd from now on, and the ring watch it. The caller must check `has_wakes` once
     /// more before it sleeps.
     pub(super) fn prepare_to_sleep(&self, ring: &Ring) {
         let poll = self.event_poll.take().filter(|watch| !watch.is_done());

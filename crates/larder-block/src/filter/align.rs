@@ -104,8 +104,8 @@ impl Align {
     }
 
     /// Creates a layer like [`Align::new`] over a `lower` that may cache earlier reads of the device below it,
-    /// `edges`. The rest of a partially written block is read from `edges`, which has every completed write, so it is
-    /// never stale.
+    /// `rmw_source`. The rest of a partially written block is read from `rmw_source`, which has every completed write,
+    /// so it is never stale.
     ///
     /// # Panics
     /// If the block size in `options` is not a power of two, or the two devices have different blocks.
@@ -251,7 +251,7 @@ impl Align {
         self.lower.write(enclosing.start, WriteBuf::new(bounce), flags).await
     }
 
-    /// Reads the blocks of `wide` that `range` covers partially.
+    /// Reads the blocks of `enclosing` that `range` covers partially.
     async fn read_partial_blocks(&self, range: ByteRange, enclosing: ByteRange, bounce: &mut [u8]) -> IoResult {
         let unit = self.lower_block_size as usize;
         let (head, tail) = (range.start > enclosing.start, range.end() < enclosing.end());

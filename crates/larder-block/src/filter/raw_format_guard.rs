@@ -30,7 +30,7 @@ pub struct RawFormatGuard {
 pub type FormatProbe = fn(&[u8]) -> Option<&'static str>;
 
 impl RawFormatGuard {
-    /// Creates a layer that keeps `lower` from beginning like an image of any format that `begins_like` knows.
+    /// Creates a layer that keeps `lower` from beginning like an image of any format that `probe_format` knows.
     ///
     /// # Panics
     /// If `lower` has blocks smaller than a sector: a header could be put together from several writes.

@@ -66,8 +66,9 @@ pub const HOST_AUTHORITIES: [&str; 3] = [
 ];
 
 impl ClientTls {
-    /// Loads a configuration that trusts the authorities in `folder/ca-cert.pem`, or the host's if `folder` is
-    /// `None`, for a server that presents a certificate for `server`. Presents `folder/client-cert.pem` if it exists.
+    /// Loads a configuration that trusts the authorities in `directory/ca-cert.pem`, or the host's if `directory` is
+    /// `None`, for a server that presents a certificate for `server`. Presents `directory/client-cert.pem` if it
+    /// exists.
     ///
     /// # Errors
     /// A file is missing or damaged, or `server` is not a valid name.
@@ -139,7 +140,7 @@ impl ServerTls {
         })
     }
 
-    /// Loads `server-cert.pem` and `server-key.pem` from `folder`, and with `require_clients` the clients'
+    /// Loads `server-cert.pem` and `server-key.pem` from `directory`, and with `require_clients` the clients'
     /// authorities from `ca-cert.pem`.
     ///
     /// # Errors

@@ -11,11 +11,11 @@ use std::io::Read as _;
 use std::time::{Duration, Instant};
 
 use larder_codec::PAGE;
-use larder_codec::accelerator::{Software, find};
+use larder_codec::accelerator::{SoftwarePath, find};
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
 use larder_codec::delta::{self, DELTA_BYTES_MAX};
-use larder_codec::measure::{self, Kind, Measured, Reduction};
-use larder_codec::select::{self, Class, Selector, Sender};
+use larder_codec::measure::{self, CodecMeasurement, MemoryContent, Reduction};
+use larder_codec::select::{self, BatchClass, Selector, SenderProfile};
 
 /// Size of each memory, in bytes: more than the caches close to a core hold.
 const BYTES: usize = 16 << 20;
@@ -25,9 +25,9 @@ const TIME: Duration = Duration::from_millis(500);
 const SIZES: [usize; 5] = [1, 4, 16, 32, BATCH_PAGES];
 
 fn main() {
-    let mut memories: Vec<(String, Vec<u8>)> = Kind::ALL
+    let mut memories: Vec<(String, Vec<u8>)> = MemoryContent::ALL
         .iter()
-        .map(|kind| (kind.name().to_owned(), kind.memory(BYTES, 1)))
+        .map(|kind| (kind.name().to_owned(), kind.generate(BYTES, 1)))
         .collect();
     memories.push(("programs".to_owned(), programs()));
     for path in std::env::args().skip(1) {
@@ -35,7 +35,7 @@ fn main() {
         memory.truncate(memory.len() / PAGE * PAGE);
         memories.push((path, memory));
     }
-    let devices = find(Software::Yes);
+    let devices = find(SoftwarePath::Enabled);
     for (name, why) in &devices.missing {
         println!("without {name}: {why}");
     }
@@ -54,7 +54,7 @@ fn main() {
             }
         }
         for device in devices
-            .there
+            .available
             .iter()
             .filter(|device| matches!(device.name(), "qat" | "iaa"))
         {
@@ -68,7 +68,7 @@ fn main() {
     choosing();
 }
 
-fn line(memory: &str, way: &str, measured: &Measured) {
+fn line(memory: &str, way: &str, measured: &CodecMeasurement) {
     let (encode, decode) = (
         measured.encode.cpu_seconds_per_gibibyte(measured.bytes),
         measured.decode.cpu_seconds_per_gibibyte(measured.bytes),
@@ -109,7 +109,7 @@ type Change = fn(u64, usize) -> u64;
 /// Measures deltas of pages in memory, not in the caches.
 fn deltas() {
     println!("\nchanged              bytes  encode ns   apply ns");
-    let older: Vec<[u8; PAGE]> = Kind::Heap.memory(BYTES, 1).as_chunks::<PAGE>().0.to_vec();
+    let older: Vec<[u8; PAGE]> = MemoryContent::Heap.generate(BYTES, 1).as_chunks::<PAGE>().0.to_vec();
     let cases: [(&str, usize, Change); 6] = [
         ("nothing", 0, |word, _| word),
         ("16 words", 16, |word, at| word ^ (at as u64 + 1) << 50),
@@ -160,20 +160,20 @@ fn best_ns(pages: &[[u8; PAGE]], mut each: impl FnMut(usize, &[u8; PAGE])) -> f6
 }
 
 fn choosing() {
-    let memory = Kind::Mixed.memory(BYTES, 1);
+    let memory = MemoryContent::Mixed.generate(BYTES, 1);
     let batches: Vec<&[u8]> = memory.chunks(BATCH_BYTES).collect();
     let mut classes = Vec::new();
     let class_ns = (0..PASSES).map(|_| {
         let start = Instant::now();
-        classes = batches.iter().map(|batch| Class::of(&[batch])).collect();
+        classes = batches.iter().map(|batch| BatchClass::of(&[batch])).collect();
         start.elapsed().as_nanos() as f64 / batches.len() as f64
     });
     let class_ns = class_ns.fold(f64::MAX, f64::min);
-    let sender = Sender {
+    let sender = SenderProfile {
         encoders: 2,
         link_bytes_per_second: 125_000_000,
     };
-    let mut selector = Selector::new(&Method::ALL.map(select::Way::from), sender, 1 << 16);
+    let mut selector = Selector::new(&Method::ALL.map(select::BatchEncoding::from), sender, 1 << 16);
     let choose_ns = (0..PASSES).map(|_| {
         let start = Instant::now();
         for (at, &class) in classes.iter().enumerate() {
@@ -181,7 +181,7 @@ fn choosing() {
             if let Some(way) = black_box(selector.pick(region, class, BATCH_PAGES)) {
                 selector.record(region, class, way, BATCH_PAGES, Some(BATCH_BYTES / 3), 300_000);
             }
-            selector.sent(BATCH_BYTES as u64 / 3, 700_000);
+            selector.record_sent(BATCH_BYTES as u64 / 3, 700_000);
         }
         start.elapsed().as_nanos() as f64 / batches.len() as f64
     });

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use corpus::Corpus;
-use larder_codec::{Choice, Codec, Decoder, Encoder, Goal, PAGE, uniform_word};
+use larder_codec::{Codec, CodecGoal, CodecSelector, Decoder, Encoder, PAGE, uniform_word};
 
 mod corpus;
 
@@ -47,7 +47,7 @@ fn main() {
         for codec in Codec::ALL {
             encoded(corpus, codec);
         }
-        for goal in [Goal::Speed, Goal::Size] {
+        for goal in [CodecGoal::Speed, CodecGoal::Size] {
             chosen(corpus, goal);
         }
     }
@@ -119,10 +119,10 @@ fn encoded(corpus: &Corpus, codec: Codec) {
 }
 
 /// Measures the choice as a pager uses it: with a record for each page.
-fn chosen(corpus: &Corpus, goal: Goal) {
+fn chosen(corpus: &Corpus, goal: CodecGoal) {
     let mut encoder = Encoder::new();
     let mut out = [0; LIMIT];
-    let mut choice = Choice::new(goal);
+    let mut choice = CodecSelector::new(goal);
     let (mut left, mut raw) = (0, 0);
     let encode = ns_a_page(corpus, |index, page| {
         if index == 0 {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::num::NonZero;
 
-use super::{Accelerator, Instance, OpenError, Request, Statistics};
+use super::{Accelerator, AcceleratorOpenError, EncodeRequest, Instance, InstanceStatistics};
 use crate::batch::{Encoder, Method};
 use crate::isal::{self, LoadError};
 
@@ -41,20 +41,20 @@ impl Accelerator for Cpu {
         threads()
     }
 
-    fn open(&self) -> Result<Box<dyn Instance>, OpenError> {
+    fn open(&self) -> Result<Box<dyn Instance>, AcceleratorOpenError> {
         Ok(Box::new(CpuInstance::new(self.name(), &METHODS)))
     }
 }
 
 impl Igzip {
-    pub(super) fn find() -> Result<Self, OpenError> {
+    pub(super) fn find() -> Result<Self, AcceleratorOpenError> {
         match isal::loaded() {
             Ok(_) => Ok(Self),
-            Err(LoadError::Absent(why)) => Err(OpenError::Library {
+            Err(LoadError::Absent(why)) => Err(AcceleratorOpenError::Library {
                 library: isal::LIBRARY,
                 why: why.clone(),
             }),
-            Err(LoadError::Layout(why)) => Err(OpenError::Layout {
+            Err(LoadError::Incompatible(why)) => Err(AcceleratorOpenError::Incompatible {
                 library: isal::LIBRARY,
                 why,
             }),
@@ -79,7 +79,7 @@ impl Accelerator for Igzip {
         threads()
     }
 
-    fn open(&self) -> Result<Box<dyn Instance>, OpenError> {
+    fn open(&self) -> Result<Box<dyn Instance>, AcceleratorOpenError> {
         Ok(Box::new(CpuInstance::new(self.name(), &[Method::Deflate])))
     }
 }
@@ -88,8 +88,8 @@ pub(super) struct CpuInstance {
     name: &'static str,
     methods: &'static [Method],
     encoder: Encoder,
-    queue: VecDeque<Box<Request>>,
-    statistics: Statistics,
+    queue: VecDeque<Box<EncodeRequest>>,
+    statistics: InstanceStatistics,
 }
 
 impl CpuInstance {
@@ -102,15 +102,15 @@ impl CpuInstance {
             methods,
             encoder: Encoder::new(),
             queue: VecDeque::with_capacity(Self::QUEUE_MAX),
-            statistics: Statistics::default(),
+            statistics: InstanceStatistics::default(),
         }
     }
 
     /// Encodes a request that was not submitted.
-    pub(super) fn encode_now(&mut self, request: &mut Request) {
+    pub(super) fn encode_now(&mut self, request: &mut EncodeRequest) {
         request.encode(&mut self.encoder);
         self.statistics.submitted += 1;
-        self.statistics.complete(request);
+        self.statistics.record_completed(request);
     }
 }
 
@@ -119,11 +119,11 @@ impl Instance for CpuInstance {
         self.name
     }
 
-    fn makes(&self, method: Method) -> bool {
+    fn supports(&self, method: Method) -> bool {
         self.methods.contains(&method)
     }
 
-    fn submit(&mut self, request: Box<Request>) -> Result<(), Box<Request>> {
+    fn submit(&mut self, request: Box<EncodeRequest>) -> Result<(), Box<EncodeRequest>> {
         if self.queue.len() == Self::QUEUE_MAX {
             self.statistics.refused += 1;
             return Err(request);
@@ -133,10 +133,10 @@ impl Instance for CpuInstance {
         Ok(())
     }
 
-    fn poll(&mut self) -> Option<Box<Request>> {
+    fn poll(&mut self) -> Option<Box<EncodeRequest>> {
         let mut request = self.queue.pop_front()?;
         request.encode(&mut self.encoder);
-        self.statistics.complete(&request);
+        self.statistics.record_completed(&request);
         Some(request)
     }
 
@@ -144,7 +144,7 @@ impl Instance for CpuInstance {
         self.queue.len()
     }
 
-    fn statistics(&self) -> Statistics {
+    fn statistics(&self) -> InstanceStatistics {
         self.statistics
     }
 }

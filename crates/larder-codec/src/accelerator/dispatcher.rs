@@ -1,7 +1,7 @@
 //! Distribution of requests to instances, in turn.
 
 use super::cpu::CpuInstance;
-use super::{Instance, Outcome, Request, Statistics};
+use super::{EncodeOutcome, EncodeRequest, Instance, InstanceStatistics};
 use crate::batch::Method;
 
 /// Consecutive failures after which an instance receives no more requests.
@@ -25,20 +25,20 @@ struct Slot {
 }
 
 impl Slot {
-    const fn is_in_use(&self) -> bool {
+    const fn is_enabled(&self) -> bool {
         self.failures < FAILURES_MAX
     }
 }
 
 /// State of one instance of a dispatcher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Dispatched {
+pub struct InstanceState {
     /// Name of the accelerator; `cpu (for others)` stands for requests that the dispatcher has encoded itself.
     pub name: &'static str,
     /// True if the instance receives requests.
-    pub is_in_use: bool,
+    pub is_enabled: bool,
     /// Statistics of the instance.
-    pub statistics: Statistics,
+    pub statistics: InstanceStatistics,
 }
 
 impl Dispatcher {
@@ -59,16 +59,16 @@ impl Dispatcher {
     /// # Errors
     /// No instance has room: the request is returned unchanged, to be submitted again after [`Self::poll`] has
     /// returned one.
-    pub fn submit(&mut self, mut request: Box<Request>) -> Result<(), Box<Request>> {
-        let mut is_made = false;
+    pub fn submit(&mut self, mut request: Box<EncodeRequest>) -> Result<(), Box<EncodeRequest>> {
+        let mut is_supported = false;
         let next = &mut self.submit_next[request.method().index()];
         for step in 0..self.slots.len() {
             let at = (*next + step) % self.slots.len();
             let slot = &mut self.slots[at];
-            if !slot.is_in_use() || !slot.instance.makes(request.method()) {
+            if !slot.is_enabled() || !slot.instance.supports(request.method()) {
                 continue;
             }
-            is_made = true;
+            is_supported = true;
             match slot.instance.submit(request) {
                 Ok(()) => {
                     *next = at + 1;
@@ -77,7 +77,7 @@ impl Dispatcher {
                 Err(refused) => request = refused,
             }
         }
-        if is_made {
+        if is_supported {
             Err(request)
         } else {
             self.cpu.submit(request)
@@ -85,7 +85,7 @@ impl Dispatcher {
     }
 
     /// Returns a completed request, if there is one, polling the instances in turn.
-    pub fn poll(&mut self) -> Option<Box<Request>> {
+    pub fn poll(&mut self) -> Option<Box<EncodeRequest>> {
         for step in 0..self.slots.len() {
             let at = (self.poll_next + step) % self.slots.len();
             let slot = &mut self.slots[at];
@@ -93,10 +93,10 @@ impl Dispatcher {
                 continue;
             };
             self.poll_next = at + 1;
-            if request.outcome() == Outcome::Failed {
+            if request.outcome() == EncodeOutcome::Failed {
                 slot.failures = slot.failures.saturating_add(1);
                 self.cpu.encode_now(&mut request);
-            } else if slot.is_in_use() {
+            } else if slot.is_enabled() {
                 slot.failures = 0;
             }
             return Some(request);
@@ -112,15 +112,15 @@ impl Dispatcher {
     }
 
     /// Returns the statistics of each instance, and at the end those of the CPU in their place.
-    pub fn statistics(&self) -> impl Iterator<Item = Dispatched> {
-        let slots = self.slots.iter().map(|slot| Dispatched {
+    pub fn statistics(&self) -> impl Iterator<Item = InstanceState> {
+        let slots = self.slots.iter().map(|slot| InstanceState {
             name: slot.instance.name(),
-            is_in_use: slot.is_in_use(),
+            is_enabled: slot.is_enabled(),
             statistics: slot.instance.statistics(),
         });
-        slots.chain([Dispatched {
+        slots.chain([InstanceState {
             name: self.cpu.name(),
-            is_in_use: true,
+            is_enabled: true,
             statistics: self.cpu.statistics(),
         }])
     }

@@ -13,7 +13,9 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use super::{Accelerator, Instance, OpenError, Outcome, Request, Software, Statistics};
+use super::{
+    Accelerator, AcceleratorOpenError, EncodeOutcome, EncodeRequest, Instance, InstanceStatistics, SoftwarePath,
+};
 use crate::batch::{BATCH_BYTES, Method};
 use crate::library;
 
@@ -42,10 +44,10 @@ const OP_COMPRESS: c_int = 1;
 /// First and last part of a stream, with dynamic Huffman codes, without verification by the library.
 const FLAGS: u32 = 0x0001 | 0x0002 | 0x2000 | 0x4000;
 const LEVEL: c_int = 1;
-const DONE: c_int = 0;
-const BEING_PROCESSED: c_int = 1;
-const MORE_OUTPUT_NEEDED: c_int = 2;
-const QUEUES_ARE_BUSY: c_int = 5;
+const STATUS_OK: c_int = 0;
+const STATUS_BEING_PROCESSED: c_int = 1;
+const STATUS_MORE_OUTPUT_NEEDED: c_int = 2;
+const STATUS_QUEUES_ARE_BUSY: c_int = 5;
 /// Largest accepted size of a job, in bytes. A job takes about 500 KiB in either path.
 const JOB_BYTES_MAX: u32 = 16 << 20;
 
@@ -60,13 +62,13 @@ struct Functions {
     fini: unsafe extern "C" fn(NonNull<JobHead>) -> c_int,
 }
 
-fn loaded() -> Result<Functions, OpenError> {
-    static LOADED: OnceLock<Result<Functions, OpenError>> = OnceLock::new();
+fn loaded() -> Result<Functions, AcceleratorOpenError> {
+    static LOADED: OnceLock<Result<Functions, AcceleratorOpenError>> = OnceLock::new();
     LOADED.get_or_init(load).clone()
 }
 
-fn load() -> Result<Functions, OpenError> {
-    let absent = |why: libloading::Error| OpenError::Library {
+fn load() -> Result<Functions, AcceleratorOpenError> {
+    let absent = |why: libloading::Error| AcceleratorOpenError::Library {
         library: LIBRARY,
         why: library::reason(&why),
     };
@@ -96,21 +98,21 @@ pub(super) struct Iaa {
 
 impl Iaa {
     /// Finds a device, or uses the software path.
-    pub(super) fn find(software: Software) -> Result<Self, OpenError> {
+    pub(super) fn find(software: SoftwarePath) -> Result<Self, AcceleratorOpenError> {
         let iaa = Self {
             functions: loaded()?,
             path: match software {
-                Software::No => PATH_HARDWARE,
-                Software::Yes => PATH_SOFTWARE,
+                SoftwarePath::Disabled => PATH_HARDWARE,
+                SoftwarePath::Enabled => PATH_SOFTWARE,
             },
         };
         let mut job = Job::new(iaa.functions, iaa.path)?;
-        super::request::trial(|pages, out| match job.start(pages, out) {
-            Started::Runs => job.wait(),
-            Started::Ended(outcome) => outcome,
-            Started::NoRoom => Outcome::Failed,
+        super::request::self_test(|pages, out| match job.start(pages, out) {
+            JobStart::Running => job.wait(),
+            JobStart::Ended(outcome) => outcome,
+            JobStart::QueuesFull => EncodeOutcome::Failed,
         })
-        .map_err(|why| OpenError::Layout { library: LIBRARY, why })?;
+        .map_err(|why| AcceleratorOpenError::Incompatible { library: LIBRARY, why })?;
         Ok(iaa)
     }
 }
@@ -129,7 +131,7 @@ impl Accelerator for Iaa {
         std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
     }
 
-    fn open(&self) -> Result<Box<dyn Instance>, OpenError> {
+    fn open(&self) -> Result<Box<dyn Instance>, AcceleratorOpenError> {
         let lane = || {
             Ok(Lane {
                 job: Job::new(self.functions, self.path)?,
@@ -139,10 +141,12 @@ impl Accelerator for Iaa {
             })
         };
         Ok(Box::new(IaaInstance {
-            lanes: (0..LANES).map(|_| lane()).collect::<Result<_, OpenError>>()?,
+            lanes: (0..LANES)
+                .map(|_| lane())
+                .collect::<Result<_, AcceleratorOpenError>>()?,
             oldest: 0,
             in_flight: 0,
-            statistics: Statistics::default(),
+            statistics: InstanceStatistics::default(),
         }))
     }
 }
@@ -155,7 +159,7 @@ struct IaaInstance {
     lanes: Vec<Lane>,
     oldest: usize,
     in_flight: usize,
-    statistics: Statistics,
+    statistics: InstanceStatistics,
 }
 
 /// Job with its request.
@@ -163,7 +167,7 @@ struct Lane {
     /// Declared before the memory that it reads and writes, so that it is dropped, and thus ended, first.
     job: Job,
     gathered: Box<[u8]>,
-    request: Option<Box<Request>>,
+    request: Option<Box<EncodeRequest>>,
     /// True if the job ended when it was started.
     is_done: bool,
 }
@@ -173,27 +177,27 @@ impl Instance for IaaInstance {
         "iaa"
     }
 
-    fn makes(&self, method: Method) -> bool {
+    fn supports(&self, method: Method) -> bool {
         method == Method::Deflate
     }
 
-    fn submit(&mut self, mut request: Box<Request>) -> Result<(), Box<Request>> {
+    fn submit(&mut self, mut request: Box<EncodeRequest>) -> Result<(), Box<EncodeRequest>> {
         if self.in_flight == LANES {
             self.statistics.refused += 1;
             return Err(request);
         }
         let lane = &mut self.lanes[(self.oldest + self.in_flight) % LANES];
         request.start();
-        let (input, out) = request.for_device(&mut lane.gathered);
+        let (input, out) = request.device_buffers(&mut lane.gathered);
         // The memory that the job reads and writes stays in place until the job has ended: the lane keeps the
         // request, which keeps the buffer, and the lane's own memory.
         lane.is_done = match lane.job.start(input, out) {
-            Started::Runs => false,
-            Started::Ended(outcome) => {
+            JobStart::Running => false,
+            JobStart::Ended(outcome) => {
                 request.finish(outcome);
                 true
             }
-            Started::NoRoom => {
+            JobStart::QueuesFull => {
                 self.statistics.refused += 1;
                 return Err(request);
             }
@@ -204,7 +208,7 @@ impl Instance for IaaInstance {
         Ok(())
     }
 
-    fn poll(&mut self) -> Option<Box<Request>> {
+    fn poll(&mut self) -> Option<Box<EncodeRequest>> {
         let lane = &mut self.lanes[self.oldest];
         if !lane.is_done {
             let outcome = lane.job.check()?;
@@ -213,7 +217,7 @@ impl Instance for IaaInstance {
         let request = lane.request.take()?;
         self.oldest = (self.oldest + 1) % LANES;
         self.in_flight -= 1;
-        self.statistics.complete(&request);
+        self.statistics.record_completed(&request);
         Some(request)
     }
 
@@ -221,27 +225,27 @@ impl Instance for IaaInstance {
         self.in_flight
     }
 
-    fn statistics(&self) -> Statistics {
+    fn statistics(&self) -> InstanceStatistics {
         self.statistics
     }
 }
 
 /// Result of starting a job.
-enum Started {
-    Runs,
-    Ended(Outcome),
+enum JobStart {
+    Running,
+    Ended(EncodeOutcome),
     /// The device's queues are full.
-    NoRoom,
+    QueuesFull,
 }
 
 /// `qpl_job` with its memory.
 struct Job {
     functions: Functions,
-    room: Box<[Line]>,
+    memory: Box<[Line]>,
     /// True if it runs on the device.
     is_running: bool,
     /// Length of its input, in bytes.
-    wanted: u32,
+    input_bytes: u32,
 }
 
 // SAFETY: self owns the job's memory, and the library allows any thread to use a job, one at a time.
@@ -252,8 +256,8 @@ unsafe impl Send for Job {}
 struct Line([u8; 64]);
 
 impl Job {
-    fn new(functions: Functions, path: c_int) -> Result<Self, OpenError> {
-        let refused = |call, status: c_int| OpenError::Refused {
+    fn new(functions: Functions, path: c_int) -> Result<Self, AcceleratorOpenError> {
+        let refused = |call, status: c_int| AcceleratorOpenError::CallFailed {
             library: LIBRARY,
             call,
             status: status.into(),
@@ -265,35 +269,35 @@ impl Job {
             return Err(refused("qpl_get_job_size", status));
         }
         let lines = (bytes as usize + 4096).div_ceil(size_of::<Line>());
-        let mut room: Box<[Line]> = vec![Line([0; 64]); lines].into();
+        let mut memory: Box<[Line]> = vec![Line([0; 64]); lines].into();
         // SAFETY: the memory is larger than the library requests.
-        let status = unsafe { (functions.init)(path, head_of(&mut room)) };
+        let status = unsafe { (functions.init)(path, head_of(&mut memory)) };
         if status != 0 {
             return Err(refused("qpl_init_job", status));
         }
         Ok(Self {
             functions,
-            room,
+            memory,
             is_running: false,
-            wanted: 0,
+            input_bytes: 0,
         })
     }
 
     /// Starts the job. If it runs, both slices must stay unchanged until [`Self::check`] or [`Self::wait`] returns
     /// the outcome, or this job is dropped.
-    fn start(&mut self, input: &[u8], out: &mut [u8]) -> Started {
+    fn start(&mut self, input: &[u8], out: &mut [u8]) -> JobStart {
         assert!(!self.is_running, "the job is already running");
-        let (Ok(wanted), Ok(available_out)) = (u32::try_from(input.len()), u32::try_from(out.len())) else {
-            return Started::Ended(Outcome::Failed);
+        let (Ok(input_bytes), Ok(available_out)) = (u32::try_from(input.len()), u32::try_from(out.len())) else {
+            return JobStart::Ended(EncodeOutcome::Failed);
         };
-        self.wanted = wanted;
-        let mut job = head_of(&mut self.room);
+        self.input_bytes = input_bytes;
+        let mut job = head_of(&mut self.memory);
         // SAFETY: the library initialised the job in this memory, and the job does not run. The buffers have the
         // given lengths, and stay in place until it has ended; see above.
         let status = unsafe {
             let head = job.as_mut();
             head.next_in = input.as_ptr();
-            head.available_in = wanted;
+            head.available_in = input_bytes;
             head.total_in = 0;
             head.next_out = out.as_mut_ptr();
             head.available_out = available_out;
@@ -304,51 +308,51 @@ impl Job {
             (self.functions.submit)(job)
         };
         match status {
-            DONE => {
+            STATUS_OK => {
                 self.is_running = true;
-                Started::Runs
+                JobStart::Running
             }
-            QUEUES_ARE_BUSY => Started::NoRoom,
-            _ => Started::Ended(self.outcome(status)),
+            STATUS_QUEUES_ARE_BUSY => JobStart::QueuesFull,
+            _ => JobStart::Ended(self.outcome(status)),
         }
     }
 
-    fn check(&mut self) -> Option<Outcome> {
+    fn check(&mut self) -> Option<EncodeOutcome> {
         // SAFETY: the job was submitted.
-        let status = unsafe { (self.functions.check)(head_of(&mut self.room)) };
-        if status == BEING_PROCESSED {
+        let status = unsafe { (self.functions.check)(head_of(&mut self.memory)) };
+        if status == STATUS_BEING_PROCESSED {
             return None;
         }
         self.is_running = false;
         Some(self.outcome(status))
     }
 
-    fn wait(&mut self) -> Outcome {
+    fn wait(&mut self) -> EncodeOutcome {
         // SAFETY: as in `check`.
-        let status = unsafe { (self.functions.wait)(head_of(&mut self.room)) };
+        let status = unsafe { (self.functions.wait)(head_of(&mut self.memory)) };
         self.is_running = false;
         self.outcome(status)
     }
 
-    fn outcome(&mut self, status: c_int) -> Outcome {
+    fn outcome(&mut self, status: c_int) -> EncodeOutcome {
         // SAFETY: the job does not run, and its first fields are integers and pointers.
-        let head = unsafe { head_of(&mut self.room).as_ref() };
+        let head = unsafe { head_of(&mut self.memory).as_ref() };
         match status {
-            DONE if head.total_in == self.wanted => Outcome::Made(head.total_out as usize),
-            DONE | MORE_OUTPUT_NEEDED => Outcome::Misfit,
-            _ => Outcome::Failed,
+            STATUS_OK if head.total_in == self.input_bytes => EncodeOutcome::Encoded(head.total_out as usize),
+            STATUS_OK | STATUS_MORE_OUTPUT_NEEDED => EncodeOutcome::Incompressible,
+            _ => EncodeOutcome::Failed,
         }
     }
 }
 
 /// Returns the job at the start of the memory.
-fn head_of(room: &mut [Line]) -> NonNull<JobHead> {
-    NonNull::new(room.as_mut_ptr().cast()).expect("a box pointer is never null")
+fn head_of(memory: &mut [Line]) -> NonNull<JobHead> {
+    NonNull::new(memory.as_mut_ptr().cast()).expect("a box pointer is never null")
 }
 
 impl Drop for Job {
     fn drop(&mut self) {
-        let job = head_of(&mut self.room);
+        let job = head_of(&mut self.memory);
         // SAFETY: the library initialised the job. A running job must end before the memory that it reads and writes
         // is freed.
         unsafe {

@@ -8,8 +8,8 @@
 //!
 //! An [`Accelerator`] is an available unit: always the CPU, and a device if its library can be loaded and finds it.
 //! An [`Instance`] is one queue to it, which one thread submits to and polls; several threads open several. A
-//! submitted request belongs to the instance until it is returned. The input is read in place in the [`Buffer`] that
-//! the request keeps alive (scattered runs are gathered first, as the formats require).
+//! submitted request belongs to the instance until it is returned. The input is read in place in the [`PageBuffer`]
+//! that the request keeps alive (scattered runs are gathered first, as the formats require).
 //!
 //! Invariants:
 //! - Each accepted request is returned exactly once, by the instance that accepted it. Queues are bounded, and a full
@@ -44,8 +44,8 @@ use thiserror::Error;
 
 use crate::batch::Method;
 
-pub use dispatcher::{Dispatched, Dispatcher};
-pub use request::{Buffer, Outcome, Pool, Request};
+pub use dispatcher::{Dispatcher, InstanceState};
+pub use request::{EncodeOutcome, EncodeRequest, PageBuffer, RequestPool};
 
 /// Unit that encodes batches.
 pub trait Accelerator: Send + Sync {
@@ -67,7 +67,7 @@ pub trait Accelerator: Send + Sync {
     ///
     /// # Errors
     /// The device has no further instance, or does not work as it should.
-    fn open(&self) -> Result<Box<dyn Instance>, OpenError>;
+    fn open(&self) -> Result<Box<dyn Instance>, AcceleratorOpenError>;
 }
 
 /// Queue of an accelerator.
@@ -76,27 +76,27 @@ pub trait Instance: Send {
     fn name(&self) -> &'static str;
 
     /// Returns whether the instance makes this method.
-    fn makes(&self, method: Method) -> bool;
+    fn supports(&self, method: Method) -> bool;
 
     /// Submits a request of a method that the instance makes.
     ///
     /// # Errors
     /// The queue is full; the request is returned unchanged.
-    fn submit(&mut self, request: Box<Request>) -> Result<(), Box<Request>>;
+    fn submit(&mut self, request: Box<EncodeRequest>) -> Result<(), Box<EncodeRequest>>;
 
     /// Returns a completed request, if there is one. A unit that works on this thread encodes one request here.
-    fn poll(&mut self) -> Option<Box<Request>>;
+    fn poll(&mut self) -> Option<Box<EncodeRequest>>;
 
     /// Returns the number of requests that were accepted and not returned.
     fn in_flight(&self) -> usize;
 
     /// Returns the statistics since the instance was opened.
-    fn statistics(&self) -> Statistics;
+    fn statistics(&self) -> InstanceStatistics;
 }
 
 /// Reason why no instance of an accelerator can be opened.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum OpenError {
+pub enum AcceleratorOpenError {
     /// The library cannot be loaded.
     #[error("{why}")]
     Library {
@@ -107,7 +107,7 @@ pub enum OpenError {
     },
     /// The library does not behave like the supported version.
     #[error("{library} is not used: {why}")]
-    Layout {
+    Incompatible {
         /// File name of the library.
         library: &'static str,
         /// Description of the deviation.
@@ -118,7 +118,7 @@ pub enum OpenError {
     NoDevice(&'static str),
     /// A function of the library failed.
     #[error("{library}: {call} returned {status}")]
-    Refused {
+    CallFailed {
         /// File name of the library.
         library: &'static str,
         /// Function of the library.
@@ -130,13 +130,13 @@ pub enum OpenError {
 
 /// Statistics of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct InstanceStatistics {
     /// Number of accepted requests.
     pub submitted: u64,
     /// Number of returned requests.
     pub completed: u64,
     /// Number of returned requests that did not fit their limit.
-    pub misfits: u64,
+    pub incompressible: u64,
     /// Number of returned requests that failed.
     pub failed: u64,
     /// Number of requests that were refused because the queue was full.
@@ -150,43 +150,43 @@ pub struct Statistics {
     pub ns: u64,
 }
 
-impl Statistics {
-    fn complete(&mut self, request: &Request) {
+impl InstanceStatistics {
+    fn record_completed(&mut self, request: &EncodeRequest) {
         self.completed += 1;
         self.ns += request.ns();
         match request.outcome() {
-            Outcome::Made(bytes) => {
+            EncodeOutcome::Encoded(bytes) => {
                 self.bytes_in += request.input_bytes() as u64;
                 self.bytes_out += bytes as u64;
             }
-            Outcome::Misfit => self.misfits += 1,
-            Outcome::Failed | Outcome::Pending => self.failed += 1,
+            EncodeOutcome::Incompressible => self.incompressible += 1,
+            EncodeOutcome::Failed | EncodeOutcome::Pending => self.failed += 1,
         }
     }
 }
 
 /// Use of a software path in a device's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Software {
+pub enum SoftwarePath {
     /// The software path is not used: for migrations, because the accelerator `cpu` already covers the CPU.
-    No,
+    Disabled,
     /// The software path is used: for tests and measurements.
-    Yes,
+    Enabled,
 }
 
 /// Result of the search for accelerators.
-pub struct Found {
+pub struct AcceleratorSearch {
     /// Available accelerators; the CPU is the first.
-    pub there: Vec<Box<dyn Accelerator>>,
+    pub available: Vec<Box<dyn Accelerator>>,
     /// Missing accelerators, by name, with the reason.
-    pub missing: Vec<(&'static str, OpenError)>,
+    pub missing: Vec<(&'static str, AcceleratorOpenError)>,
 }
 
 /// Finds all accelerators. Libraries are loaded once; devices are checked each time.
 #[must_use]
-pub fn find(software: Software) -> Found {
-    let mut found = Found {
-        there: vec![Box::new(cpu::Cpu)],
+pub fn find(software: SoftwarePath) -> AcceleratorSearch {
+    let mut found = AcceleratorSearch {
+        available: vec![Box::new(cpu::Cpu)],
         missing: Vec::new(),
     };
     found.add("igzip", cpu::Igzip::find());
@@ -195,10 +195,10 @@ pub fn find(software: Software) -> Found {
     found
 }
 
-impl Found {
-    fn add(&mut self, name: &'static str, accelerator: Result<impl Accelerator + 'static, OpenError>) {
+impl AcceleratorSearch {
+    fn add(&mut self, name: &'static str, accelerator: Result<impl Accelerator + 'static, AcceleratorOpenError>) {
         match accelerator {
-            Ok(accelerator) => self.there.push(Box::new(accelerator)),
+            Ok(accelerator) => self.available.push(Box::new(accelerator)),
             Err(why) => self.missing.push((name, why)),
         }
     }

@@ -17,7 +17,9 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use super::{Accelerator, Instance, OpenError, Outcome, Request, Software, Statistics};
+use super::{
+    Accelerator, AcceleratorOpenError, EncodeOutcome, EncodeRequest, Instance, InstanceStatistics, SoftwarePath,
+};
 use crate::batch::{BATCH_BYTES, Method};
 use crate::library;
 
@@ -67,12 +69,12 @@ const SOFTWARE_BACKUP: c_uchar = 1;
 /// Device files of the kernel's own driver, and of Intel's.
 const DEVICES: [&str; 2] = ["/dev/vfio", "/dev/qat_adf_ctl"];
 /// Output buffer size, in bytes: more than raw deflate takes in either path.
-const ROOM_BYTES: usize = BATCH_BYTES + BATCH_BYTES / 8 + 4096;
+const OUTPUT_BYTES_MAX: usize = BATCH_BYTES + BATCH_BYTES / 8 + 4096;
 const LOG_NONE: c_int = 0;
 
 /// Memory for the parameters, large enough for those of a later version.
 #[repr(C, align(64))]
-union ParamsRoom {
+union ParamsBuffer {
     params: Params,
     bytes: [u8; 1024],
 }
@@ -81,21 +83,21 @@ union ParamsRoom {
 #[derive(Clone, Copy)]
 struct Functions {
     init: unsafe extern "C" fn(*mut Session, c_uchar) -> c_int,
-    defaults: unsafe extern "C" fn(*mut ParamsRoom) -> c_int,
-    setup: unsafe extern "C" fn(*mut Session, *mut ParamsRoom) -> c_int,
+    defaults: unsafe extern "C" fn(*mut ParamsBuffer) -> c_int,
+    setup: unsafe extern "C" fn(*mut Session, *mut ParamsBuffer) -> c_int,
     compress:
         unsafe extern "C" fn(*mut Session, *const c_uchar, *mut c_uint, *mut c_uchar, *mut c_uint, c_uint) -> c_int,
     teardown: unsafe extern "C" fn(*mut Session) -> c_int,
     close: unsafe extern "C" fn(*mut Session) -> c_int,
 }
 
-fn loaded() -> Result<Functions, OpenError> {
-    static LOADED: OnceLock<Result<Functions, OpenError>> = OnceLock::new();
+fn loaded() -> Result<Functions, AcceleratorOpenError> {
+    static LOADED: OnceLock<Result<Functions, AcceleratorOpenError>> = OnceLock::new();
     LOADED.get_or_init(load).clone()
 }
 
-fn load() -> Result<Functions, OpenError> {
-    let absent = |why: libloading::Error| OpenError::Library {
+fn load() -> Result<Functions, AcceleratorOpenError> {
+    let absent = |why: libloading::Error| AcceleratorOpenError::Library {
         library: LIBRARY,
         why: library::reason(&why),
     };
@@ -123,15 +125,15 @@ fn load() -> Result<Functions, OpenError> {
 
 pub(super) struct Qat {
     functions: Functions,
-    software: Software,
+    software: SoftwarePath,
 }
 
 impl Qat {
     /// Finds a device, or uses the software path.
-    pub(super) fn find(software: Software) -> Result<Self, OpenError> {
+    pub(super) fn find(software: SoftwarePath) -> Result<Self, AcceleratorOpenError> {
         // Otherwise the library would print messages on the terminal, regardless of its log level.
-        if software == Software::No && !DEVICES.iter().any(|path| Path::new(path).exists()) {
-            return Err(OpenError::NoDevice("/dev/vfio or /dev/qat_adf_ctl"));
+        if software == SoftwarePath::Disabled && !DEVICES.iter().any(|path| Path::new(path).exists()) {
+            return Err(AcceleratorOpenError::NoDevice("/dev/vfio or /dev/qat_adf_ctl"));
         }
         let qat = Self {
             functions: loaded()?,
@@ -157,7 +159,7 @@ impl Accelerator for Qat {
         std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
     }
 
-    fn open(&self) -> Result<Box<dyn Instance>, OpenError> {
+    fn open(&self) -> Result<Box<dyn Instance>, AcceleratorOpenError> {
         Ok(Box::new(QatInstance::new(self.functions, self.software)?))
     }
 }
@@ -166,9 +168,9 @@ struct QatInstance {
     functions: Functions,
     session: Box<Session>,
     gathered: Box<[u8]>,
-    made: Box<[u8]>,
-    queue: VecDeque<Box<Request>>,
-    statistics: Statistics,
+    output: Box<[u8]>,
+    queue: VecDeque<Box<EncodeRequest>>,
+    statistics: InstanceStatistics,
 }
 
 // SAFETY: self owns the session's memory, and the library allows one thread at a time to use a session, whichever it
@@ -178,8 +180,8 @@ unsafe impl Send for QatInstance {}
 impl QatInstance {
     const QUEUE_MAX: usize = 4;
 
-    fn new(functions: Functions, software: Software) -> Result<Self, OpenError> {
-        let refused = |call, status: c_int| OpenError::Refused {
+    fn new(functions: Functions, software: SoftwarePath) -> Result<Self, AcceleratorOpenError> {
+        let refused = |call, status: c_int| AcceleratorOpenError::CallFailed {
             library: LIBRARY,
             call,
             status: status.into(),
@@ -189,80 +191,86 @@ impl QatInstance {
             functions,
             session: Box::new(Session([0; 4096])),
             gathered: vec![0; BATCH_BYTES].into(),
-            made: vec![0; ROOM_BYTES].into(),
+            output: vec![0; OUTPUT_BYTES_MAX].into(),
             queue: VecDeque::with_capacity(Self::QUEUE_MAX),
-            statistics: Statistics::default(),
+            statistics: InstanceStatistics::default(),
         };
         let session: *mut Session = &raw mut *instance.session;
         let backup = match software {
-            Software::No => 0,
-            Software::Yes => SOFTWARE_BACKUP,
+            SoftwarePath::Disabled => 0,
+            SoftwarePath::Enabled => SOFTWARE_BACKUP,
         };
-        let mut room = ParamsRoom { bytes: [0; 1024] };
+        let mut params_buffer = ParamsBuffer { bytes: [0; 1024] };
         // SAFETY: both structures lie in larger memory than they need, zeroed as the library requires for a new
         // session, and exclusively owned. All bits are valid for the parameters, which are integers.
         unsafe {
             // Status: 0, or 1 if another thread has initialised it, or more if software is used instead of a device.
             let status = (functions.init)(session, backup);
-            if status < 0 || (software == Software::No && status > 1) {
+            if status < 0 || (software == SoftwarePath::Disabled && status > 1) {
                 return Err(refused("qzInit", status));
             }
-            let status = (functions.defaults)(&raw mut room);
+            let status = (functions.defaults)(&raw mut params_buffer);
             if status != 0 {
                 return Err(refused("qzGetDefaults", status));
             }
-            if !is_default(&room.params) {
-                return Err(OpenError::Layout {
+            if !is_default(&params_buffer.params) {
+                return Err(AcceleratorOpenError::Incompatible {
                     library: LIBRARY,
                     why: "its default parameters differ from those of version 1.3",
                 });
             }
-            room.params.direction = DIRECTION_COMPRESS;
-            room.params.data_fmt = FORMAT_RAW;
-            room.params.sw_backup = backup;
-            let status = (functions.setup)(session, &raw mut room);
-            if status < 0 || (software == Software::No && status > 1) {
+            params_buffer.params.direction = DIRECTION_COMPRESS;
+            params_buffer.params.data_fmt = FORMAT_RAW;
+            params_buffer.params.sw_backup = backup;
+            let status = (functions.setup)(session, &raw mut params_buffer);
+            if status < 0 || (software == SoftwarePath::Disabled && status > 1) {
                 return Err(refused("qzSetupSession", status));
             }
         }
-        super::request::trial(|pages, out| instance.compress(pages, out))
-            .map_err(|why| OpenError::Layout { library: LIBRARY, why })?;
+        super::request::self_test(|pages, out| instance.compress(pages, out))
+            .map_err(|why| AcceleratorOpenError::Incompatible { library: LIBRARY, why })?;
         Ok(instance)
     }
 
-    fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Outcome {
-        compress(self.functions, &mut self.session, &mut self.made, input, out)
+    fn compress(&mut self, input: &[u8], out: &mut [u8]) -> EncodeOutcome {
+        compress(self.functions, &mut self.session, &mut self.output, input, out)
     }
 }
 
-fn compress(functions: Functions, session: &mut Session, room: &mut [u8], input: &[u8], out: &mut [u8]) -> Outcome {
-    let (Ok(wanted), Ok(room_bytes)) = (c_uint::try_from(input.len()), c_uint::try_from(room.len())) else {
-        return Outcome::Failed;
+fn compress(
+    functions: Functions,
+    session: &mut Session,
+    buffer: &mut [u8],
+    input: &[u8],
+    out: &mut [u8],
+) -> EncodeOutcome {
+    let (Ok(input_bytes), Ok(buffer_bytes)) = (c_uint::try_from(input.len()), c_uint::try_from(buffer.len())) else {
+        return EncodeOutcome::Failed;
     };
-    let (mut taken, mut made) = (wanted, room_bytes);
+    let (mut consumed, mut produced) = (input_bytes, buffer_bytes);
     // SAFETY: the session is set up; the buffers have the given lengths, and are not used after the call.
     let status = unsafe {
         (functions.compress)(
             session,
             input.as_ptr(),
-            &raw mut taken,
-            room.as_mut_ptr(),
-            &raw mut made,
+            &raw mut consumed,
+            buffer.as_mut_ptr(),
+            &raw mut produced,
             1,
         )
     };
-    if status != 0 || taken != wanted {
-        return Outcome::Failed;
+    if status != 0 || consumed != input_bytes {
+        return EncodeOutcome::Failed;
     }
-    let Some(made) = room.get(..made as usize) else {
-        return Outcome::Failed;
+    let Some(made) = buffer.get(..produced as usize) else {
+        return EncodeOutcome::Failed;
     };
     match out.get_mut(..made.len()) {
-        Some(place) => {
-            place.copy_from_slice(made);
-            Outcome::Made(made.len())
+        Some(target) => {
+            target.copy_from_slice(made);
+            EncodeOutcome::Encoded(made.len())
         }
-        None => Outcome::Misfit,
+        None => EncodeOutcome::Incompressible,
     }
 }
 
@@ -281,11 +289,11 @@ impl Instance for QatInstance {
         "qat"
     }
 
-    fn makes(&self, method: Method) -> bool {
+    fn supports(&self, method: Method) -> bool {
         method == Method::Deflate
     }
 
-    fn submit(&mut self, request: Box<Request>) -> Result<(), Box<Request>> {
+    fn submit(&mut self, request: Box<EncodeRequest>) -> Result<(), Box<EncodeRequest>> {
         if self.queue.len() == Self::QUEUE_MAX {
             self.statistics.refused += 1;
             return Err(request);
@@ -295,13 +303,13 @@ impl Instance for QatInstance {
         Ok(())
     }
 
-    fn poll(&mut self) -> Option<Box<Request>> {
+    fn poll(&mut self) -> Option<Box<EncodeRequest>> {
         let mut request = self.queue.pop_front()?;
         request.start();
-        let (input, out) = request.for_device(&mut self.gathered);
-        let outcome = compress(self.functions, &mut self.session, &mut self.made, input, out);
+        let (input, out) = request.device_buffers(&mut self.gathered);
+        let outcome = compress(self.functions, &mut self.session, &mut self.output, input, out);
         request.finish(outcome);
-        self.statistics.complete(&request);
+        self.statistics.record_completed(&request);
         Some(request)
     }
 
@@ -309,7 +317,7 @@ impl Instance for QatInstance {
         self.queue.len()
     }
 
-    fn statistics(&self) -> Statistics {
+    fn statistics(&self) -> InstanceStatistics {
         self.statistics
     }
 }

@@ -9,13 +9,13 @@ use crate::batch::{BATCH_BYTES, BATCH_PAGES, Encoder, Method};
 
 /// Page-aligned bytes, which an accelerator reads in place. The owner of the only [`Arc`] of it may fill it again
 /// (`Arc::get_mut`).
-pub struct Buffer(Box<[Page]>);
+pub struct PageBuffer(Box<[Page]>);
 
 #[derive(Clone, Copy)]
 #[repr(C, align(4096))]
 struct Page([u8; PAGE]);
 
-impl Buffer {
+impl PageBuffer {
     /// Creates a buffer of zeros.
     #[must_use]
     pub fn new(pages: usize) -> Self {
@@ -23,7 +23,7 @@ impl Buffer {
     }
 }
 
-impl Deref for Buffer {
+impl Deref for PageBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -32,7 +32,7 @@ impl Deref for Buffer {
     }
 }
 
-impl DerefMut for Buffer {
+impl DerefMut for PageBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above; the borrow is a mutable one.
         unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * PAGE) }
@@ -41,32 +41,32 @@ impl DerefMut for Buffer {
 
 /// Outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum EncodeOutcome {
     /// No outcome yet.
     Pending,
-    /// Length of the output, which [`Request::output`] returns.
-    Made(usize),
+    /// Length of the output, which [`EncodeRequest::output`] returns.
+    Encoded(usize),
     /// The output did not fit the limit.
-    Misfit,
+    Incompressible,
     /// The device failed.
     Failed,
 }
 
-/// Batch to encode, with memory for the output: 256 KiB, from a [`Pool`].
-pub struct Request {
+/// Batch to encode, with memory for the output: 256 KiB, from a [`RequestPool`].
+pub struct EncodeRequest {
     tag: u64,
     method: Method,
-    buffer: Option<Arc<Buffer>>,
+    buffer: Option<Arc<PageBuffer>>,
     /// Ranges of whole pages of the buffer.
     runs: Vec<Range<usize>>,
     limit: usize,
     output: Box<[u8]>,
-    outcome: Outcome,
+    outcome: EncodeOutcome,
     submitted_at: Option<Instant>,
     ns: u64,
 }
 
-impl Request {
+impl EncodeRequest {
     fn new() -> Self {
         Self {
             tag: 0,
@@ -75,7 +75,7 @@ impl Request {
             runs: Vec::with_capacity(BATCH_PAGES),
             limit: 0,
             output: vec![0; BATCH_BYTES].into(),
-            outcome: Outcome::Pending,
+            outcome: EncodeOutcome::Pending,
             submitted_at: None,
             ns: 0,
         }
@@ -91,7 +91,7 @@ impl Request {
         &mut self,
         tag: u64,
         method: Method,
-        buffer: Arc<Buffer>,
+        buffer: Arc<PageBuffer>,
         runs: impl IntoIterator<Item = Range<usize>>,
         limit: usize,
     ) {
@@ -105,7 +105,7 @@ impl Request {
         self.method = method;
         self.buffer = Some(buffer);
         self.limit = limit;
-        self.outcome = Outcome::Pending;
+        self.outcome = EncodeOutcome::Pending;
         self.submitted_at = None;
         self.ns = 0;
     }
@@ -136,7 +136,7 @@ impl Request {
 
     /// Returns the outcome.
     #[must_use]
-    pub const fn outcome(&self) -> Outcome {
+    pub const fn outcome(&self) -> EncodeOutcome {
         self.outcome
     }
 
@@ -144,20 +144,20 @@ impl Request {
     #[must_use]
     pub fn output(&self) -> &[u8] {
         match self.outcome {
-            Outcome::Made(bytes) => &self.output[..bytes],
-            Outcome::Pending | Outcome::Misfit | Outcome::Failed => &[],
+            EncodeOutcome::Encoded(bytes) => &self.output[..bytes],
+            EncodeOutcome::Pending | EncodeOutcome::Incompressible | EncodeOutcome::Failed => &[],
         }
     }
 
-    /// Returns the nanoseconds that the request took; see [`super::Statistics::ns`].
+    /// Returns the nanoseconds that the request took; see [`super::InstanceStatistics::ns`].
     #[must_use]
     pub const fn ns(&self) -> u64 {
         self.ns
     }
 
     /// Marks the request as failed.
-    pub fn give_up(&mut self) {
-        self.finish(Outcome::Failed);
+    pub fn mark_failed(&mut self) {
+        self.finish(EncodeOutcome::Failed);
     }
 
     /// Encodes the request on this thread.
@@ -165,16 +165,16 @@ impl Request {
         self.start();
         let mut runs: [&[u8]; BATCH_PAGES] = [&[]; BATCH_PAGES];
         let buffer: &[u8] = self.buffer.as_deref().map_or(&[], |buffer| &buffer[..]);
-        for (place, run) in runs.iter_mut().zip(&self.runs) {
-            *place = &buffer[run.clone()];
+        for (slot, run) in runs.iter_mut().zip(&self.runs) {
+            *slot = &buffer[run.clone()];
         }
         let runs = &runs[..self.runs.len()];
         let made = encoder.encode(self.method, runs, &mut self.output[..self.limit]);
-        self.finish(made.map_or(Outcome::Misfit, Outcome::Made));
+        self.finish(made.map_or(EncodeOutcome::Incompressible, EncodeOutcome::Encoded));
     }
 
     /// Returns the pages as one run, gathered in `gathered` if there are several runs; and the memory for the output.
-    pub(super) fn for_device<'a>(&'a mut self, gathered: &'a mut [u8]) -> (&'a [u8], &'a mut [u8]) {
+    pub(super) fn device_buffers<'a>(&'a mut self, gathered: &'a mut [u8]) -> (&'a [u8], &'a mut [u8]) {
         let buffer: &[u8] = self.buffer.as_deref().map_or(&[], |buffer| &buffer[..]);
         let input = match &self.runs[..] {
             [run] => &buffer[run.clone()],
@@ -196,9 +196,9 @@ impl Request {
     }
 
     /// Records the end of the work and its outcome.
-    pub(super) fn finish(&mut self, outcome: Outcome) {
+    pub(super) fn finish(&mut self, outcome: EncodeOutcome) {
         self.outcome = match outcome {
-            Outcome::Made(bytes) if bytes == 0 || bytes > self.limit => Outcome::Failed,
+            EncodeOutcome::Encoded(bytes) if bytes == 0 || bytes > self.limit => EncodeOutcome::Failed,
             outcome => outcome,
         };
         if let Some(since) = self.submitted_at.take() {
@@ -208,24 +208,24 @@ impl Request {
 }
 
 /// Pool of requests that are created once, for one thread.
-pub struct Pool {
+pub struct RequestPool {
     #[expect(clippy::vec_box, reason = "requests are passed around and returned as boxes")]
-    free: Vec<Box<Request>>,
+    free: Vec<Box<EncodeRequest>>,
     requests: usize,
 }
 
-impl Pool {
+impl RequestPool {
     /// Creates a pool of so many requests.
     #[must_use]
     pub fn new(requests: usize) -> Self {
         Self {
-            free: (0..requests).map(|_| Box::new(Request::new())).collect(),
+            free: (0..requests).map(|_| Box::new(EncodeRequest::new())).collect(),
             requests,
         }
     }
 
     /// Returns a free request, if there is one. The number of requests in use is thus bounded by the pool.
-    pub fn take(&mut self) -> Option<Box<Request>> {
+    pub fn take(&mut self) -> Option<Box<EncodeRequest>> {
         self.free.pop()
     }
 
@@ -233,7 +233,7 @@ impl Pool {
     ///
     /// # Panics
     /// All requests of the pool are free already.
-    pub fn give(&mut self, mut request: Box<Request>) {
+    pub fn recycle(&mut self, mut request: Box<EncodeRequest>) {
         assert!(
             self.free.len() < self.requests,
             "the request does not belong to this pool"
@@ -250,7 +250,7 @@ impl Pool {
 }
 
 /// Self-test of a library: encodes known pages with `compress`, and returns a description of the first deviation.
-pub(super) fn trial(mut compress: impl FnMut(&[u8], &mut [u8]) -> Outcome) -> Result<(), &'static str> {
+pub(super) fn self_test(mut compress: impl FnMut(&[u8], &mut [u8]) -> EncodeOutcome) -> Result<(), &'static str> {
     let pages: Vec<u8> = (0..40 * 1024_u32)
         .map(|at| match at / 4096 % 3 {
             0 => (at * at / 7) as u8,
@@ -261,19 +261,19 @@ pub(super) fn trial(mut compress: impl FnMut(&[u8], &mut [u8]) -> Outcome) -> Re
     let mut out = vec![0; pages.len()];
     // Twice, because the second run starts from the state that the first has left.
     for _ in 0..2 {
-        let Outcome::Made(len) = compress(&pages, &mut out) else {
+        let EncodeOutcome::Encoded(len) = compress(&pages, &mut out) else {
             return Err("self-test: known pages are not encoded");
         };
-        let mut back = vec![0; pages.len()];
+        let mut decoded = vec![0; pages.len()];
         let mut zlib = flate2::Decompress::new(false);
         let data = out
             .get(..len)
             .ok_or("self-test: the encoded length exceeds the buffer")?;
-        let ended = zlib.decompress(data, &mut back, flate2::FlushDecompress::Finish);
-        if ended.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || back != pages {
+        let status = zlib.decompress(data, &mut decoded, flate2::FlushDecompress::Finish);
+        if status.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || decoded != pages {
             return Err("self-test: known pages are encoded incorrectly");
         }
-        if compress(&pages, &mut out[..len / 2]) != Outcome::Misfit {
+        if compress(&pages, &mut out[..len / 2]) != EncodeOutcome::Incompressible {
             return Err("self-test: output that exceeds the limit is not refused");
         }
     }

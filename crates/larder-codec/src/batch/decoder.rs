@@ -9,26 +9,26 @@ use crate::PAGE;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
     /// The bytes are not valid for this method, or decode to more than expected.
-    #[error("{method}: {len} encoded bytes of a batch of {wanted} bytes are damaged: {why}")]
+    #[error("{method}: {len} encoded bytes of a batch of {expected} bytes are damaged: {why}")]
     Damaged {
         /// Method of the data.
         method: Method,
         /// Length of the data.
         len: usize,
         /// Expected length of the pages.
-        wanted: usize,
+        expected: usize,
         /// Message of the method's library.
         why: String,
     },
     /// The bytes end before the pages do.
-    #[error("{method}: {len} encoded bytes decode to {decoded} bytes instead of the {wanted} of the batch")]
+    #[error("{method}: {len} encoded bytes decode to {decoded} bytes instead of the {expected} of the batch")]
     Short {
         /// Method of the data.
         method: Method,
         /// Length of the data.
         len: usize,
         /// Expected length of the pages.
-        wanted: usize,
+        expected: usize,
         /// Number of decoded bytes.
         decoded: usize,
     },
@@ -37,7 +37,7 @@ pub enum DecodeError {
 /// State of all decoding methods, for one thread at a time, reused from batch to batch: about 700 KiB.
 pub struct Decoder {
     /// Buffer for sorted words.
-    sorted: Box<[u8]>,
+    shuffled: Box<[u8]>,
     zstd: zstd::Decoder,
     deflate: deflate::Decoder,
 }
@@ -47,7 +47,7 @@ impl Decoder {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            sorted: vec![0; BATCH_BYTES].into(),
+            shuffled: vec![0; BATCH_BYTES].into(),
             zstd: zstd::Decoder::new(),
             deflate: deflate::Decoder::new(),
         }
@@ -61,18 +61,18 @@ impl Decoder {
     /// # Panics
     /// `out` is not of 1 to [`super::BATCH_PAGES`] whole pages: a count from a peer must be checked before.
     pub fn decode(&mut self, method: Method, data: &[u8], out: &mut [u8]) -> Result<(), DecodeError> {
-        let wanted = out.len();
+        let expected = out.len();
         assert!(
-            (PAGE..=BATCH_BYTES).contains(&wanted) && wanted.is_multiple_of(PAGE),
-            "invalid batch length: {wanted} bytes"
+            (PAGE..=BATCH_BYTES).contains(&expected) && expected.is_multiple_of(PAGE),
+            "invalid batch length: {expected} bytes"
         );
         let decoded = match method {
             Method::Lz4 | Method::Lz4Fast => lz4::decode(data, out),
             Method::WordsLz4 => {
-                let sorted = &mut self.sorted[..wanted];
-                let decoded = lz4::decode(data, sorted);
-                if decoded == Ok(wanted) {
-                    words::restore(sorted, out);
+                let shuffled = &mut self.shuffled[..expected];
+                let decoded = lz4::decode(data, shuffled);
+                if decoded == Ok(expected) {
+                    words::unshuffle(shuffled, out);
                 }
                 decoded
             }
@@ -80,17 +80,17 @@ impl Decoder {
             Method::Deflate => self.deflate.decode(data, out),
         };
         match decoded {
-            Ok(decoded) if decoded == wanted => Ok(()),
+            Ok(decoded) if decoded == expected => Ok(()),
             Ok(decoded) => Err(DecodeError::Short {
                 method,
                 len: data.len(),
-                wanted,
+                expected,
                 decoded,
             }),
             Err(why) => Err(DecodeError::Damaged {
                 method,
                 len: data.len(),
-                wanted,
+                expected,
                 why: why.to_owned(),
             }),
         }

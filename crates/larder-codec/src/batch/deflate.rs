@@ -81,7 +81,7 @@ impl Decoder {
 mod tests {
     use super::*;
     use crate::PAGE;
-    use crate::measure::Kind;
+    use crate::measure::MemoryContent;
 
     const PAGES: usize = 16;
 
@@ -98,23 +98,26 @@ mod tests {
     /// A batch that does not fit leaves no state that affects the next batch.
     #[test]
     fn misfit_does_not_affect_next_batch() {
-        let (random, text) = (Kind::Random.memory(PAGES * PAGE, 3), Kind::Text.memory(PAGES * PAGE, 3));
+        let (random, text) = (
+            MemoryContent::Random.generate(PAGES * PAGE, 3),
+            MemoryContent::Text.generate(PAGES * PAGE, 3),
+        );
         for (mut encoder, mut fresh) in encoders().into_iter().zip(encoders()) {
-            let mut wanted = vec![0; text.len()];
-            let wanted_len = fresh.encode(&text, &mut wanted).expect("there is room");
+            let mut expected = vec![0; text.len()];
+            let expected_len = fresh.encode(&text, &mut expected).expect("there is room");
             let mut out = vec![0; random.len()];
             for short in 1..200 {
                 assert_eq!(encoder.encode(&random, &mut out[..random.len() - short]), None);
             }
-            assert_eq!(encoder.encode(&text, &mut out), Some(wanted_len));
-            assert!(out[..wanted_len] == wanted[..wanted_len]);
+            assert_eq!(encoder.encode(&text, &mut out), Some(expected_len));
+            assert!(out[..expected_len] == expected[..expected_len]);
         }
     }
 
     #[test]
     fn igzip_and_zlib_read_each_other() {
-        for kind in Kind::ALL {
-            let batch = kind.memory(PAGES * PAGE, 3);
+        for kind in MemoryContent::ALL {
+            let batch = kind.generate(PAGES * PAGE, 3);
             for mut encoder in encoders() {
                 let mut out = vec![0; batch.len() + batch.len() / 8];
                 let len = encoder.encode(&batch, &mut out).expect("there is room");

@@ -43,9 +43,9 @@ impl Encoder {
     pub fn encode<R: AsRef<[u8]>>(&mut self, method: Method, runs: &[R], out: &mut [u8]) -> Option<usize> {
         let bytes = bytes_of(runs);
         if method == Method::WordsLz4 {
-            let sorted = &mut self.gathered[..bytes];
-            words::sort(runs, sorted);
-            return lz4::encode(sorted, out, lz4::ACCELERATION);
+            let shuffled = &mut self.gathered[..bytes];
+            words::shuffle(runs, shuffled);
+            return lz4::encode(shuffled, out, lz4::ACCELERATION);
         }
         let input = match runs {
             [run] => run.as_ref(),
@@ -77,8 +77,8 @@ fn bytes_of<R: AsRef<[u8]>>(runs: &[R]) -> usize {
         (PAGE..=BATCH_BYTES).contains(&bytes),
         "invalid batch length: {bytes} bytes"
     );
-    let whole = runs.iter().all(|run| run.as_ref().len().is_multiple_of(PAGE));
-    assert!(whole, "a run does not consist of whole pages");
+    let are_whole_pages = runs.iter().all(|run| run.as_ref().len().is_multiple_of(PAGE));
+    assert!(are_whole_pages, "a run does not consist of whole pages");
     bytes
 }
 

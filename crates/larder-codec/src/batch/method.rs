@@ -68,7 +68,7 @@ impl Method {
 
     /// Returns the method with this name.
     #[must_use]
-    pub fn of_name(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|method| method.name() == name)
     }
 }
@@ -108,7 +108,7 @@ mod tests {
         for (method, number) in numbers {
             assert_eq!(method.number(), number);
             assert_eq!(Method::ALL[method.index()], method);
-            assert_eq!(Method::of_name(method.name()), Some(method));
+            assert_eq!(Method::from_name(method.name()), Some(method));
         }
         for number in 0..=u8::MAX {
             let known = numbers.iter().find(|known| known.1 == number);

@@ -23,95 +23,99 @@ use crate::PAGE;
 /// Bytes that are sorted at a time.
 const BLOCK_BYTES: usize = 4 * PAGE;
 /// Distance, in words, between two words in the same row and lane.
-const GROUP: usize = 32;
-const GROUP_BYTES: usize = GROUP * 8;
+const GROUP_WORDS: usize = 32;
+const GROUP_BYTES: usize = GROUP_WORDS * 8;
 const _: () = assert!(PAGE.is_multiple_of(GROUP_BYTES));
 
 /// Four adjacent words.
 type Lanes = [u64; 4];
 
-/// Sorts the bytes of `runs`, whole pages, into `sorted`, which has the length of all runs together.
-pub(super) fn sort<R: AsRef<[u8]>>(runs: &[R], sorted: &mut [u8]) {
+/// Sorts the bytes of `runs`, whole pages, into `shuffled`, which has the length of all runs together.
+pub(super) fn shuffle<R: AsRef<[u8]>>(runs: &[R], shuffled: &mut [u8]) {
     let mut groups = runs.iter().flat_map(|run| run.as_ref().as_chunks::<GROUP_BYTES>().0);
-    let mut before = 0;
-    for block in sorted.chunks_mut(BLOCK_BYTES) {
+    let mut previous_word = 0;
+    for block in shuffled.chunks_mut(BLOCK_BYTES) {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             // SAFETY: the CPU has AVX2.
-            unsafe { sort_block_avx2(&mut groups, &mut before, block) };
+            unsafe { shuffle_block_avx2(&mut groups, &mut previous_word, block) };
             continue;
         }
-        sort_block(&mut groups, &mut before, block);
+        shuffle_block(&mut groups, &mut previous_word, block);
     }
 }
 
-/// Inverts [`sort`]; `out` has the length of `sorted`, and whole pages.
-pub(super) fn restore(sorted: &[u8], out: &mut [u8]) {
-    let mut before = 0;
-    for (block, out) in sorted.chunks(BLOCK_BYTES).zip(out.chunks_mut(BLOCK_BYTES)) {
+/// Inverts [`shuffle`]; `out` has the length of `shuffled`, and whole pages.
+pub(super) fn unshuffle(shuffled: &[u8], out: &mut [u8]) {
+    let mut previous_word = 0;
+    for (block, out) in shuffled.chunks(BLOCK_BYTES).zip(out.chunks_mut(BLOCK_BYTES)) {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             // SAFETY: the CPU has AVX2.
-            unsafe { restore_block_avx2(block, &mut before, out) };
+            unsafe { unshuffle_block_avx2(block, &mut previous_word, out) };
             continue;
         }
-        restore_block(block, &mut before, out);
+        unshuffle_block(block, &mut previous_word, out);
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn sort_block_avx2<'a>(groups: impl Iterator<Item = &'a [u8; GROUP_BYTES]>, before: &mut u64, block: &mut [u8]) {
-    sort_block(groups, before, block);
+fn shuffle_block_avx2<'a>(
+    groups: impl Iterator<Item = &'a [u8; GROUP_BYTES]>,
+    previous_word: &mut u64,
+    block: &mut [u8],
+) {
+    shuffle_block(groups, previous_word, block);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn restore_block_avx2(block: &[u8], before: &mut u64, out: &mut [u8]) {
-    restore_block(block, before, out);
+fn unshuffle_block_avx2(block: &[u8], previous_word: &mut u64, out: &mut [u8]) {
+    unshuffle_block(block, previous_word, out);
 }
 
 /// Fills `block` from as many groups as it holds.
 #[inline(always)]
-fn sort_block<'a>(groups: impl Iterator<Item = &'a [u8; GROUP_BYTES]>, before: &mut u64, block: &mut [u8]) {
+fn shuffle_block<'a>(groups: impl Iterator<Item = &'a [u8; GROUP_BYTES]>, previous_word: &mut u64, block: &mut [u8]) {
     let words = block.len() / 8;
-    for (index, group) in groups.take(words / GROUP).enumerate() {
-        let mut rows = differences(group, before);
+    for (index, group) in groups.take(words / GROUP_WORDS).enumerate() {
+        let mut rows = differences(group, previous_word);
         transpose(&mut rows);
         for (significance, row) in rows.iter().enumerate() {
-            let at = significance * words + index * GROUP;
-            let place: &mut [u8; GROUP] = (&mut block[at..at + GROUP]).try_into().expect("same length");
-            *place = bytes_of(row);
+            let at = significance * words + index * GROUP_WORDS;
+            let target: &mut [u8; GROUP_WORDS] = (&mut block[at..at + GROUP_WORDS]).try_into().expect("same length");
+            *target = bytes_of(row);
         }
     }
 }
 
 #[inline(always)]
-fn restore_block(block: &[u8], before: &mut u64, out: &mut [u8]) {
+fn unshuffle_block(block: &[u8], previous_word: &mut u64, out: &mut [u8]) {
     let words = block.len() / 8;
     for (index, group) in out.as_chunks_mut::<GROUP_BYTES>().0.iter_mut().enumerate() {
         let mut rows: [Lanes; 8] = std::array::from_fn(|significance| {
-            let at = significance * words + index * GROUP;
-            lanes_of(block[at..at + GROUP].try_into().expect("same length"))
+            let at = significance * words + index * GROUP_WORDS;
+            lanes_of(block[at..at + GROUP_WORDS].try_into().expect("same length"))
         });
         transpose(&mut rows);
-        for (place, difference) in group.as_chunks_mut::<8>().0.iter_mut().zip(rows.as_flattened()) {
-            *before = before.wrapping_add(*difference);
-            *place = before.to_le_bytes();
+        for (target, difference) in group.as_chunks_mut::<8>().0.iter_mut().zip(rows.as_flattened()) {
+            *previous_word = previous_word.wrapping_add(*difference);
+            *target = previous_word.to_le_bytes();
         }
     }
 }
 
-/// Returns the difference of each word of the group to the word before; `before` is the word before the group, and
-/// becomes the group's last word.
+/// Returns the difference of each word of the group to the word before; `previous_word` is the word before the group,
+/// and becomes the group's last word.
 #[inline(always)]
-fn differences(group: &[u8; GROUP_BYTES], before: &mut u64) -> [Lanes; 8] {
-    let mut words = [0; GROUP + 1];
-    words[0] = *before;
+fn differences(group: &[u8; GROUP_BYTES], previous_word: &mut u64) -> [Lanes; 8] {
+    let mut words = [0; GROUP_WORDS + 1];
+    words[0] = *previous_word;
     for (word, bytes) in words[1..].iter_mut().zip(group.as_chunks::<8>().0) {
         *word = u64::from_le_bytes(*bytes);
     }
-    *before = words[GROUP];
+    *previous_word = words[GROUP_WORDS];
     std::array::from_fn(|row| std::array::from_fn(|lane| words[4 * row + lane + 1].wrapping_sub(words[4 * row + lane])))
 }
 
@@ -133,16 +137,16 @@ fn transpose(rows: &mut [Lanes; 8]) {
 }
 
 #[inline(always)]
-fn bytes_of(lanes: &Lanes) -> [u8; GROUP] {
-    let mut bytes = [0; GROUP];
-    for (place, lane) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(lanes) {
-        *place = lane.to_le_bytes();
+fn bytes_of(lanes: &Lanes) -> [u8; GROUP_WORDS] {
+    let mut bytes = [0; GROUP_WORDS];
+    for (target, lane) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(lanes) {
+        *target = lane.to_le_bytes();
     }
     bytes
 }
 
 #[inline(always)]
-fn lanes_of(bytes: &[u8; GROUP]) -> Lanes {
+fn lanes_of(bytes: &[u8; GROUP_WORDS]) -> Lanes {
     std::array::from_fn(|lane| u64::from_le_bytes(*bytes[8 * lane..].first_chunk().expect("8 bytes")))
 }
 
@@ -151,7 +155,7 @@ mod tests {
     use super::*;
 
     /// Sorts byte by byte, exactly as in the module documentation.
-    fn sorted_slowly(bytes: &[u8]) -> Vec<u8> {
+    fn shuffled_slowly(bytes: &[u8]) -> Vec<u8> {
         let mut sorted = vec![0; bytes.len()];
         let mut before = 0u64;
         for (block, sorted) in bytes.chunks(4 * PAGE).zip(sorted.chunks_mut(4 * PAGE)) {
@@ -180,19 +184,19 @@ mod tests {
                 .collect();
             let mut sorted = vec![0; bytes.len()];
             let runs: Vec<&[u8]> = bytes.chunks(2 * PAGE).collect();
-            sort(&runs, &mut sorted);
-            assert!(sorted == sorted_slowly(&bytes), "{pages} pages");
+            shuffle(&runs, &mut sorted);
+            assert!(sorted == shuffled_slowly(&bytes), "{pages} pages");
             let mut back = vec![0; bytes.len()];
-            restore(&sorted, &mut back);
+            unshuffle(&sorted, &mut back);
             assert!(back == bytes, "{pages} pages");
 
             // Also without AVX2, for pages that form one block.
             if pages <= 4 {
                 let groups = runs.iter().flat_map(|run| run.as_chunks().0);
                 let (mut portably, mut back) = (vec![0; bytes.len()], vec![0; bytes.len()]);
-                sort_block(groups, &mut 0, &mut portably);
+                shuffle_block(groups, &mut 0, &mut portably);
                 assert!(portably == sorted, "{pages} pages");
-                restore_block(&portably, &mut 0, &mut back);
+                unshuffle_block(&portably, &mut 0, &mut back);
                 assert!(back == bytes, "{pages} pages");
             }
         }

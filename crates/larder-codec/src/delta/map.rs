@@ -6,14 +6,14 @@ use crate::PAGE;
 /// Number of 64-bit words of a page.
 pub(super) const WORDS: usize = PAGE / 8;
 /// Number of words that one element of the map covers.
-const GROUP: usize = u64::BITS as usize;
+const GROUP_WORDS: usize = u64::BITS as usize;
 
 /// Bit map: bit b of element a stands for word 64a + b.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Changed([u64; WORDS / GROUP]);
+pub(super) struct ChangeMap([u64; WORDS / GROUP_WORDS]);
 
-impl Changed {
-    pub(super) const ALL: Self = Self([u64::MAX; WORDS / GROUP]);
+impl ChangeMap {
+    pub(super) const ALL: Self = Self([u64::MAX; WORDS / GROUP_WORDS]);
 
     /// Compares two pages, with AVX2 if the CPU has it.
     pub(super) fn between(new: &[u8; PAGE], old: &[u8; PAGE]) -> Self {
@@ -37,9 +37,9 @@ impl Changed {
 
     /// Returns the indexes of the changed words, in groups of 64 words of the page.
     pub(super) fn groups(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
-        self.0.iter().enumerate().map(|(index, &bits)| Ones {
+        self.0.iter().enumerate().map(|(index, &bits)| SetBits {
             bits,
-            base: index * GROUP,
+            base: index * GROUP_WORDS,
         })
     }
 
@@ -49,21 +49,21 @@ impl Changed {
             + self
                 .0
                 .iter()
-                .map(|group| filled(*group).count_ones() as usize)
+                .map(|group| nonzero_bytes(*group).count_ones() as usize)
                 .sum::<usize>()
     }
 
     /// Writes the map into `to`, which must have its exact length.
     pub(super) fn write_map(&self, to: &mut [u8]) {
-        let (tops, bytes) = to.split_at_mut(size_of::<u64>());
-        let mut places = bytes.iter_mut();
-        for (top, group) in tops.iter_mut().zip(self.0) {
-            *top = filled(group);
-            let there = group.to_le_bytes().into_iter().filter(|&byte| byte != 0);
+        let (presence, bytes) = to.split_at_mut(size_of::<u64>());
+        let mut targets = bytes.iter_mut();
+        for (top, group) in presence.iter_mut().zip(self.0) {
+            *top = nonzero_bytes(group);
+            let present = group.to_le_bytes().into_iter().filter(|&byte| byte != 0);
             // The destinations must be the second argument: `zip` consumes an item of the first iterator before it
             // finds the second one exhausted.
-            for (byte, place) in there.zip(&mut places) {
-                *place = byte;
+            for (byte, target) in present.zip(&mut targets) {
+                *target = byte;
             }
         }
     }
@@ -76,15 +76,15 @@ impl Changed {
             needed: 1 + needed,
             len: 1 + data.len(),
         };
-        let (tops, rest) = data
+        let (presence, rest) = data
             .split_first_chunk::<{ size_of::<u64>() }>()
             .ok_or(short(size_of::<u64>()))?;
-        let there: usize = tops.iter().map(|top| top.count_ones() as usize).sum();
-        let map_bytes = tops.len() + there;
-        let mut bytes = rest.get(..there).ok_or(short(map_bytes))?.iter();
-        let mut changed = Self([0; WORDS / GROUP]);
-        for (index, (group, top)) in changed.0.iter_mut().zip(tops).enumerate() {
-            let mut parts = [0; GROUP / 8];
+        let present: usize = presence.iter().map(|top| top.count_ones() as usize).sum();
+        let map_bytes = presence.len() + present;
+        let mut bytes = rest.get(..present).ok_or(short(map_bytes))?.iter();
+        let mut changed = Self([0; WORDS / GROUP_WORDS]);
+        for (index, (group, top)) in changed.0.iter_mut().zip(presence).enumerate() {
+            let mut parts = [0; GROUP_WORDS / 8];
             for at in (0..8).filter(|at| top >> at & 1 == 1) {
                 parts[at] = *bytes.next().expect("as many bytes as bits");
                 if parts[at] == 0 {
@@ -98,18 +98,18 @@ impl Changed {
 }
 
 /// Returns a byte whose bit b is set if byte b of `group` is not 0.
-fn filled(group: u64) -> u8 {
+fn nonzero_bytes(group: u64) -> u8 {
     let bytes = group.to_le_bytes();
     (0..8).map(|at| u8::from(bytes[at] != 0) << at).sum()
 }
 
 /// Iterator over the bits that are set, from the lowest on.
-struct Ones {
+struct SetBits {
     bits: u64,
     base: usize,
 }
 
-impl Iterator for Ones {
+impl Iterator for SetBits {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
@@ -121,9 +121,12 @@ impl Iterator for Ones {
     }
 }
 
-fn between_portable(new: &[u8; PAGE], old: &[u8; PAGE]) -> Changed {
-    let (new, old) = (new.as_chunks::<{ 8 * GROUP }>().0, old.as_chunks::<{ 8 * GROUP }>().0);
-    Changed(std::array::from_fn(|group| {
+fn between_portable(new: &[u8; PAGE], old: &[u8; PAGE]) -> ChangeMap {
+    let (new, old) = (
+        new.as_chunks::<{ 8 * GROUP_WORDS }>().0,
+        old.as_chunks::<{ 8 * GROUP_WORDS }>().0,
+    );
+    ChangeMap(std::array::from_fn(|group| {
         let (new, old) = (&new[group], &old[group]);
         // Shortcut for groups without a change.
         if new == old {
@@ -139,7 +142,7 @@ fn between_portable(new: &[u8; PAGE], old: &[u8; PAGE]) -> Changed {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn between_avx2(new: &[u8; PAGE], old: &[u8; PAGE]) -> Changed {
+fn between_avx2(new: &[u8; PAGE], old: &[u8; PAGE]) -> ChangeMap {
     use std::arch::x86_64::{__m256i, _mm256_castsi256_pd, _mm256_cmpeq_epi64, _mm256_loadu_si256, _mm256_movemask_pd};
 
     const VECTOR: usize = size_of::<__m256i>();
@@ -148,10 +151,10 @@ fn between_avx2(new: &[u8; PAGE], old: &[u8; PAGE]) -> Changed {
         // SAFETY: `from` is as long as a vector, and this load needs no alignment.
         unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
     };
-    Changed(std::array::from_fn(|group| {
-        (0..GROUP / 4)
+    ChangeMap(std::array::from_fn(|group| {
+        (0..GROUP_WORDS / 4)
             .map(|quarter| {
-                let at = group * (GROUP / 4) + quarter;
+                let at = group * (GROUP_WORDS / 4) + quarter;
                 let equal = _mm256_cmpeq_epi64(load(&new[at]), load(&old[at]));
                 let changed = !_mm256_movemask_pd(_mm256_castsi256_pd(equal)) as u64 & 0xf;
                 changed << (4 * quarter)

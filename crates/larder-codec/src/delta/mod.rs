@@ -23,10 +23,10 @@ mod map;
 use thiserror::Error;
 
 use crate::PAGE;
-use map::{Changed, WORDS};
+use map::{ChangeMap, WORDS};
 
 /// Size of a word, in bytes.
-const WORD: usize = PAGE / WORDS;
+const WORD_BYTES: usize = PAGE / WORDS;
 
 /// Encoding number in the lower half of the first byte: no change.
 const UNCHANGED: u8 = 0;
@@ -38,7 +38,7 @@ const MAPPED: u8 = 1 << 4;
 
 /// Length of the longest delta in bytes, that of a page with every word changed. With one word less it is equally
 /// long. Only an `out` of this length is sufficient for every delta.
-pub const DELTA_BYTES_MAX: usize = 1 + 8 + WORDS / 8 + PAGE - WORD;
+pub const DELTA_BYTES_MAX: usize = 1 + 8 + WORDS / 8 + PAGE - WORD_BYTES;
 
 /// Reason why bytes are not a delta of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -62,7 +62,7 @@ pub enum ApplyError {
 /// Returns how many of the page's 512 words have changed; takes about 100 ns.
 #[must_use]
 pub fn changed_words(new: &[u8; PAGE], old: &[u8; PAGE]) -> u32 {
-    Changed::between(new, old).count()
+    ChangeMap::between(new, old).count()
 }
 
 /// Encodes `new` as a delta against `old` into the front of `out`, and returns its length, at least 1. Returns `None`
@@ -70,24 +70,24 @@ pub fn changed_words(new: &[u8; PAGE], old: &[u8; PAGE]) -> u32 {
 /// this is detected.
 #[must_use]
 pub fn encode(new: &[u8; PAGE], old: &[u8; PAGE], out: &mut [u8]) -> Option<usize> {
-    let changed = Changed::between(new, old);
+    let changed = ChangeMap::between(new, old);
     let count = changed.count() as usize;
     if count == 0 {
         *out.first_mut()? = UNCHANGED;
         return Some(1);
     }
     let mapped = count < WORDS;
-    let before = 1 + if mapped { changed.map_bytes() } else { 0 };
-    let room = out.len().checked_sub(before)?;
-    let how = how(&changed, new, old, room)?;
+    let head_bytes = 1 + if mapped { changed.map_bytes() } else { 0 };
+    let room = out.len().checked_sub(head_bytes)?;
+    let encoding = choose_encoding(&changed, new, old, room)?;
 
-    out[0] = how | if mapped { MAPPED } else { 0 };
+    out[0] = encoding | if mapped { MAPPED } else { 0 };
     if mapped {
-        changed.write_map(&mut out[1..before]);
+        changed.write_map(&mut out[1..head_bytes]);
     }
-    let end = before + difference_bytes(how, count);
-    let differences = &mut out[before..end];
-    match how {
+    let end = head_bytes + difference_bytes(encoding, count);
+    let differences = &mut out[head_bytes..end];
+    match encoding {
         ONE_DIFFERENCE => {
             let word = changed.words().next().expect("at least one word has changed");
             differences.copy_from_slice(&difference(new, old, word).to_le_bytes());
@@ -108,21 +108,23 @@ pub fn encode(new: &[u8; PAGE], old: &[u8; PAGE], out: &mut [u8]) -> Option<usiz
 pub fn apply(page: &mut [u8; PAGE], data: &[u8]) -> Result<usize, ApplyError> {
     let len = data.len();
     let (&first, rest) = data.split_first().ok_or(ApplyError::Short { needed: 1, len })?;
-    let how = first & !MAPPED;
+    let encoding = first & !MAPPED;
     match first {
         UNCHANGED => return Ok(1),
-        _ if how == UNCHANGED || usize::from(how) > 1 + WIDTHS.len() => return Err(ApplyError::Unknown(first)),
+        _ if encoding == UNCHANGED || usize::from(encoding) > 1 + WIDTHS.len() => {
+            return Err(ApplyError::Unknown(first));
+        }
         _ => {}
     }
     let (changed, map_bytes) = if first & MAPPED == 0 {
-        (Changed::ALL, 0)
+        (ChangeMap::ALL, 0)
     } else {
-        Changed::read_map(rest)?
+        ChangeMap::read_map(rest)?
     };
     let from = 1 + map_bytes;
-    let to = from + difference_bytes(how, changed.count() as usize);
+    let to = from + difference_bytes(encoding, changed.count() as usize);
     let differences = data.get(from..to).ok_or(ApplyError::Short { needed: to, len })?;
-    match how {
+    match encoding {
         ONE_DIFFERENCE => {
             let difference = u64::from_le_bytes(differences.try_into().expect("the length of one difference"));
             for word in changed.words() {
@@ -138,7 +140,7 @@ pub fn apply(page: &mut [u8; PAGE], data: &[u8]) -> Result<usize, ApplyError> {
 }
 
 /// Returns the number of the shortest encoding; `None` if it takes more than `room`.
-fn how(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAGE], room: usize) -> Option<u8> {
+fn choose_encoding(changed: &ChangeMap, new: &[u8; PAGE], old: &[u8; PAGE], room: usize) -> Option<u8> {
     let count = changed.count() as usize;
     let mut first = None;
     let mut all_same = true;
@@ -151,22 +153,22 @@ fn how(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAGE], room: usize) -> Op
             magnitudes |= difference ^ ((difference as i64 >> 63) as u64);
         }
         // The scan of a page that is nearly all new ends early.
-        if !all_same && difference_bytes(number_of(magnitudes), count) > room {
+        if !all_same && difference_bytes(width_encoding(magnitudes), count) > room {
             return None;
         }
     }
-    let number = number_of(magnitudes);
+    let number = width_encoding(magnitudes);
     // If both encodings are equally short, such as for one changed byte, the one with a width per word is used.
-    let how = if all_same && difference_bytes(number, count) > WORD {
+    let encoding = if all_same && difference_bytes(number, count) > WORD_BYTES {
         ONE_DIFFERENCE
     } else {
         number
     };
-    (difference_bytes(how, count) <= room).then_some(how)
+    (difference_bytes(encoding, count) <= room).then_some(encoding)
 }
 
 /// Returns the number of the smallest width that holds differences of these bits and a sign.
-fn number_of(magnitudes: u64) -> u8 {
+fn width_encoding(magnitudes: u64) -> u8 {
     let bits = u64::BITS - magnitudes.leading_zeros() + 1;
     match bits {
         0..=8 => 2,
@@ -176,16 +178,16 @@ fn number_of(magnitudes: u64) -> u8 {
     }
 }
 
-/// Returns the bytes that `count` differences take with encoding `how`, from 1 on.
-fn difference_bytes(how: u8, count: usize) -> usize {
-    match how {
-        ONE_DIFFERENCE => WORD,
-        _ => WIDTHS[usize::from(how) - 2] * count,
+/// Returns the bytes that `count` differences take with encoding `encoding`, from 1 on.
+fn difference_bytes(encoding: u8, count: usize) -> usize {
+    match encoding {
+        ONE_DIFFERENCE => WORD_BYTES,
+        _ => WIDTHS[usize::from(encoding) - 2] * count,
     }
 }
 
 fn word_of(page: &[u8; PAGE], word: usize) -> u64 {
-    u64::from_le_bytes(page.as_chunks::<WORD>().0[word])
+    u64::from_le_bytes(page.as_chunks::<WORD_BYTES>().0[word])
 }
 
 fn difference(new: &[u8; PAGE], old: &[u8; PAGE], word: usize) -> u64 {
@@ -193,23 +195,23 @@ fn difference(new: &[u8; PAGE], old: &[u8; PAGE], word: usize) -> u64 {
 }
 
 fn add(page: &mut [u8; PAGE], word: usize, difference: u64) {
-    let place = &mut page.as_chunks_mut::<WORD>().0[word];
-    *place = u64::from_le_bytes(*place).wrapping_add(difference).to_le_bytes();
+    let target = &mut page.as_chunks_mut::<WORD_BYTES>().0[word];
+    *target = u64::from_le_bytes(*target).wrapping_add(difference).to_le_bytes();
 }
 
-fn write<const WIDTH: usize>(changed: &Changed, new: &[u8; PAGE], old: &[u8; PAGE], to: &mut [u8]) {
-    for (word, place) in changed.words().zip(to.as_chunks_mut::<WIDTH>().0) {
-        *place = *difference(new, old, word)
+fn write<const WIDTH: usize>(changed: &ChangeMap, new: &[u8; PAGE], old: &[u8; PAGE], to: &mut [u8]) {
+    for (word, target) in changed.words().zip(to.as_chunks_mut::<WIDTH>().0) {
+        *target = *difference(new, old, word)
             .to_le_bytes()
             .first_chunk()
             .expect("at most the width of a word");
     }
 }
 
-fn read<const WIDTH: usize>(changed: &Changed, page: &mut [u8; PAGE], from: &[u8]) {
+fn read<const WIDTH: usize>(changed: &ChangeMap, page: &mut [u8; PAGE], from: &[u8]) {
     let unused_bits = u64::BITS - 8 * WIDTH as u32;
     for (word, bytes) in changed.words().zip(from.as_chunks::<WIDTH>().0) {
-        let mut wide = [0; WORD];
+        let mut wide = [0; WORD_BYTES];
         wide[..WIDTH].copy_from_slice(bytes);
         // Shifting up and back down extends the sign.
         let signed = (u64::from_le_bytes(wide) << unused_bits) as i64 >> unused_bits;

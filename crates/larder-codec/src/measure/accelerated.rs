@@ -3,40 +3,50 @@
 use std::hint::{black_box, spin_loop};
 use std::sync::Arc;
 
-use super::{MeasureError, Pipe};
+use super::{MeasureError, RoundTrip};
 use crate::PAGE;
-use crate::accelerator::{Accelerator, Buffer, Instance, OpenError, Outcome, Pool, Request};
+use crate::accelerator::{
+    Accelerator, AcceleratorOpenError, EncodeOutcome, EncodeRequest, Instance, PageBuffer, RequestPool,
+};
 use crate::batch::Method;
 
 /// Number of requests: more than any instance accepts.
 const REQUESTS: usize = 16;
 
-pub(super) struct Line {
+pub(super) struct AcceleratedEncoder {
     method: Method,
     instance: Box<dyn Instance>,
-    pool: Pool,
-    memory: Arc<Buffer>,
+    pool: RequestPool,
+    memory: Arc<PageBuffer>,
     /// Offset of the first batch that the instance failed on in this pass.
     failed_at: Option<usize>,
 }
 
-impl Line {
-    pub(super) fn new(accelerator: &dyn Accelerator, method: Method, memory: &[u8]) -> Result<Self, OpenError> {
+impl AcceleratedEncoder {
+    pub(super) fn new(
+        accelerator: &dyn Accelerator,
+        method: Method,
+        memory: &[u8],
+    ) -> Result<Self, AcceleratorOpenError> {
         let instance = accelerator.open()?;
-        assert!(instance.makes(method), "{} does not support {method}", instance.name());
-        let mut buffer = Buffer::new(memory.len().div_ceil(PAGE));
+        assert!(
+            instance.supports(method),
+            "{} does not support {method}",
+            instance.name()
+        );
+        let mut buffer = PageBuffer::new(memory.len().div_ceil(PAGE));
         buffer[..memory.len()].copy_from_slice(memory);
         Ok(Self {
             method,
             instance,
-            pool: Pool::new(REQUESTS),
+            pool: RequestPool::new(REQUESTS),
             memory: Arc::new(buffer),
             failed_at: None,
         })
     }
 
-    /// Encodes the memory, as [`Pipe::encode`] does.
-    pub(super) fn encode(&mut self, pipe: &mut Pipe) -> Result<(), MeasureError> {
+    /// Encodes the memory, as [`RoundTrip::encode`] does.
+    pub(super) fn encode(&mut self, pipe: &mut RoundTrip) -> Result<(), MeasureError> {
         for (index, from) in (0..self.memory.len()).step_by(pipe.piece_bytes).enumerate() {
             let to = self.memory.len().min(from + pipe.piece_bytes);
             let mut request = self.free_request(pipe);
@@ -50,58 +60,58 @@ impl Line {
             );
             let mut refused = self.instance.submit(request).err();
             while let Some(request) = refused {
-                self.take_one(pipe);
+                self.poll_once(pipe);
                 refused = self.instance.submit(request).err();
             }
         }
         while self.pool.in_use() > 0 {
-            self.take_one(pipe);
+            self.poll_once(pipe);
         }
         black_box(&mut pipe.encoded);
         match self.failed_at.take() {
             Some(at) => Err(MeasureError::Failed {
-                by: self.instance.name(),
+                accelerator: self.instance.name(),
                 at,
             }),
             None => Ok(()),
         }
     }
 
-    fn free_request(&mut self, pipe: &mut Pipe) -> Box<Request> {
+    fn free_request(&mut self, pipe: &mut RoundTrip) -> Box<EncodeRequest> {
         loop {
             match self.pool.take() {
                 Some(request) => return request,
-                None => self.take_one(pipe),
+                None => self.poll_once(pipe),
             }
         }
     }
 
-    fn take_one(&mut self, pipe: &mut Pipe) {
+    fn poll_once(&mut self, pipe: &mut RoundTrip) {
         let Some(request) = self.instance.poll() else {
             spin_loop();
             return;
         };
         let index = request.tag() as usize;
-        let place = &mut pipe.encoded[index * pipe.piece_bytes..][..request.input_bytes()];
+        let target = &mut pipe.encoded[index * pipe.piece_bytes..][..request.input_bytes()];
         pipe.lens[index] = match request.outcome() {
-            Outcome::Made(len) => {
-                place[..len].copy_from_slice(request.output());
+            EncodeOutcome::Encoded(len) => {
+                target[..len].copy_from_slice(request.output());
                 len
             }
-            Outcome::Misfit => {
+            EncodeOutcome::Incompressible => {
                 let mut end = 0;
                 for run in request.input() {
-                    place[end..end + run.len()].copy_from_slice(run);
+                    target[end..end + run.len()].copy_from_slice(run);
                     end += run.len();
                 }
                 end
             }
             // The other requests are collected before the error is returned.
-            Outcome::Failed | Outcome::Pending => {
+            EncodeOutcome::Failed | EncodeOutcome::Pending => {
                 self.failed_at.get_or_insert(index * pipe.piece_bytes);
                 0
             }
         };
-        self.pool.give(request);
+        self.pool.recycle(request);
     }
 }

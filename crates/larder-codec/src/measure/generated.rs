@@ -4,7 +4,7 @@ use crate::PAGE;
 
 /// Kind of memory contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MemoryContent {
     /// Seven of eight pages are zeros; the others contain a few words.
     Zeros,
     /// Runs of one word as `memset` leaves them, a page each, that begin 16 bytes into a page.
@@ -31,7 +31,7 @@ pub enum Kind {
     Mixed,
 }
 
-impl Kind {
+impl MemoryContent {
     /// All kinds.
     pub const ALL: [Self; 12] = [
         Self::Zeros,
@@ -69,33 +69,33 @@ impl Kind {
 
     /// Returns the kind with this name.
     #[must_use]
-    pub fn of_name(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
     /// Generates `bytes` bytes of this kind; another `seed` gives other bytes.
     #[must_use]
-    pub fn memory(self, bytes: usize, seed: u64) -> Vec<u8> {
+    pub fn generate(self, bytes: usize, seed: u64) -> Vec<u8> {
         let mut out = Vec::with_capacity(bytes + PAGE);
-        let mut source = Source::new(self, seed);
+        let mut source = Generator::new(self, seed);
         while out.len() < bytes {
-            source.more(&mut out);
+            source.append(&mut out);
         }
         out.truncate(bytes);
         out
     }
 }
 
-struct Source {
-    kind: Kind,
+struct Generator {
+    kind: MemoryContent,
     random: Random,
     value: u64,
     vocabulary: Vec<String>,
     instructions: Vec<Vec<u8>>,
 }
 
-impl Source {
-    fn new(kind: Kind, seed: u64) -> Self {
+impl Generator {
+    fn new(kind: MemoryContent, seed: u64) -> Self {
         // The vocabulary that all text or all programs share is generated from a constant seed.
         let mut common = Random::new(1);
         let mut random = Random::new(seed.wrapping_add(2));
@@ -108,11 +108,11 @@ impl Source {
         }
     }
 
-    fn more(&mut self, out: &mut Vec<u8>) {
+    fn append(&mut self, out: &mut Vec<u8>) {
         let random = &mut self.random;
         let mut push = |word: u64| out.extend_from_slice(&word.to_le_bytes());
         match self.kind {
-            Kind::Zeros => {
+            MemoryContent::Zeros => {
                 let from = out.len();
                 out.resize(from + PAGE, 0);
                 if random.below(8) == 0 {
@@ -121,12 +121,12 @@ impl Source {
                     }
                 }
             }
-            Kind::Filled => {
-                let into = if out.is_empty() { 16 } else { PAGE };
+            MemoryContent::Filled => {
+                let count = if out.is_empty() { 16 } else { PAGE };
                 let word = random.next();
-                out.extend_from_slice(&word.to_le_bytes().repeat(into / 8));
+                out.extend_from_slice(&word.to_le_bytes().repeat(count / 8));
             }
-            Kind::Text => {
+            MemoryContent::Text => {
                 let rank = random.rank(self.vocabulary.len());
                 out.extend_from_slice(self.vocabulary[rank].as_bytes());
                 out.extend_from_slice(match random.below(12) {
@@ -135,12 +135,12 @@ impl Source {
                     _ => b" ",
                 });
             }
-            Kind::Json => {
+            MemoryContent::Json => {
                 self.value += 1 + random.below(5);
                 let record = record(self.value, random);
                 out.extend_from_slice(record.as_bytes());
             }
-            Kind::Heap => {
+            MemoryContent::Heap => {
                 let words = 4 + random.below(9);
                 push((words * 8) | 1);
                 push(0x0000_5581_4c20_0000 + random.below(64) * 64);
@@ -153,16 +153,16 @@ impl Source {
                     });
                 }
             }
-            Kind::Sparse => push(if random.below(64) == 0 { random.next() } else { 0 }),
-            Kind::Sequence => {
+            MemoryContent::Sparse => push(if random.below(64) == 0 { random.next() } else { 0 }),
+            MemoryContent::Sequence => {
                 self.value += random.below(100);
                 push(self.value);
             }
-            Kind::Counter => {
+            MemoryContent::Counter => {
                 self.value += 24;
                 push(self.value);
             }
-            Kind::Code => {
+            MemoryContent::Code => {
                 let rank = random.rank(self.instructions.len());
                 out.extend_from_slice(&self.instructions[rank]);
                 // An address or a constant.
@@ -172,15 +172,15 @@ impl Source {
                     _ => {}
                 }
             }
-            Kind::Base64 => {
+            MemoryContent::Base64 => {
                 const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
                 out.push(LETTERS[random.below(64) as usize]);
             }
-            Kind::Random => push(random.next()),
-            Kind::Mixed => {
-                let kind = Kind::ALL[random.below(Kind::ALL.len() as u64 - 1) as usize];
+            MemoryContent::Random => push(random.next()),
+            MemoryContent::Mixed => {
+                let kind = MemoryContent::ALL[random.below(MemoryContent::ALL.len() as u64 - 1) as usize];
                 let pages = 1 + random.below(64) as usize;
-                out.extend_from_slice(&kind.memory(pages * PAGE, random.next()));
+                out.extend_from_slice(&kind.generate(pages * PAGE, random.next()));
             }
         }
     }
@@ -251,12 +251,12 @@ mod tests {
     /// Memory has the requested length, is reproducible, and depends on the seed.
     #[test]
     fn generated_memory_is_reproducible() {
-        for kind in Kind::ALL {
-            let memory = kind.memory(50 * PAGE + 9, 7);
+        for kind in MemoryContent::ALL {
+            let memory = kind.generate(50 * PAGE + 9, 7);
             assert_eq!(memory.len(), 50 * PAGE + 9);
-            assert!(memory == kind.memory(50 * PAGE + 9, 7));
-            assert!(memory != kind.memory(50 * PAGE + 9, 8));
-            assert_eq!(Kind::of_name(kind.name()), Some(kind));
+            assert!(memory == kind.generate(50 * PAGE + 9, 7));
+            assert!(memory != kind.generate(50 * PAGE + 9, 8));
+            assert_eq!(MemoryContent::from_name(kind.name()), Some(kind));
         }
     }
 }

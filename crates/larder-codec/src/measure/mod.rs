@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 use thiserror::Error;
 
-use crate::accelerator::{Accelerator, OpenError};
+use crate::accelerator::{Accelerator, AcceleratorOpenError};
 use crate::batch::{BATCH_PAGES, DecodeError, Decoder, Encoder, Method};
 use crate::delta::ApplyError;
 use crate::{PAGE, delta, uniform_word};
 
-pub use generated::Kind;
+pub use generated::MemoryContent;
 
 /// Smallest number of passes for each value: an interruption by another program affects one of them, and not all.
 pub const PASSES_MIN: u32 = 3;
@@ -64,18 +64,18 @@ impl Reduction {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MeasureError {
     /// No instance of the accelerator can be opened.
-    #[error("{by}: {why}")]
+    #[error("{accelerator}: {why}")]
     Open {
         /// Name of the accelerator.
-        by: &'static str,
+        accelerator: &'static str,
         /// Reason that the accelerator gives.
-        why: OpenError,
+        why: AcceleratorOpenError,
     },
     /// An accelerator returned a batch unencoded.
-    #[error("{by} failed on the batch that begins at byte {at} of the memory")]
+    #[error("{accelerator} failed on the batch that begins at byte {at} of the memory")]
     Failed {
         /// Name of the accelerator.
-        by: &'static str,
+        accelerator: &'static str,
         /// Offset of the batch in the memory.
         at: usize,
     },
@@ -96,30 +96,30 @@ pub enum MeasureError {
         why: ApplyError,
     },
     /// Encoded data decodes to something else.
-    #[error("{reduction} does not restore the memory: byte {at} is {found:#04x} instead of {wanted:#04x}")]
-    Differs {
+    #[error("{reduction} does not restore the memory: byte {at} is {actual:#04x} instead of {expected:#04x}")]
+    Mismatch {
         /// Reduction that was measured.
         reduction: &'static str,
         /// Offset of the first byte that differs.
         at: usize,
         /// Decoded value.
-        found: u8,
+        actual: u8,
         /// Original value.
-        wanted: u8,
+        expected: u8,
     },
 }
 
 /// Best times of one pass over all of the memory; the two need not be of the same pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Took {
+pub struct PassTiming {
     /// Elapsed time.
     pub wall: Duration,
     /// CPU time of this thread.
     pub cpu: Duration,
 }
 
-impl Took {
-    const NEVER: Self = Self {
+impl PassTiming {
+    const MAX: Self = Self {
         wall: Duration::MAX,
         cpu: Duration::MAX,
     };
@@ -139,7 +139,7 @@ impl Took {
 
 /// Result of one reduction on some memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Measured {
+pub struct CodecMeasurement {
     /// Reduction that was measured.
     pub reduction: Reduction,
     /// Pages in a batch.
@@ -147,20 +147,20 @@ pub struct Measured {
     /// Length of the memory, in bytes.
     pub bytes: u64,
     /// Remaining bytes, including those that were copied.
-    pub bytes_left: u64,
+    pub bytes_encoded: u64,
     /// Bytes of memory that did not become smaller.
     pub bytes_copied: u64,
     /// Best times of encoding.
-    pub encode: Took,
+    pub encode: PassTiming,
     /// Best times of decoding.
-    pub decode: Took,
+    pub decode: PassTiming,
 }
 
-impl Measured {
+impl CodecMeasurement {
     /// Returns the bytes of memory per remaining byte.
     #[must_use]
     pub fn ratio(&self) -> f64 {
-        self.bytes as f64 / self.bytes_left.max(1) as f64
+        self.bytes as f64 / self.bytes_encoded.max(1) as f64
     }
 }
 
@@ -191,10 +191,10 @@ pub fn measure(
     older: &[u8],
     batch_pages: usize,
     time: Duration,
-) -> Result<Measured, MeasureError> {
+) -> Result<CodecMeasurement, MeasureError> {
     assert_eq!(older.len(), memory.len(), "the older memory has a different length");
     let mut encoder = Encoder::new();
-    passes_of(reduction, memory, older, batch_pages, time, |pipe| {
+    run_passes(reduction, memory, older, batch_pages, time, |pipe| {
         pipe.encode(&mut encoder, memory, older);
         Ok(())
     })
@@ -214,25 +214,25 @@ pub fn measure_accelerator(
     memory: &[u8],
     batch_pages: usize,
     time: Duration,
-) -> Result<Measured, MeasureError> {
-    let line = accelerated::Line::new(accelerator, method, memory);
+) -> Result<CodecMeasurement, MeasureError> {
+    let line = accelerated::AcceleratedEncoder::new(accelerator, method, memory);
     let mut line = line.map_err(|why| MeasureError::Open {
-        by: accelerator.name(),
+        accelerator: accelerator.name(),
         why,
     })?;
     let reduction = Reduction::Method(method);
-    passes_of(reduction, memory, memory, batch_pages, time, |pipe| line.encode(pipe))
+    run_passes(reduction, memory, memory, batch_pages, time, |pipe| line.encode(pipe))
 }
 
-/// Runs encoding passes with `encode`, and then decoding passes with [`Pipe::decode`].
-fn passes_of(
+/// Runs encoding passes with `encode`, and then decoding passes with [`RoundTrip::decode`].
+fn run_passes(
     reduction: Reduction,
     memory: &[u8],
     older: &[u8],
     batch_pages: usize,
     time: Duration,
-    mut encode: impl FnMut(&mut Pipe) -> Result<(), MeasureError>,
-) -> Result<Measured, MeasureError> {
+    mut encode: impl FnMut(&mut RoundTrip) -> Result<(), MeasureError>,
+) -> Result<CodecMeasurement, MeasureError> {
     assert!(
         memory.len().is_multiple_of(PAGE),
         "the memory does not consist of whole pages"
@@ -242,35 +242,35 @@ fn passes_of(
         "a batch cannot have {batch_pages} pages"
     );
     let piece_bytes = piece_bytes(reduction, batch_pages);
-    let mut pipe = Pipe {
+    let mut pipe = RoundTrip {
         reduction,
         decoder: Decoder::new(),
         encoded: vec![0; memory.len()],
         lens: vec![0; memory.len().div_ceil(piece_bytes)],
         piece_bytes,
     };
-    let mut back = vec![0x5a; memory.len()];
-    let mut encode_passes = Passes::new(time);
-    while encode_passes.is_more_wanted() {
+    let mut decoded = vec![0x5a; memory.len()];
+    let mut encode_passes = PassTimer::new(time);
+    while encode_passes.needs_another_pass() {
         encode_passes.pass(|| encode(&mut pipe))?;
     }
-    let mut decode_passes = Passes::new(time);
-    while decode_passes.is_more_wanted() {
+    let mut decode_passes = PassTimer::new(time);
+    while decode_passes.needs_another_pass() {
         // Decoding is in place, because a delta turns the older version into the newer one.
         if reduction == Reduction::Delta {
-            back.copy_from_slice(older);
+            decoded.copy_from_slice(older);
         } else {
-            back.fill(0x5a);
+            decoded.fill(0x5a);
         }
-        decode_passes.pass(|| pipe.decode(&mut back))?;
-        compare(reduction, &back, memory)?;
+        decode_passes.pass(|| pipe.decode(&mut decoded))?;
+        compare(reduction, &decoded, memory)?;
     }
     let pieces = memory.chunks(piece_bytes).zip(&pipe.lens);
-    Ok(Measured {
+    Ok(CodecMeasurement {
         reduction,
         batch_pages,
         bytes: memory.len() as u64,
-        bytes_left: pieces.clone().map(|(_, &len)| len as u64).sum(),
+        bytes_encoded: pieces.clone().map(|(_, &len)| len as u64).sum(),
         bytes_copied: pieces
             .filter(|(piece, len)| piece.len() == **len)
             .map(|(_, &len)| len as u64)
@@ -288,11 +288,11 @@ fn compare(reduction: Reduction, back: &[u8], memory: &[u8]) -> Result<(), Measu
     let mut bytes = back.iter().zip(memory).enumerate();
     match bytes.find(|(_, (found, wanted))| found != wanted) {
         None => Ok(()),
-        Some((at, (&found, &wanted))) => Err(MeasureError::Differs {
+        Some((at, (&found, &wanted))) => Err(MeasureError::Mismatch {
             reduction: reduction.name(),
             at,
-            found,
-            wanted,
+            actual: found,
+            expected: wanted,
         }),
     }
 }
@@ -306,25 +306,25 @@ const fn piece_bytes(reduction: Reduction, batch_pages: usize) -> usize {
 }
 
 /// Repetition of passes until they have taken long enough together.
-struct Passes {
-    wanted: Duration,
+struct PassTimer {
+    time_min: Duration,
     spent: Duration,
     count: u32,
-    best: Took,
+    best: PassTiming,
 }
 
-impl Passes {
-    const fn new(wanted: Duration) -> Self {
+impl PassTimer {
+    const fn new(time_min: Duration) -> Self {
         Self {
-            wanted,
+            time_min,
             spent: Duration::ZERO,
             count: 0,
-            best: Took::NEVER,
+            best: PassTiming::MAX,
         }
     }
 
-    fn is_more_wanted(&self) -> bool {
-        self.count < PASSES_MIN || self.spent < self.wanted
+    fn needs_another_pass(&self) -> bool {
+        self.count < PASSES_MIN || self.spent < self.time_min
     }
 
     fn pass(&mut self, pass: impl FnOnce() -> Result<(), MeasureError>) -> Result<(), MeasureError> {
@@ -346,7 +346,7 @@ pub fn cpu_time() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-struct Pipe {
+struct RoundTrip {
     reduction: Reduction,
     decoder: Decoder,
     /// Encoded pieces, each at the offset of the piece in the memory.
@@ -355,53 +355,53 @@ struct Pipe {
     piece_bytes: usize,
 }
 
-impl Pipe {
+impl RoundTrip {
     fn encode(&mut self, encoder: &mut Encoder, memory: &[u8], older: &[u8]) {
         let pieces = memory.chunks(self.piece_bytes).zip(older.chunks(self.piece_bytes));
-        let places = self.encoded.chunks_mut(self.piece_bytes).zip(&mut self.lens);
-        for ((piece, older), (place, len)) in pieces.zip(places) {
+        let targets = self.encoded.chunks_mut(self.piece_bytes).zip(&mut self.lens);
+        for ((piece, older), (target, len)) in pieces.zip(targets) {
             // The limit is one byte less than the piece, so a result that saves nothing does not fit.
-            let room = place.len() - 1;
+            let room = target.len() - 1;
             let encoded = match self.reduction {
                 Reduction::None => None,
                 Reduction::Uniform => uniform_word(page_of(piece)).map(|word| {
-                    place[..8].copy_from_slice(&word.to_ne_bytes());
+                    target[..8].copy_from_slice(&word.to_ne_bytes());
                     8
                 }),
-                Reduction::Delta => delta::encode(page_of(piece), page_of(older), &mut place[..room]),
-                Reduction::Method(method) => encoder.encode(method, &[piece], &mut place[..room]),
+                Reduction::Delta => delta::encode(page_of(piece), page_of(older), &mut target[..room]),
+                Reduction::Method(method) => encoder.encode(method, &[piece], &mut target[..room]),
             };
             *len = encoded.unwrap_or_else(|| {
-                place.copy_from_slice(piece);
+                target.copy_from_slice(piece);
                 piece.len()
             });
         }
         black_box(&mut self.encoded);
     }
 
-    fn decode(&mut self, back: &mut [u8]) -> Result<(), MeasureError> {
+    fn decode(&mut self, memory: &mut [u8]) -> Result<(), MeasureError> {
         let pieces = self.encoded.chunks(self.piece_bytes).zip(&self.lens);
-        for (index, (place, (piece, &len))) in back.chunks_mut(self.piece_bytes).zip(pieces).enumerate() {
-            if len == place.len() {
-                place.copy_from_slice(piece);
+        for (index, (target, (piece, &len))) in memory.chunks_mut(self.piece_bytes).zip(pieces).enumerate() {
+            if len == target.len() {
+                target.copy_from_slice(piece);
                 continue;
             }
             let at = index * self.piece_bytes;
             let data = &piece[..len];
             match self.reduction {
                 Reduction::None => {}
-                Reduction::Uniform => place.as_chunks_mut::<8>().0.fill(*data.first_chunk().expect("a word")),
+                Reduction::Uniform => target.as_chunks_mut::<8>().0.fill(*data.first_chunk().expect("a word")),
                 Reduction::Delta => {
-                    let page = place.try_into().expect("a page");
+                    let page = target.try_into().expect("a page");
                     delta::apply(page, data).map_err(|why| MeasureError::Apply { at, why })?;
                 }
                 Reduction::Method(method) => {
-                    let decoded = self.decoder.decode(method, data, place);
+                    let decoded = self.decoder.decode(method, data, target);
                     decoded.map_err(|why| MeasureError::Decode { at, why })?;
                 }
             }
         }
-        black_box(back);
+        black_box(memory);
         Ok(())
     }
 }
@@ -416,8 +416,8 @@ mod tests {
 
     #[test]
     fn every_reduction_restores_memory() {
-        for kind in Kind::ALL {
-            let memory = kind.memory(100 * PAGE, 1);
+        for kind in MemoryContent::ALL {
+            let memory = kind.generate(100 * PAGE, 1);
             let older = older(&memory);
             let once = |reduction, batch_pages| {
                 measure(reduction, &memory, &older, batch_pages, Duration::ZERO).expect("round trip")
@@ -426,8 +426,8 @@ mod tests {
                 for batch_pages in [1, 7, 64] {
                     let measured = once(reduction, batch_pages);
                     assert_eq!(measured.bytes, memory.len() as u64);
-                    assert!(measured.bytes_left <= measured.bytes && measured.ratio() >= 1.0);
-                    assert!(measured.bytes_copied <= measured.bytes_left);
+                    assert!(measured.bytes_encoded <= measured.bytes && measured.ratio() >= 1.0);
+                    assert!(measured.bytes_copied <= measured.bytes_encoded);
                     assert_eq!(
                         measured.bytes_copied == measured.bytes,
                         reduction == Reduction::None || measured.ratio() == 1.0
@@ -440,37 +440,41 @@ mod tests {
 
     #[test]
     fn accelerator_output_equals_its_method() {
-        let memory = Kind::Mixed.memory(200 * PAGE, 2);
-        for accelerator in crate::accelerator::find(crate::accelerator::Software::No).there {
+        let memory = MemoryContent::Mixed.generate(200 * PAGE, 2);
+        for accelerator in crate::accelerator::find(crate::accelerator::SoftwarePath::Disabled).available {
             for &method in accelerator.methods() {
                 let alone =
                     measure(Reduction::Method(method), &memory, &memory, 60, Duration::ZERO).expect("round trip");
                 let measured = measure_accelerator(&*accelerator, method, &memory, 60, Duration::ZERO);
-                assert_eq!(measured.map(|one| one.bytes_left), Ok(alone.bytes_left), "{method}");
+                assert_eq!(
+                    measured.map(|one| one.bytes_encoded),
+                    Ok(alone.bytes_encoded),
+                    "{method}"
+                );
             }
         }
     }
 
     #[test]
     fn wrong_result_is_error_with_offset() {
-        let memory = Kind::Text.memory(8 * PAGE, 3);
+        let memory = MemoryContent::Text.generate(8 * PAGE, 3);
         // Two possible errors of an encoder: a byte of the memory, and a byte of the output.
         let mut other = memory.clone();
         other[5 * PAGE + 17] ^= 1;
         let mut encoder = Encoder::new();
         let reduction = Reduction::Method(Method::Lz4);
-        let differs = passes_of(reduction, &memory, &memory, 4, Duration::ZERO, |pipe| {
+        let differs = run_passes(reduction, &memory, &memory, 4, Duration::ZERO, |pipe| {
             pipe.encode(&mut encoder, &other, &other);
             Ok(())
         });
-        let expected = MeasureError::Differs {
+        let expected = MeasureError::Mismatch {
             reduction: "lz4",
             at: 5 * PAGE + 17,
-            found: other[5 * PAGE + 17],
-            wanted: memory[5 * PAGE + 17],
+            actual: other[5 * PAGE + 17],
+            expected: memory[5 * PAGE + 17],
         };
         assert_eq!(differs, Err(expected));
-        let damaged = passes_of(reduction, &memory, &memory, 4, Duration::ZERO, |pipe| {
+        let damaged = run_passes(reduction, &memory, &memory, 4, Duration::ZERO, |pipe| {
             pipe.encode(&mut encoder, &memory, &memory);
             pipe.lens[1] -= 1;
             Ok(())

@@ -17,14 +17,14 @@ impl Average {
     /// Number of batches that an average effectively covers.
     const BATCHES_MAX: f32 = 16.0;
     /// Weight of the initial expectation, in batches.
-    const EXPECTED: f32 = 0.2;
+    const EXPECTATION_BATCHES: f32 = 0.2;
 
     /// Creates averages from an expectation: the remaining share of each byte, and the nanoseconds for it.
-    pub(super) fn expected((left, ns_per_byte): (f32, f32)) -> Self {
+    pub(super) fn from_expectation((left, ns_per_byte): (f32, f32)) -> Self {
         Self {
             bytes: left * PAGE as f32,
             ns: ns_per_byte * PAGE as f32,
-            batches: Self::EXPECTED,
+            batches: Self::EXPECTATION_BATCHES,
         }
     }
 
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn average_tolerates_extreme_records() {
-        let mut average = Average::expected((0.03, 0.15));
+        let mut average = Average::from_expectation((0.03, 0.15));
         for _ in 0..100 {
             average.record(1000.0, 4000.0);
         }

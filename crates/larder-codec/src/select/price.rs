@@ -11,19 +11,19 @@ pub(super) struct Price {
     encoders: f32,
     /// Nanoseconds of the link for a byte.
     link_ns: f32,
-    /// Bytes on which the link's speed is based, up to [`LINK_BYTES`].
+    /// Bytes on which the link's speed is based, up to [`LINK_AVERAGE_BYTES`].
     link_bytes: f32,
     /// Natural logarithm of the price.
-    log: f32,
+    log_price: f32,
     /// Nanoseconds that the slower of link and encoders takes for a batch, averaged over `batches` batches.
     batch_ns: f32,
     batches: f32,
     /// Other work of encoders in nanoseconds: since the last batch, and on average for each batch.
-    besides_ns: f32,
-    besides_of_batch_ns: f32,
+    other_work_ns: f32,
+    other_work_per_batch_ns: f32,
     /// Time by which batches that no price would change kept the link busy longer than the encoders; negative in the
     /// opposite case. The queue between them holds this much.
-    ahead_ns: f32,
+    link_backlog_ns: f32,
 }
 
 /// Load of a batch, if it is sent in the picked way.
@@ -31,48 +31,48 @@ pub(super) struct Load {
     pub(super) bytes: f32,
     pub(super) ns: f32,
     /// True if some method leaves fewer bytes: a higher price would change the pick.
-    pub(super) could_be_shorter: bool,
+    pub(super) has_shorter_alternative: bool,
     /// True if it is not sent unencoded: a lower price would change the pick.
-    pub(super) could_be_sooner: bool,
+    pub(super) has_faster_alternative: bool,
 }
 
 /// Bounds of the price: the cost of a write, which no link avoids; and that of a link of 1 MB/s with one encoder.
-const NS_PER_BYTE: (f32, f32) = (0.15, 1000.0);
+const PRICE_BOUNDS_NS: (f32, f32) = (0.15, 1000.0);
 /// Number of batches that the average of other work covers.
-const BESIDES: f32 = 64.0;
+const OTHER_WORK_BATCHES: f32 = 64.0;
 /// Bounds of the link's nanoseconds for a byte: from 1 TB/s to 1 KB/s.
-const LINK_NS: (f32, f32) = (1e-3, 1e6);
+const LINK_BOUNDS_NS: (f32, f32) = (1e-3, 1e6);
 /// Smallest number of encoders: a thousandth of a CPU.
 const ENCODERS_MIN: f32 = 1e-3;
 /// Number of batches in which the price triples, if either side is idle all the time.
-const BATCHES: f32 = 64.0;
+const ADJUSTMENT_BATCHES: f32 = 64.0;
 /// Number of batches that the average load covers. It is large, because a rare batch that takes long must count
 /// fully.
-const AVERAGE_MAX: f32 = 1024.0;
+const AVERAGE_BATCHES_MAX: f32 = 1024.0;
 /// Assumed capacity of the queue, in average batches that are encoded and not sent.
 const QUEUE_BATCHES: f32 = 24.0;
 /// Largest change of the logarithm by a single batch.
 const STEP_MAX: f32 = 4.0;
 /// Number of sent bytes that the average of the link's speed effectively covers.
-const LINK_BYTES: f32 = 8e6;
+const LINK_AVERAGE_BYTES: f32 = 8e6;
 /// Weight of the initially known speed, in sent bytes.
-const LINK_BYTES_KNOWN: f32 = 64e3;
+const LINK_INITIAL_BYTES: f32 = 64e3;
 
 impl Price {
     /// Creates a controller whose price is the time that a byte takes on the link.
-    pub(super) fn of_link(bytes_per_second: u64, encoders: usize) -> Self {
+    pub(super) fn from_link(bytes_per_second: u64, encoders: usize) -> Self {
         let encoders = (encoders as f32).max(1.0);
-        let link_ns = (1e9 / bytes_per_second.max(1) as f32).clamp(LINK_NS.0, LINK_NS.1);
+        let link_ns = (1e9 / bytes_per_second.max(1) as f32).clamp(LINK_BOUNDS_NS.0, LINK_BOUNDS_NS.1);
         Self {
             encoders,
             link_ns,
-            link_bytes: LINK_BYTES_KNOWN,
-            log: bounded((encoders * link_ns).ln()),
+            link_bytes: LINK_INITIAL_BYTES,
+            log_price: clamp_log_price((encoders * link_ns).ln()),
             batch_ns: 0.0,
             batches: 0.0,
-            besides_ns: 0.0,
-            besides_of_batch_ns: 0.0,
-            ahead_ns: 0.0,
+            other_work_ns: 0.0,
+            other_work_per_batch_ns: 0.0,
+            link_backlog_ns: 0.0,
         }
     }
 
@@ -86,13 +86,13 @@ impl Price {
     }
 
     /// Records other work of an encoder.
-    pub(super) fn besides(&mut self, ns: u64) {
-        self.besides_ns += ns as f32;
+    pub(super) fn record_other_work(&mut self, ns: u64) {
+        self.other_work_ns += ns as f32;
     }
 
     /// Returns the price, in nanoseconds of an encoder.
     pub(super) fn ns_per_byte(self) -> f32 {
-        self.log.exp()
+        self.log_price.exp()
     }
 
     /// Returns the nanoseconds of the link for a byte.
@@ -101,59 +101,60 @@ impl Price {
     }
 
     /// Records that the link took `ns` nanoseconds for `bytes` bytes.
-    pub(super) fn sent(&mut self, bytes: u64, ns: u64) {
+    pub(super) fn record_sent(&mut self, bytes: u64, ns: u64) {
         let bytes = (bytes as f32).max(1.0);
         let share = bytes / (bytes + self.link_bytes);
-        self.link_bytes = (self.link_bytes + bytes).min(LINK_BYTES);
-        let (before, is_known) = (self.link_ns, self.link_bytes == LINK_BYTES);
-        self.link_ns = (before + (ns as f32 / bytes - before) * share).clamp(LINK_NS.0, LINK_NS.1);
+        self.link_bytes = (self.link_bytes + bytes).min(LINK_AVERAGE_BYTES);
+        let (previous_ns, is_known) = (self.link_ns, self.link_bytes == LINK_AVERAGE_BYTES);
+        self.link_ns =
+            (previous_ns + (ns as f32 / bytes - previous_ns) * share).clamp(LINK_BOUNDS_NS.0, LINK_BOUNDS_NS.1);
         // As long as the price is based mainly on the configured speed of the link, the measured speed is better.
         // Later the controller finds the right price, and a socket that accepts bytes faster than the link must not
         // disturb it.
         if !is_known {
-            self.log = bounded(self.log + (self.link_ns / before).ln());
+            self.log_price = clamp_log_price(self.log_price + (self.link_ns / previous_ns).ln());
         }
     }
 
     /// Records a batch that is going to be sent.
-    pub(super) fn picked(&mut self, load: &Load) {
-        let besides_ns = std::mem::take(&mut self.besides_ns);
-        self.besides_of_batch_ns += (besides_ns - self.besides_of_batch_ns) / BESIDES;
-        let encoder_ns = (load.ns + self.besides_of_batch_ns) / self.encoders;
+    pub(super) fn record_pick(&mut self, load: &Load) {
+        let other_work_ns = std::mem::take(&mut self.other_work_ns);
+        self.other_work_per_batch_ns += (other_work_ns - self.other_work_per_batch_ns) / OTHER_WORK_BATCHES;
+        let encoder_ns = (load.ns + self.other_work_per_batch_ns) / self.encoders;
         let link_ns = load.bytes * self.link_ns;
         let slower_ns = link_ns.max(encoder_ns).max(1.0);
-        self.batches = (self.batches + 1.0).min(AVERAGE_MAX);
+        self.batches = (self.batches + 1.0).min(AVERAGE_BATCHES_MAX);
         self.batch_ns += (slower_ns - self.batch_ns) / self.batches;
 
         let excess_ns = link_ns - encoder_ns;
-        let matters = if excess_ns > 0.0 {
-            load.could_be_shorter
+        let price_matters = if excess_ns > 0.0 {
+            load.has_shorter_alternative
         } else {
-            load.could_be_sooner
+            load.has_faster_alternative
         };
-        if matters {
-            let step = self.beyond(excess_ns) / (BATCHES * self.batch_ns);
-            self.log = bounded(self.log + step.clamp(-STEP_MAX, STEP_MAX));
+        if price_matters {
+            let step = self.remaining_excess(excess_ns) / (ADJUSTMENT_BATCHES * self.batch_ns);
+            self.log_price = clamp_log_price(self.log_price + step.clamp(-STEP_MAX, STEP_MAX));
         } else {
             // Beyond the capacity of the queue one side waits, and nothing is gained from that later. Without this
             // bound, data that neither compresses nor waits would drive the price beyond all limits.
             let ahead_max = QUEUE_BATCHES * self.batch_ns;
-            self.ahead_ns = (self.ahead_ns + excess_ns).clamp(-ahead_max, ahead_max);
+            self.link_backlog_ns = (self.link_backlog_ns + excess_ns).clamp(-ahead_max, ahead_max);
         }
     }
 
     /// Returns the part of an excess that remains after it has cancelled an earlier one of the opposite sign.
-    fn beyond(&mut self, excess_ns: f32) -> f32 {
-        if self.ahead_ns * excess_ns >= 0.0 {
+    fn remaining_excess(&mut self, excess_ns: f32) -> f32 {
+        if self.link_backlog_ns * excess_ns >= 0.0 {
             return excess_ns;
         }
-        let sum = self.ahead_ns + excess_ns;
-        let is_made_up_for = sum * excess_ns > 0.0;
-        self.ahead_ns = if is_made_up_for { 0.0 } else { sum };
-        if is_made_up_for { sum } else { 0.0 }
+        let sum = self.link_backlog_ns + excess_ns;
+        let is_earlier_cancelled = sum * excess_ns > 0.0;
+        self.link_backlog_ns = if is_earlier_cancelled { 0.0 } else { sum };
+        if is_earlier_cancelled { sum } else { 0.0 }
     }
 }
 
-fn bounded(log: f32) -> f32 {
-    log.clamp(NS_PER_BYTE.0.ln(), NS_PER_BYTE.1.ln())
+fn clamp_log_price(log: f32) -> f32 {
+    log.clamp(PRICE_BOUNDS_NS.0.ln(), PRICE_BOUNDS_NS.1.ln())
 }

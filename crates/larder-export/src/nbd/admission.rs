@@ -17,8 +17,8 @@ use larder_block::event_loop::{LoopTime, Socket};
 use super::limits::Limits;
 
 /// Times after which a client counts as idle: without any request so far, and since its last request.
-const SILENT_FOR: Duration = Duration::from_secs(10);
-const IDLE_FOR: Duration = Duration::from_secs(60);
+const IDLE_AFTER_CONNECT: Duration = Duration::from_secs(10);
+const IDLE_AFTER_REQUEST: Duration = Duration::from_secs(60);
 
 /// Prefix length of the IPv6 network of one host: addresses with the same prefix are one peer.
 const IPV6_HOST_BITS: u32 = 64;
@@ -59,7 +59,7 @@ pub(super) struct Member {
     peer: Peer,
     /// Time of its connection, last request, or last reply.
     active_at: Cell<LoopTime>,
-    has_place: Cell<bool>,
+    has_slot: Cell<bool>,
     evicted: Cell<bool>,
     /// Requests in flight, once the handshake is over.
     limits: OnceCell<Rc<Limits>>,
@@ -67,12 +67,12 @@ pub(super) struct Member {
 
 impl Member {
     /// Sets the limits that count the client's requests; must be called only once.
-    pub(super) fn counted_by(&self, limits: &Rc<Limits>) {
+    pub(super) fn set_limits(&self, limits: &Rc<Limits>) {
         let _ = self.limits.set(Rc::clone(limits));
     }
 
     /// Records that the client has made a request, or received a reply.
-    pub(super) fn note_activity(&self, now: LoopTime) {
+    pub(super) fn record_activity(&self, now: LoopTime) {
         self.active_at.set(now);
     }
 
@@ -86,7 +86,11 @@ impl Member {
     }
 
     fn is_idle(&self, now: LoopTime) -> bool {
-        let limit = if self.has_place.get() { IDLE_FOR } else { SILENT_FOR };
+        let limit = if self.has_slot.get() {
+            IDLE_AFTER_REQUEST
+        } else {
+            IDLE_AFTER_CONNECT
+        };
         !self.is_working() && now.since(self.active_at.get()) >= limit
     }
 }
@@ -99,16 +103,16 @@ pub(super) struct Admission {
 
 /// Way in which a client got its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum SlotSource {
     /// A slot was free.
     Free,
     /// Another client is evicted, as [`Member::is_evicted`] shows.
-    Made,
+    Evicted,
 }
 
 /// Error if there is no slot for a client.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct NoRoom;
+pub(super) struct NoSlot;
 
 impl Admission {
     pub(super) fn new(clients_max: usize) -> Self {
@@ -119,32 +123,32 @@ impl Admission {
     }
 
     /// Admits a client of `peer` that connects at `now`.
-    pub(super) fn connect(&self, peer: Peer, now: LoopTime) -> Result<(Rc<Member>, Room), NoRoom> {
+    pub(super) fn connect(&self, peer: Peer, now: LoopTime) -> Result<(Rc<Member>, SlotSource), NoSlot> {
         let member = Rc::new(Member {
             peer,
             active_at: Cell::new(now),
-            has_place: Cell::new(false),
+            has_slot: Cell::new(false),
             evicted: Cell::new(false),
             limits: OnceCell::new(),
         });
-        let room = self.make_room(&member, now)?;
+        let source = self.find_slot(&member, now)?;
         self.members.borrow_mut().push(Rc::clone(&member));
-        Ok((member, room))
+        Ok((member, source))
     }
 
     /// Assigns a slot to a client that makes a request at `now`, unless it has one.
-    pub(super) fn request(&self, member: &Member, now: LoopTime) -> Result<Room, NoRoom> {
-        let mut room = Room::Free;
-        if !member.has_place.replace(true) {
-            let made = self.make_room(member, now);
-            room = made.inspect_err(|_| member.has_place.set(false))?;
+    pub(super) fn request(&self, member: &Member, now: LoopTime) -> Result<SlotSource, NoSlot> {
+        let mut source = SlotSource::Free;
+        if !member.has_slot.replace(true) {
+            let made = self.find_slot(member, now);
+            source = made.inspect_err(|_| member.has_slot.set(false))?;
         }
-        member.note_activity(now);
-        Ok(room)
+        member.record_activity(now);
+        Ok(source)
     }
 
     /// Frees the slot of a client that has disconnected.
-    pub(super) fn leave(&self, member: &Rc<Member>) {
+    pub(super) fn remove_client(&self, member: &Rc<Member>) {
         self.members.borrow_mut().retain(|other| !Rc::ptr_eq(other, member));
     }
 
@@ -153,23 +157,23 @@ impl Admission {
     }
 
     /// Makes room for a client among those that, like it, have a slot or have none.
-    fn make_room(&self, newcomer: &Member, now: LoopTime) -> Result<Room, NoRoom> {
+    fn find_slot(&self, newcomer: &Member, now: LoopTime) -> Result<SlotSource, NoSlot> {
         let mut members = self.members.borrow_mut();
-        let is_alike =
-            |other: &Rc<Member>| other.has_place == newcomer.has_place && !std::ptr::eq(Rc::as_ptr(other), newcomer);
-        let alike: Vec<_> = members.iter().filter(|other| is_alike(other)).cloned().collect();
-        if alike.len() < self.clients_max {
-            return Ok(Room::Free);
+        let has_same_kind =
+            |other: &Rc<Member>| other.has_slot == newcomer.has_slot && !std::ptr::eq(Rc::as_ptr(other), newcomer);
+        let rivals: Vec<_> = members.iter().filter(|other| has_same_kind(other)).cloned().collect();
+        if rivals.len() < self.clients_max {
+            return Ok(SlotSource::Free);
         }
-        let victim = victim(&alike, self.clients_max, newcomer.peer, now).ok_or(NoRoom)?;
+        let victim = choose_victim(&rivals, self.clients_max, newcomer.peer, now).ok_or(NoSlot)?;
         victim.evicted.set(true);
         members.retain(|other| !Rc::ptr_eq(other, victim));
-        Ok(Room::Made)
+        Ok(SlotSource::Evicted)
     }
 }
 
 /// Returns the client to evict for one of `peer`.
-fn victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime) -> Option<&Rc<Member>> {
+fn choose_victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime) -> Option<&Rc<Member>> {
     let mut peers: Vec<(Peer, usize)> = Vec::new();
     for member in members {
         match peers.iter_mut().find(|(known, _)| *known == member.peer) {
@@ -181,19 +185,19 @@ fn victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: LoopTime)
         let found = peers.iter().find(|(known, _)| *known == peer);
         found.map_or(0, |(_, count)| *count)
     };
-    let own = count_of(peer);
-    let share = (clients_max / (peers.len() + usize::from(own == 0))).max(1);
+    let peer_count = count_of(peer);
+    let share = (clients_max / (peers.len() + usize::from(peer_count == 0))).max(1);
     let longest_idle = |members: &mut dyn Iterator<Item = &'_ Rc<Member>>| {
         let longest = members.min_by_key(|member| (member.is_working(), member.active_at.get()));
         longest.map(Rc::as_ptr)
     };
     // A peer below its share keeps even its idle clients from a peer that has its share.
-    let may_take = |member: &Member| own < share || member.peer == peer || count_of(member.peer) >= share;
-    let mut idle = members.iter().filter(|member| member.is_idle(now) && may_take(member));
+    let may_evict = |member: &Member| peer_count < share || member.peer == peer || count_of(member.peer) >= share;
+    let mut idle = members.iter().filter(|member| member.is_idle(now) && may_evict(member));
     let found = longest_idle(&mut idle).or_else(|| {
         let (largest, count) = *peers.iter().max_by_key(|(_, count)| *count)?;
         let mut of_largest = members.iter().filter(|member| member.peer == largest);
-        (own < share && count > share)
+        (peer_count < share && count > share)
             .then(|| longest_idle(&mut of_largest))
             .flatten()
     })?;
@@ -223,8 +227,8 @@ mod tests {
     }
 
     fn evicted(members: &[Rc<Member>]) -> Vec<usize> {
-        let given_way = members.iter().enumerate().filter(|(_, one)| one.is_evicted());
-        given_way.map(|(index, _)| index).collect()
+        let evicted = members.iter().enumerate().filter(|(_, one)| one.is_evicted());
+        evicted.map(|(index, _)| index).collect()
     }
 
     /// Clients without a request occupy no slot of active clients.
@@ -255,7 +259,7 @@ mod tests {
     fn idle_clients_are_evicted() {
         let admission = Admission::new(2);
         let all: Vec<_> = (0..2).filter_map(|_| busy(&admission, 1, 0)).collect();
-        all[1].note_activity(at(30));
+        all[1].record_activity(at(30));
         assert!(busy(&admission, 1, 59).is_none());
         assert!(busy(&admission, 1, 60).is_some());
         assert_eq!(evicted(&all), [0]);
@@ -271,7 +275,7 @@ mod tests {
     fn peer_below_its_share_is_admitted() {
         let admission = Admission::new(4);
         let greedy: Vec<_> = (0..4).filter_map(|_| busy(&admission, 1, 0)).collect();
-        let active = |(index, one): (usize, &Rc<Member>)| one.note_activity(at(10 - index as u64));
+        let active = |(index, one): (usize, &Rc<Member>)| one.record_activity(at(10 - index as u64));
         greedy.iter().enumerate().for_each(active);
         let other = busy(&admission, 2, 10).expect("its peer has no client yet");
         assert_eq!(evicted(&greedy), [3], "the longest idle one");
@@ -295,7 +299,7 @@ mod tests {
     fn slot_is_free_after_disconnect() {
         let admission = Admission::new(1);
         let first = busy(&admission, 1, 0).expect("room");
-        admission.leave(&first);
+        admission.remove_client(&first);
         assert!(busy(&admission, 1, 0).is_some());
         assert_eq!(admission.len(), 1);
     }

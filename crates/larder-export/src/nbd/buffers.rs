@@ -8,19 +8,19 @@ use larder_block::AlignedBuf;
 use larder_block::nbd::PAYLOAD_LEN_MAX;
 
 /// Smallest buffer, in bytes.
-const LEN_MIN: usize = 4096;
+const BUFFER_BYTES_MIN: usize = 4096;
 
-/// Number of size classes: powers of two from [`LEN_MIN`] to the longest payload.
-const CLASSES: usize = (PAYLOAD_LEN_MAX as usize / LEN_MIN).ilog2() as usize + 1;
+/// Number of size classes: powers of two from [`BUFFER_BYTES_MIN`] to the longest payload.
+const SIZE_CLASSES: usize = (PAYLOAD_LEN_MAX as usize / BUFFER_BYTES_MIN).ilog2() as usize + 1;
 
 /// Bytes that the pool retains for reuse at most.
-const KEPT_MAX: usize = 64 << 20;
+const FREE_BYTES_MAX: usize = 64 << 20;
 
 /// Free buffers, by size class.
 #[derive(Default)]
 pub(super) struct Buffers {
-    free: RefCell<[Vec<AlignedBuf>; CLASSES]>,
-    kept: Cell<usize>,
+    free: RefCell<[Vec<AlignedBuf>; SIZE_CLASSES]>,
+    free_bytes: Cell<usize>,
 }
 
 /// Buffer of a pool, returned to it on drop. It contains the data of its previous user, so it must be filled before
@@ -34,13 +34,13 @@ pub(super) struct Buffer {
 }
 
 fn class_of(len: usize) -> usize {
-    let room = len.max(LEN_MIN).next_power_of_two();
-    (room / LEN_MIN).ilog2() as usize
+    let size = len.max(BUFFER_BYTES_MIN).next_power_of_two();
+    (size / BUFFER_BYTES_MIN).ilog2() as usize
 }
 
 /// Returns the memory that a buffer of `len` bytes takes, in bytes.
-pub(super) fn room_of(len: usize) -> usize {
-    LEN_MIN << class_of(len)
+pub(super) fn buffer_bytes(len: usize) -> usize {
+    BUFFER_BYTES_MIN << class_of(len)
 }
 
 impl Buffers {
@@ -51,10 +51,10 @@ impl Buffers {
         let memory = self.free.borrow_mut()[class].pop();
         let memory = match memory {
             Some(memory) => {
-                self.kept.set(self.kept.get() - memory.len());
+                self.free_bytes.set(self.free_bytes.get() - memory.len());
                 memory
             }
-            None => AlignedBuf::zeroed(room_of(len)),
+            None => AlignedBuf::zeroed(buffer_bytes(len)),
         };
         Buffer {
             memory: Some(memory),
@@ -70,9 +70,9 @@ impl Drop for Buffer {
         let Some(memory) = self.memory.take() else {
             return;
         };
-        let kept = self.pool.kept.get() + memory.len();
-        if kept <= KEPT_MAX {
-            self.pool.kept.set(kept);
+        let free_bytes = self.pool.free_bytes.get() + memory.len();
+        if free_bytes <= FREE_BYTES_MAX {
+            self.pool.free_bytes.set(free_bytes);
             self.pool.free.borrow_mut()[self.class].push(memory);
         }
     }
@@ -99,17 +99,17 @@ mod tests {
     #[test]
     fn buffers_are_reused_and_pool_bounded() {
         let pool = Rc::new(Buffers::default());
-        assert_eq!(room_of(1), 4096);
-        assert_eq!(room_of(4097), 8192);
-        assert_eq!(room_of(PAYLOAD_LEN_MAX as usize), 32 << 20);
+        assert_eq!(buffer_bytes(1), 4096);
+        assert_eq!(buffer_bytes(4097), 8192);
+        assert_eq!(buffer_bytes(PAYLOAD_LEN_MAX as usize), 32 << 20);
         let buffer = pool.take(5000);
         assert_eq!(buffer.len(), 5000);
         let at = buffer.as_ptr();
         drop(buffer);
-        assert_eq!(pool.kept.get(), 8192);
+        assert_eq!(pool.free_bytes.get(), 8192);
         assert_eq!(pool.take(8000).as_ptr(), at, "the same memory again");
         let many: Vec<_> = (0..5).map(|_| pool.take(32 << 20)).collect();
         drop(many);
-        assert!(pool.kept.get() <= KEPT_MAX);
+        assert!(pool.free_bytes.get() <= FREE_BYTES_MAX);
     }
 }

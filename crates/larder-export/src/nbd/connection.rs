@@ -13,17 +13,17 @@ use larder_block::signal::first_of;
 use larder_block::tls::MaybeTlsStream;
 
 use super::Shared;
-use super::admission::{Member, NoRoom};
-use super::buffers::room_of;
-use super::handshake::{Agreed, Handshake};
+use super::admission::{Member, NoSlot};
+use super::buffers::buffer_bytes;
+use super::handshake::{Handshake, NegotiatedOptions};
 use super::limits::Limits;
 use super::reply::Outgoing;
-use super::serve::{CACHE_STEP, Refused, check, execute, refuse, reply_room};
+use super::serve::{CACHE_STEP_BYTES, Refused, check, execute, refuse, reply_bytes_max};
 
 /// Client in the transmission phase.
 pub(super) struct Connection {
     pub(super) shared: Rc<Shared>,
-    pub(super) agreed: Agreed,
+    pub(super) negotiated: NegotiatedOptions,
     pub(super) outgoing: Outgoing,
     limits: Rc<Limits>,
     pub(super) member: Rc<Member>,
@@ -31,9 +31,9 @@ pub(super) struct Connection {
 
 /// Reason why a connection ended.
 #[derive(Debug, thiserror::Error)]
-enum Ended {
+enum ConnectionEnd {
     #[error("the client disconnected")]
-    Politely,
+    Disconnected,
     #[error("the server is stopping")]
     Stopping,
     #[error("the connection broke: {0}")]
@@ -41,13 +41,13 @@ enum Ended {
     #[error("the client violates the protocol: {0}")]
     Malformed(#[from] Malformed),
     #[error("the client sent a payload of {0} bytes; {PAYLOAD_LEN_MAX} are allowed")]
-    LongPayload(u64),
+    PayloadTooLong(u64),
     #[error("the client was idle, or its host had the most clients, and another client needed its slot")]
     Evicted,
     #[error("all slots are taken by active clients")]
-    NoRoom,
+    NoSlot,
     #[error("the client has kept the server waiting for {0:?}, with memory that other clients wait for")]
-    GivenUp(Duration),
+    Stalled(Duration),
 }
 
 /// Serves a connected client until it or the server ends.
@@ -55,13 +55,17 @@ pub(super) async fn serve(shared: Rc<Shared>, socket: Socket, member: &Rc<Member
     let stream = Rc::new(MaybeTlsStream::plain(socket));
     let mut input = StreamReader::new(Rc::clone(&stream));
     let evicted = shared.changed.until(|| member.is_evicted().then_some(None));
-    if let Some(agreed) = first_of(shake_hands(&shared, &stream, &mut input), evicted).await {
-        transmission(&shared, agreed, &stream, input, member).await;
+    if let Some(negotiated) = first_of(run_handshake(&shared, &stream, &mut input), evicted).await {
+        serve_transmission(&shared, negotiated, &stream, input, member).await;
     }
     stream.shutdown();
 }
 
-async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<MaybeTlsStream>, input: &mut StreamReader) -> Option<Agreed> {
+async fn run_handshake(
+    shared: &Rc<Shared>,
+    stream: &Rc<MaybeTlsStream>,
+    input: &mut StreamReader,
+) -> Option<NegotiatedOptions> {
     let limit = shared.options.handshake_timeout;
     let handshake = shared.on.timeout(limit, Handshake::new(shared, stream, input).run());
     let stopped = async {
@@ -69,7 +73,7 @@ async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<MaybeTlsStream>, input: &m
         Some(Ok(None))
     };
     match first_of(handshake, stopped).await {
-        Some(Ok(agreed)) => agreed,
+        Some(Ok(negotiated)) => negotiated,
         Some(Err(error)) => {
             tracing::info!(export = shared.options.export, %error, "an NBD client was refused in the handshake");
             None
@@ -85,75 +89,75 @@ async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<MaybeTlsStream>, input: &m
     }
 }
 
-async fn transmission(
+async fn serve_transmission(
     shared: &Rc<Shared>,
-    agreed: Agreed,
+    negotiated: NegotiatedOptions,
     stream: &Rc<MaybeTlsStream>,
     input: StreamReader,
     member: &Rc<Member>,
 ) {
     tracing::debug!(
         export = shared.options.export,
-        ?agreed,
+        ?negotiated,
         "an NBD client has finished the handshake"
     );
-    shared.counters.agreed(agreed.framing);
+    shared.counters.negotiated(negotiated.framing);
     let options = &shared.options;
     let connection = Rc::new(Connection {
         shared: Rc::clone(shared),
-        agreed,
+        negotiated,
         outgoing: Outgoing::default(),
         limits: Limits::new(options.requests_max, options.buffer_len_max.as_usize(), &shared.memory),
         member: Rc::clone(member),
     });
-    member.counted_by(&connection.limits);
+    member.set_limits(&connection.limits);
     let receiving = async {
-        let ended = first_of(connection.receive(input), connection.stopped()).await;
-        if let Ended::Politely | Ended::Stopping = ended {
+        let ended = first_of(connection.receive(input), connection.until_stopped()).await;
+        if let ConnectionEnd::Disconnected | ConnectionEnd::Stopping = ended {
             // Spec, "Terminating the transmission phase": requests in flight are answered first.
-            connection.limits.idle().await;
+            connection.limits.until_idle().await;
         }
         ended
     };
-    let sending = async { Ended::Io(connection.outgoing.send_all(stream, &connection.limits).await) };
-    let cut = shared.changed.until(|| match () {
-        () if shared.cut.get() => Some(Ended::Stopping),
-        () if member.is_evicted() => Some(Ended::Evicted),
-        () if connection.limits.is_given_up() => Some(Ended::GivenUp(options.stall_timeout)),
+    let sending = async { ConnectionEnd::Io(connection.outgoing.send_all(stream, &connection.limits).await) };
+    let aborted = shared.changed.until(|| match () {
+        () if shared.aborted.get() => Some(ConnectionEnd::Stopping),
+        () if member.is_evicted() => Some(ConnectionEnd::Evicted),
+        () if connection.limits.has_timed_out() => Some(ConnectionEnd::Stalled(options.stall_timeout)),
         () => None,
     });
-    let why = first_of(receiving, first_of(sending, cut)).await;
+    let reason = first_of(receiving, first_of(sending, aborted)).await;
     connection.outgoing.close();
-    match why {
-        Ended::Politely | Ended::Stopping => {
-            tracing::debug!(export = shared.options.export, %why, "an NBD client was disconnected");
+    match reason {
+        ConnectionEnd::Disconnected | ConnectionEnd::Stopping => {
+            tracing::debug!(export = shared.options.export, %reason, "an NBD client was disconnected");
         }
-        why => tracing::info!(export = shared.options.export, %why, "an NBD client was disconnected"),
+        reason => tracing::info!(export = shared.options.export, %reason, "an NBD client was disconnected"),
     }
 }
 
 impl Connection {
     /// Completes when the server is to stop and this connection has no request in flight.
-    async fn stopped(&self) -> Ended {
+    async fn until_stopped(&self) -> ConnectionEnd {
         self.shared.until_stopping().await;
-        self.limits.idle().await;
-        Ended::Stopping
+        self.limits.until_idle().await;
+        ConnectionEnd::Stopping
     }
 
     /// Receives requests until the client disconnects or violates the protocol; returns the reason.
-    async fn receive(self: &Rc<Self>, mut input: StreamReader) -> Ended {
+    async fn receive(self: &Rc<Self>, mut input: StreamReader) -> ConnectionEnd {
         let pool = TaskPool::new(&self.shared.on);
         loop {
-            let (request, taken) = match self.request(&mut input).await {
+            let (request, incoming) = match self.receive_request(&mut input).await {
                 Ok(Some(taken)) => taken,
-                Ok(None) => return Ended::Politely,
+                Ok(None) => return ConnectionEnd::Disconnected,
                 Err(ended) => return ended,
             };
-            match taken {
-                Taken::Refused(refused, permit) => {
+            match incoming {
+                IncomingRequest::Refused(refused, permit) => {
                     self.outgoing.push(refuse(self, &request, &refused, permit));
                 }
-                Taken::Do(command, buffer, permit) => {
+                IncomingRequest::Execute(command, buffer, permit) => {
                     // There are at most as many tasks as permits.
                     pool.start(|| execute(Rc::clone(self), request, command, buffer, permit));
                 }
@@ -162,8 +166,11 @@ impl Connection {
     }
 
     /// Reads the next request with its payload; returns `None` if the client sent a disconnect request.
-    async fn request(&self, input: &mut StreamReader) -> Result<Option<(RequestHeader, Taken)>, Ended> {
-        let framing = self.agreed.framing;
+    async fn receive_request(
+        &self,
+        input: &mut StreamReader,
+    ) -> Result<Option<(RequestHeader, IncomingRequest)>, ConnectionEnd> {
+        let framing = self.negotiated.framing;
         let header_len = framing.request_header_len();
         const { assert!(REQUEST_HEADER_LEN_MAX <= 64) };
         let request = RequestHeader::parse(framing, input.peek(header_len).await?)?;
@@ -173,12 +180,12 @@ impl Connection {
         }
         let payload_len = request.payload_len(framing);
         if payload_len > u64::from(PAYLOAD_LEN_MAX) {
-            return Err(Ended::LongPayload(payload_len));
+            return Err(ConnectionEnd::PayloadTooLong(payload_len));
         }
         self.shared.counters.request();
         match self.shared.admission.request(&self.member, self.shared.on.turn_time()) {
-            Ok(room) => self.shared.wake_victim(room),
-            Err(NoRoom) => return Err(Ended::NoRoom),
+            Ok(room) => self.shared.wake_evicted(room),
+            Err(NoSlot) => return Err(ConnectionEnd::NoSlot),
         }
         let checked = if self.shared.stopping.get() {
             Err(Refused(errors::ESHUTDOWN))
@@ -190,32 +197,32 @@ impl Connection {
             Err(refused) => {
                 let permit = self.limits.permit(0).await;
                 input.skip(payload_len).await?;
-                return Ok(Some((request, Taken::Refused(refused, permit))));
+                return Ok(Some((request, IncomingRequest::Refused(refused, permit))));
             }
         };
         let buffer_len = match command {
             Command::Read | Command::Write => request.len as usize,
-            Command::Cache => request.len.min(CACHE_STEP) as usize,
+            Command::Cache => request.len.min(CACHE_STEP_BYTES) as usize,
             _ => 0,
         };
         if buffer_len == 0 {
-            let permit = self.limits.permit(reply_room(command)).await;
-            return Ok(Some((request, Taken::Do(command, None, permit))));
+            let permit = self.limits.permit(reply_bytes_max(command)).await;
+            return Ok(Some((request, IncomingRequest::Execute(command, None, permit))));
         }
-        let permit = self.limits.permit(room_of(buffer_len)).await;
+        let permit = self.limits.permit(buffer_bytes(buffer_len)).await;
         let mut buffer = self.shared.buffers.take(buffer_len);
         if command == Command::Write {
-            self.payload(input, &mut buffer).await?;
+            self.receive_payload(input, &mut buffer).await?;
         }
-        Ok(Some((request, Taken::Do(command, Some(buffer), permit))))
+        Ok(Some((request, IncomingRequest::Execute(command, Some(buffer), permit))))
     }
 
-    async fn payload(&self, input: &mut StreamReader, into: &mut [u8]) -> io::Result<()> {
+    async fn receive_payload(&self, input: &mut StreamReader, into: &mut [u8]) -> io::Result<()> {
         let into = ReadBuf::new(into);
         let mut done = 0;
         while done < into.len() {
             match input.try_payload(into.skip(done))? {
-                0 => self.limits.client(input.readable()).await?,
+                0 => self.limits.wait_for_client(input.readable()).await?,
                 moved => done += moved,
             }
         }
@@ -224,8 +231,8 @@ impl Connection {
 }
 
 /// Request that has been read.
-enum Taken {
-    Do(Command, Option<super::buffers::Buffer>, super::limits::Permit),
+enum IncomingRequest {
+    Execute(Command, Option<super::buffers::Buffer>, super::limits::Permit),
     Refused(Refused, super::limits::Permit),
 }
 
@@ -237,7 +244,7 @@ pub(super) async fn drop_stalled(shared: Rc<Shared>) {
             shared.memory.queued().await;
             let stalled = shared.memory.stalled();
             shared.on.sleep(shared.options.stall_timeout).await;
-            shared.memory.give_up(&stalled);
+            shared.memory.time_out_stalled(&stalled);
             shared.changed.raise();
         }
     };

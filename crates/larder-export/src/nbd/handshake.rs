@@ -22,7 +22,7 @@ pub(super) const ALLOCATION_CONTEXT: u32 = 1;
 
 /// Result of the negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Agreed {
+pub(super) struct NegotiatedOptions {
     pub(super) framing: Framing,
     /// True if the client may query block status.
     pub(super) allocation: bool,
@@ -40,7 +40,7 @@ pub(super) enum HandshakeError {
     #[error("{0}")]
     Tls(#[from] TlsError),
     #[error("the client sent {0} bytes unencrypted where TLS had to begin")]
-    Injected(usize),
+    UnencryptedData(usize),
     #[error("the client sent {name} of {len} bytes; {OPTION_LEN_MAX} are allowed")]
     LongOption { name: &'static str, len: u32 },
     #[error(
@@ -58,7 +58,7 @@ enum Step {
     /// The transmission phase.
     Transmission,
     /// The end, because the client sent ABORT.
-    Over,
+    Aborted,
 }
 
 pub(super) struct Handshake<'a> {
@@ -87,18 +87,18 @@ impl<'a> Handshake<'a> {
     }
 
     /// Runs the handshake; returns `None` if the client ended it without entering the transmission phase.
-    pub(super) async fn run(mut self) -> Result<Option<Agreed>, HandshakeError> {
+    pub(super) async fn run(mut self) -> Result<Option<NegotiatedOptions>, HandshakeError> {
         self.greet().await?;
         loop {
             let header = OptionHeader::parse(&self.input.take::<OPTION_HEADER_LEN>().await?)?;
-            let step = self.option(header).await?;
+            let step = self.handle_option(header).await?;
             let answer = std::mem::take(&mut self.answer);
             self.stream.write_all(&answer).await?;
             match step {
                 Step::Next => {}
-                Step::Over => return Ok(None),
+                Step::Aborted => return Ok(None),
                 Step::Transmission => {
-                    return Ok(Some(Agreed {
+                    return Ok(Some(NegotiatedOptions {
                         framing: self.framing,
                         allocation: self.allocation,
                     }));
@@ -119,7 +119,7 @@ impl<'a> Handshake<'a> {
         Ok(())
     }
 
-    async fn option(&mut self, header: OptionHeader) -> Result<Step, HandshakeError> {
+    async fn handle_option(&mut self, header: OptionHeader) -> Result<Step, HandshakeError> {
         if header.len > OPTION_LEN_MAX {
             return Err(HandshakeError::LongOption {
                 name: handshake::option_name(header.option),
@@ -132,10 +132,10 @@ impl<'a> Handshake<'a> {
         let needs_tls = self.shared.options.tls.is_some() && !self.stream.is_encrypted();
         match option {
             // A client without fixed newstyle receives no replies, and knows no other option.
-            options::EXPORT_NAME => return self.export_name(&data, needs_tls),
+            options::EXPORT_NAME => return self.handle_export_name(&data, needs_tls),
             options::ABORT => {
                 self.reply(option, replies::ACK, &[]);
-                return Ok(Step::Over);
+                return Ok(Step::Aborted);
             }
             options::STARTTLS => return self.start_tls(&data).await,
             _ if needs_tls => self.refuse(option, replies::ERR_TLS_REQD, "TLS is required here"),
@@ -160,9 +160,9 @@ impl<'a> Handshake<'a> {
                 self.framing = Framing::Extended;
                 self.reply(option, replies::ACK, &[]);
             }
-            options::INFO | options::GO => return Ok(self.export(option, &data)),
+            options::INFO | options::GO => return Ok(self.handle_export(option, &data)),
             options::LIST_META_CONTEXT | options::SET_META_CONTEXT => {
-                self.meta_context(option, &data);
+                self.handle_meta_context(option, &data);
             }
             _ => self.refuse(option, replies::ERR_UNSUP, "unknown option"),
         }
@@ -177,7 +177,7 @@ impl<'a> Handshake<'a> {
         self.reply(option, kind, text.as_bytes());
     }
 
-    fn export_name(&mut self, data: &[u8], needs_tls: bool) -> Result<Step, HandshakeError> {
+    fn handle_export_name(&mut self, data: &[u8], needs_tls: bool) -> Result<Step, HandshakeError> {
         if needs_tls {
             return Err(HandshakeError::TlsRequired);
         }
@@ -213,7 +213,7 @@ impl<'a> Handshake<'a> {
         };
         // Unencrypted data after the option must not be treated as sent under TLS.
         if !self.input.buffered().is_empty() {
-            return Err(HandshakeError::Injected(self.input.buffered().len()));
+            return Err(HandshakeError::UnencryptedData(self.input.buffered().len()));
         }
         self.reply(option, replies::ACK, &[]);
         let answer = std::mem::take(&mut self.answer);
@@ -226,7 +226,7 @@ impl<'a> Handshake<'a> {
     }
 
     /// Answers the options INFO and GO.
-    fn export(&mut self, option: u32, data: &[u8]) -> Step {
+    fn handle_export(&mut self, option: u32, data: &[u8]) -> Step {
         let request = match ExportRequest::parse(data) {
             Ok(request) => request,
             Err(error) => {
@@ -245,16 +245,16 @@ impl<'a> Handshake<'a> {
         }
         let (size, flags) = self.size_and_flags();
         let shared = self.shared;
-        let mut told = vec![ExportInfo::Export { size, flags }];
+        let mut sent_infos = vec![ExportInfo::Export { size, flags }];
         if request.requests(infos::NAME) {
-            told.push(ExportInfo::Name(&shared.options.export));
+            sent_infos.push(ExportInfo::Name(&shared.options.export));
         }
         if request.requests(infos::DESCRIPTION) && !shared.options.description.is_empty() {
-            told.push(ExportInfo::Description(&shared.options.description));
+            sent_infos.push(ExportInfo::Description(&shared.options.description));
         }
         // Sent to every client: one that did not request it may still respect it.
-        told.push(ExportInfo::BlockSize(self.block_sizes()));
-        for info in told {
+        sent_infos.push(ExportInfo::BlockSize(self.block_sizes()));
+        for info in sent_infos {
             self.reply(option, replies::INFO, &info.encode());
         }
         self.reply(option, replies::ACK, &[]);
@@ -264,7 +264,7 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    fn meta_context(&mut self, option: u32, data: &[u8]) {
+    fn handle_meta_context(&mut self, option: u32, data: &[u8]) {
         let selects = option == options::SET_META_CONTEXT;
         if selects {
             // Spec: the previous selection is void, whatever the result of this option.

@@ -13,19 +13,19 @@ use std::rc::{Rc, Weak};
 use larder_block::nbd::PAYLOAD_LEN_MAX;
 use larder_block::signal::Signal;
 
-use super::buffers::room_of;
+use super::buffers::buffer_bytes;
 
 /// Divisor of a server's memory: this part is reserved for connections with small requests.
-const OWN_PART: usize = 4;
+const RESERVED_DIVISOR: usize = 4;
 
 /// Buffer memory of all connections of a server.
-pub(super) struct Memory {
+pub(super) struct BufferMemory {
     /// Bytes reserved for each connection.
-    own: usize,
+    reserved_per_connection: usize,
     /// Bytes that all connections share.
-    common_max: usize,
+    shared_max: usize,
     /// Shared bytes that are in use.
-    common: Cell<usize>,
+    shared: Cell<usize>,
     /// Connections that wait for shared bytes, in order; a connection waits for one request at a time.
     queue: RefCell<VecDeque<Rc<Limits>>>,
     /// Raised on releases while there is a queue.
@@ -42,12 +42,12 @@ pub(super) struct Limits {
     requests: Cell<usize>,
     bytes: Cell<usize>,
     released: Signal,
-    memory: Rc<Memory>,
+    memory: Rc<BufferMemory>,
     /// Number of waits for the client so far, and number of present ones.
     waits: Cell<u64>,
     waiting: Cell<u32>,
     /// True if the connection is to be closed because others need its memory.
-    is_given_up: Cell<bool>,
+    has_timed_out: Cell<bool>,
 }
 
 /// Permit for one request to be in flight; dropping it releases its memory.
@@ -56,16 +56,16 @@ pub(super) struct Permit {
     bytes: usize,
 }
 
-impl Memory {
+impl BufferMemory {
     /// Creates a pool of `bytes` for up to `connections` connections. The longest request always fits, even if
     /// `bytes` is smaller.
     pub(super) fn new(bytes: usize, connections: usize) -> Rc<Self> {
         let connections = connections.max(1);
-        let own = bytes / OWN_PART / connections;
+        let reserved_per_connection = bytes / RESERVED_DIVISOR / connections;
         Rc::new(Self {
-            own,
-            common_max: (bytes - own * connections).max(room_of(PAYLOAD_LEN_MAX as usize)),
-            common: Cell::new(0),
+            reserved_per_connection,
+            shared_max: (bytes - reserved_per_connection * connections).max(buffer_bytes(PAYLOAD_LEN_MAX as usize)),
+            shared: Cell::new(0),
             queue: RefCell::default(),
             freed: Signal::default(),
             queued: Signal::default(),
@@ -74,8 +74,8 @@ impl Memory {
     }
 
     /// Returns how many of a connection's `bytes` are shared ones.
-    fn common_of(&self, bytes: usize) -> usize {
-        bytes.saturating_sub(self.own)
+    fn shared_part_of(&self, bytes: usize) -> usize {
+        bytes.saturating_sub(self.reserved_per_connection)
     }
 
     fn has_queue(&self) -> bool {
@@ -91,7 +91,7 @@ impl Memory {
     pub(super) fn stalled(&self) -> Vec<(Weak<Limits>, u64)> {
         let connections = self.connections.borrow();
         let stalled = connections.iter().filter_map(|connection| {
-            let wait = connection.upgrade()?.wait_of()?;
+            let wait = connection.upgrade()?.stalled_wait()?;
             Some((Weak::clone(connection), wait))
         });
         stalled.collect()
@@ -99,24 +99,24 @@ impl Memory {
 
     /// Marks those of `stalled`, an earlier result, that are still in the same wait, if another connection is in the
     /// queue.
-    pub(super) fn give_up(&self, stalled: &[(Weak<Limits>, u64)]) {
+    pub(super) fn time_out_stalled(&self, stalled: &[(Weak<Limits>, u64)]) {
         let same_wait = |(connection, wait): &(Weak<Limits>, u64)| {
             let limits = connection.upgrade()?;
-            (limits.wait_of() == Some(*wait)).then_some(limits)
+            (limits.stalled_wait() == Some(*wait)).then_some(limits)
         };
         let stalled: Vec<Rc<Limits>> = stalled.iter().filter_map(same_wait).collect();
         let is_other = |waiting: &Rc<Limits>| !stalled.iter().any(|limits| Rc::ptr_eq(limits, waiting));
         if self.queue.borrow().iter().any(is_other) {
-            stalled.iter().for_each(|limits| limits.is_given_up.set(true));
+            stalled.iter().for_each(|limits| limits.has_timed_out.set(true));
         }
     }
 }
 
 /// Position of a connection in the queue, until it is dropped.
-struct Place<'a>(&'a Rc<Limits>);
+struct QueuePosition<'a>(&'a Rc<Limits>);
 
-impl<'a> Place<'a> {
-    fn take(limits: &'a Rc<Limits>) -> Self {
+impl<'a> QueuePosition<'a> {
+    fn enqueue(limits: &'a Rc<Limits>) -> Self {
         limits.memory.queue.borrow_mut().push_back(Rc::clone(limits));
         limits.memory.queued.raise();
         Self(limits)
@@ -128,7 +128,7 @@ impl<'a> Place<'a> {
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePosition<'_> {
     fn drop(&mut self) {
         let memory = &self.0.memory;
         memory.queue.borrow_mut().retain(|limits| !Rc::ptr_eq(limits, self.0));
@@ -138,7 +138,7 @@ impl Drop for Place<'_> {
 
 impl Limits {
     /// Creates the limits of a new connection, which shares `memory` with others.
-    pub(super) fn new(requests_max: usize, bytes_max: usize, memory: &Rc<Memory>) -> Rc<Self> {
+    pub(super) fn new(requests_max: usize, bytes_max: usize, memory: &Rc<BufferMemory>) -> Rc<Self> {
         let limits = Rc::new(Self {
             requests_max: requests_max.max(1),
             bytes_max,
@@ -148,7 +148,7 @@ impl Limits {
             memory: Rc::clone(memory),
             waits: Cell::new(0),
             waiting: Cell::new(0),
-            is_given_up: Cell::new(false),
+            has_timed_out: Cell::new(false),
         });
         let mut connections = memory.connections.borrow_mut();
         connections.retain(|connection| connection.strong_count() > 0);
@@ -163,18 +163,18 @@ impl Limits {
         self.released
             .until(|| {
                 let requests = self.requests.get();
-                let room = self.bytes.get() + bytes <= self.bytes_max;
-                (requests == 0 || (requests < self.requests_max && room)).then_some(())
+                let has_bytes = self.bytes.get() + bytes <= self.bytes_max;
+                (requests == 0 || (requests < self.requests_max && has_bytes)).then_some(())
             })
             .await;
-        if self.common_for(bytes) > 0 && (self.memory.has_queue() || !self.has_room(bytes)) {
-            let place = Place::take(self);
+        if self.shared_needed(bytes) > 0 && (self.memory.has_queue() || !self.has_room(bytes)) {
+            let position = QueuePosition::enqueue(self);
             // Memory that the connection itself releases may make shared memory unnecessary.
-            let may = || self.common_for(bytes) == 0 || (place.is_first() && self.has_room(bytes));
-            self.memory.freed.until(|| may().then_some(())).await;
+            let may_begin = || self.shared_needed(bytes) == 0 || (position.is_first() && self.has_room(bytes));
+            self.memory.freed.until(|| may_begin().then_some(())).await;
         }
         let memory = &self.memory;
-        memory.common.set(memory.common.get() + self.common_for(bytes));
+        memory.shared.set(memory.shared.get() + self.shared_needed(bytes));
         self.requests.set(self.requests.get() + 1);
         self.bytes.set(self.bytes.get() + bytes);
         Permit {
@@ -184,17 +184,17 @@ impl Limits {
     }
 
     /// Returns the shared bytes that a request of `bytes` needs now.
-    fn common_for(&self, bytes: usize) -> usize {
-        let held = self.bytes.get();
-        self.memory.common_of(held + bytes) - self.memory.common_of(held)
+    fn shared_needed(&self, bytes: usize) -> usize {
+        let in_use = self.bytes.get();
+        self.memory.shared_part_of(in_use + bytes) - self.memory.shared_part_of(in_use)
     }
 
     fn has_room(&self, bytes: usize) -> bool {
-        self.memory.common.get() + self.common_for(bytes) <= self.memory.common_max
+        self.memory.shared.get() + self.shared_needed(bytes) <= self.memory.shared_max
     }
 
-    /// Runs `doing`, which waits for the client: for it to receive replies, or to send an announced payload.
-    pub(super) async fn client<T>(&self, doing: impl Future<Output = T>) -> T {
+    /// Runs `operation`, which waits for the client: for it to receive replies, or to send an announced payload.
+    pub(super) async fn wait_for_client<T>(&self, operation: impl Future<Output = T>) -> T {
         struct Wait<'a>(&'a Cell<u32>);
         impl Drop for Wait<'_> {
             fn drop(&mut self) {
@@ -204,18 +204,18 @@ impl Limits {
         self.waits.set(self.waits.get() + 1);
         self.waiting.set(self.waiting.get() + 1);
         let _wait = Wait(&self.waiting);
-        doing.await
+        operation.await
     }
 
     /// Returns the number of the present wait for the client, if the connection holds shared memory meanwhile.
-    fn wait_of(&self) -> Option<u64> {
-        let is_stalled = self.waiting.get() > 0 && self.memory.common_of(self.bytes.get()) > 0;
+    fn stalled_wait(&self) -> Option<u64> {
+        let is_stalled = self.waiting.get() > 0 && self.memory.shared_part_of(self.bytes.get()) > 0;
         is_stalled.then(|| self.waits.get())
     }
 
     /// Returns whether the connection is to be closed because others wait for its memory.
-    pub(super) fn is_given_up(&self) -> bool {
-        self.is_given_up.get()
+    pub(super) fn has_timed_out(&self) -> bool {
+        self.has_timed_out.get()
     }
 
     /// Returns whether a request is in flight that does not wait for the client.
@@ -224,7 +224,7 @@ impl Limits {
     }
 
     /// Waits until no request is in flight.
-    pub(super) async fn idle(&self) {
+    pub(super) async fn until_idle(&self) {
         self.released.until(|| (self.requests.get() == 0).then_some(())).await;
     }
 }
@@ -236,8 +236,8 @@ impl Drop for Permit {
         limits.requests.set(limits.requests.get() - 1);
         limits.bytes.set(after);
         limits.released.raise();
-        let common = memory.common_of(before) - memory.common_of(after);
-        memory.common.set(memory.common.get() - common);
+        let shared = memory.shared_part_of(before) - memory.shared_part_of(after);
+        memory.shared.set(memory.shared.get() - shared);
         if memory.has_queue() {
             memory.freed.raise();
         }

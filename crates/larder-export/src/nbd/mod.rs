@@ -36,13 +36,13 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 
 use crate::activity::Activity;
 use crate::clients::Clients;
-use crate::turns::Turns;
-use admission::{Admission, NoRoom, Peer, Room};
+use crate::piece_scheduler::PieceScheduler;
+use admission::{Admission, NoSlot, Peer, SlotSource};
 use buffers::Buffers;
-use limits::Memory;
+use limits::BufferMemory;
 
 /// Time within which further refused clients are reported in one log line.
-const CROWD_TIME: Duration = Duration::from_secs(10);
+const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Configuration of an NBD server.
 #[derive(Clone)]
@@ -126,25 +126,25 @@ pub struct NbdServer {
 struct Shared {
     on: Loop,
     device: Rc<dyn BlockDevice>,
-    turns: Turns,
+    scheduler: PieceScheduler,
     activity: Rc<Activity>,
     options: NbdServerOptions,
     buffers: Rc<Buffers>,
-    memory: Rc<Memory>,
+    memory: Rc<BufferMemory>,
     counters: Counters,
     /// Number of next reads that are answered with data, without a query of extents.
     sparse_skipped: Cell<u32>,
     /// True while an extent query that no read waits for is in flight.
-    is_asking: Cell<bool>,
+    has_extent_query: Cell<bool>,
     admission: Admission,
     /// Clients whose connection has not ended yet, including evicted ones.
     connections: Cell<usize>,
     /// Clients that were refused after the first of a burst; `None` if there is no burst.
-    crowd: Cell<Option<u64>>,
+    burst_refusals: Cell<Option<u64>>,
     /// True if neither clients nor requests are accepted any more.
     stopping: Cell<bool>,
     /// True if the stop timeout has expired.
-    cut: Cell<bool>,
+    aborted: Cell<bool>,
     /// Raised when a field above changes, an extent query ends, or a client is evicted or marked for disconnection.
     changed: Signal,
 }
@@ -170,7 +170,7 @@ impl Counters {
         add(&self.requests, 1);
     }
 
-    fn agreed(&self, framing: Framing) {
+    fn negotiated(&self, framing: Framing) {
         if framing == Framing::Extended {
             add(&self.extended, 1);
         }
@@ -196,19 +196,19 @@ impl NbdServer {
         let shared = Rc::new(Shared {
             on: on.clone(),
             device,
-            turns: Turns::new(on),
+            scheduler: PieceScheduler::new(on),
             activity: options.activity.clone().unwrap_or_else(|| Activity::new(on)),
             buffers: Rc::default(),
             admission: Admission::new(options.connections_max),
-            memory: Memory::new(options.memory_max.as_usize(), options.connections_max),
+            memory: BufferMemory::new(options.memory_max.as_usize(), options.connections_max),
             options,
             counters: Counters::default(),
             sparse_skipped: Cell::new(0),
-            is_asking: Cell::new(false),
+            has_extent_query: Cell::new(false),
             connections: Cell::new(0),
-            crowd: Cell::new(None),
+            burst_refusals: Cell::new(None),
             stopping: Cell::new(false),
-            cut: Cell::new(false),
+            aborted: Cell::new(false),
             changed: Signal::default(),
         });
         on.spawn(connection::drop_stalled(Rc::clone(&shared)));
@@ -228,10 +228,10 @@ impl NbdServer {
         let shared = &self.shared;
         shared.stopping.set(true);
         shared.changed.raise();
-        shared.end_crowd();
+        shared.end_burst();
         let limit = shared.options.stop_timeout;
         if shared.on.timeout(limit, shared.until_idle()).await.is_none() {
-            shared.cut();
+            shared.abort();
             shared.until_empty().await;
         }
     }
@@ -255,7 +255,7 @@ impl NbdServer {
 /// Stops the server at once.
 impl Drop for NbdServer {
     fn drop(&mut self) {
-        self.shared.cut();
+        self.shared.abort();
     }
 }
 
@@ -269,8 +269,8 @@ impl Shared {
     }
 
     /// Wakes the evicted client, if there is one.
-    fn wake_victim(&self, room: Room) {
-        if room == Room::Made {
+    fn wake_evicted(&self, source: SlotSource) {
+        if source == SlotSource::Evicted {
             self.changed.raise();
         }
     }
@@ -278,32 +278,32 @@ impl Shared {
     fn admit(self: &Rc<Self>, socket: Socket) {
         let member = match self.admission.connect(Peer::of(&socket), self.on.now()) {
             Ok((member, room)) => {
-                self.wake_victim(room);
+                self.wake_evicted(room);
                 member
             }
-            Err(NoRoom) => return self.turn_away(),
+            Err(NoSlot) => return self.refuse(),
         };
         add(&self.counters.accepted, 1);
         self.connections.set(self.connections.get() + 1);
         let shared = Rc::clone(self);
-        let client = self.options.clients.as_ref().map(Clients::enter);
+        let client = self.options.clients.as_ref().map(Clients::register);
         self.on.spawn(async move {
             connection::serve(Rc::clone(&shared), socket, &member).await;
             drop(client);
-            shared.admission.leave(&member);
+            shared.admission.remove_client(&member);
             shared.connections.set(shared.connections.get() - 1);
             shared.changed.raise();
         });
     }
 
     /// Counts a client that is refused. The first of a burst is logged, and later the number of further ones.
-    fn turn_away(self: &Rc<Self>) {
+    fn refuse(self: &Rc<Self>) {
         add(&self.counters.refused, 1);
-        if let Some(more) = self.crowd.get() {
-            self.crowd.set(Some(more + 1));
+        if let Some(more) = self.burst_refusals.get() {
+            self.burst_refusals.set(Some(more + 1));
             return;
         }
-        self.crowd.set(Some(0));
+        self.burst_refusals.set(Some(0));
         tracing::warn!(
             export = self.options.export,
             limit = self.options.connections_max,
@@ -311,16 +311,16 @@ impl Shared {
         );
         let (on, shared) = (self.on.clone(), Rc::downgrade(self));
         self.on.spawn(async move {
-            on.sleep(CROWD_TIME).await;
+            on.sleep(REFUSAL_LOG_INTERVAL).await;
             if let Some(shared) = shared.upgrade() {
-                shared.end_crowd();
+                shared.end_burst();
             }
         });
     }
 
     /// Logs the number of clients that were refused after the first of a burst. The next one begins another burst.
-    fn end_crowd(&self) {
-        let more = self.crowd.take().unwrap_or(0);
+    fn end_burst(&self) {
+        let more = self.burst_refusals.take().unwrap_or(0);
         if more > 0 {
             tracing::warn!(
                 export = self.options.export,
@@ -330,9 +330,9 @@ impl Shared {
         }
     }
 
-    fn cut(&self) {
+    fn abort(&self) {
         self.stopping.set(true);
-        self.cut.set(true);
+        self.aborted.set(true);
         self.changed.raise();
     }
 
@@ -341,7 +341,7 @@ impl Shared {
     }
 
     async fn until_idle(&self) {
-        let is_idle = || self.connections.get() == 0 && !self.is_asking.get();
+        let is_idle = || self.connections.get() == 0 && !self.has_extent_query.get();
         self.changed.when(is_idle).await;
     }
 

@@ -24,13 +24,13 @@ const BATCH_MAX: usize = 16;
 /// Reply to a request: headers, and parts of its buffer between them.
 pub(super) struct Reply {
     head: SmallVec<[u8; 64]>,
-    parts: SmallVec<[Part; 3]>,
+    parts: SmallVec<[ReplyPart; 3]>,
     buffer: Option<Buffer>,
     /// Released when the reply has been sent.
     _permit: Permit,
 }
 
-enum Part {
+enum ReplyPart {
     /// Range of `head`.
     Head(Range<usize>),
     /// Range of `buffer`.
@@ -42,7 +42,7 @@ pub(super) struct ReplyBuilder<'a> {
     framing: Framing,
     request: &'a RequestHeader,
     head: SmallVec<[u8; 64]>,
-    parts: SmallVec<[Part; 3]>,
+    parts: SmallVec<[ReplyPart; 3]>,
 }
 
 impl<'a> ReplyBuilder<'a> {
@@ -65,7 +65,7 @@ impl<'a> ReplyBuilder<'a> {
     }
 
     /// Builds a reply that reports success.
-    pub(super) fn done(mut self, permit: Permit) -> Reply {
+    pub(super) fn success(mut self, permit: Permit) -> Reply {
         match self.framing {
             // Spec, "Simple reply message": a simple reply is allowed, and shorter, wherever there is no payload,
             // except for reads.
@@ -86,8 +86,8 @@ impl<'a> ReplyBuilder<'a> {
         if self.framing == Framing::Simple {
             push_simple_reply(&mut self.head, 0, self.request.cookie);
             let head = self.head.len();
-            self.parts.push(Part::Head(0..head));
-            self.parts.push(Part::Data(0..len));
+            self.parts.push(ReplyPart::Head(0..head));
+            self.parts.push(ReplyPart::Data(0..len));
         } else {
             self.data_chunk(0..len, true);
         }
@@ -100,8 +100,8 @@ impl<'a> ReplyBuilder<'a> {
         self.chunk(chunks::OFFSET_DATA, last, 8 + part.len() as u64);
         let offset = self.request.offset + part.start as u64;
         self.head.extend(offset.to_be_bytes());
-        self.parts.push(Part::Head(start..self.head.len()));
-        self.parts.push(Part::Data(part));
+        self.parts.push(ReplyPart::Head(start..self.head.len()));
+        self.parts.push(ReplyPart::Data(part));
     }
 
     /// Adds a chunk for a part of a read that is all zeros. It is at most the longest payload, so 32 bits hold its
@@ -112,7 +112,7 @@ impl<'a> ReplyBuilder<'a> {
         let offset = self.request.offset + part.start as u64;
         self.head.extend(offset.to_be_bytes());
         self.head.extend((part.len() as u32).to_be_bytes());
-        self.parts.push(Part::Head(start..self.head.len()));
+        self.parts.push(ReplyPart::Head(start..self.head.len()));
     }
 
     /// Adds a chunk with the lengths and states of extents, in order.
@@ -141,7 +141,7 @@ impl<'a> ReplyBuilder<'a> {
 
     pub(super) fn finish(mut self, buffer: Option<Buffer>, permit: Permit) -> Reply {
         if self.parts.is_empty() {
-            self.parts.push(Part::Head(0..self.head.len()));
+            self.parts.push(ReplyPart::Head(0..self.head.len()));
         }
         Reply {
             head: self.head,
@@ -172,8 +172,8 @@ impl Reply {
     fn push_pieces(&self, pieces: &mut Vec<IoVec>) {
         for part in &self.parts {
             let bytes = match part {
-                Part::Head(range) => &self.head[range.clone()],
-                Part::Data(range) => match &self.buffer {
+                ReplyPart::Head(range) => &self.head[range.clone()],
+                ReplyPart::Data(range) => match &self.buffer {
                     Some(buffer) => &buffer[range.clone()],
                     None => &[],
                 },
@@ -204,8 +204,8 @@ impl Outgoing {
     /// Drops the waiting replies, and all later ones.
     pub(super) fn close(&self) {
         self.closed.set(true);
-        let thrown_away = self.queue.take();
-        drop(thrown_away);
+        let dropped = self.queue.take();
+        drop(dropped);
     }
 
     /// Sends replies until the connection breaks; returns the error.
@@ -213,8 +213,8 @@ impl Outgoing {
         let mut batch: Vec<Reply> = Vec::with_capacity(BATCH_MAX);
         let mut pieces: Vec<IoVec> = Vec::new();
         loop {
-            let some = || (!self.queue.borrow().is_empty()).then_some(());
-            self.added.until(some).await;
+            let is_due = || (!self.queue.borrow().is_empty()).then_some(());
+            self.added.until(is_due).await;
             {
                 let mut queue = self.queue.borrow_mut();
                 let count = queue.len().min(BATCH_MAX);
@@ -241,13 +241,13 @@ async fn send_pieces(stream: &MaybeTlsStream, limits: &Limits, pieces: &[IoVec])
         // call.
         let left = unsafe { WriteBuf::from_pieces(pieces) }.skip(done);
         if left.is_empty() {
-            return limits.client(stream.flush()).await;
+            return limits.wait_for_client(stream.flush()).await;
         }
         match stream.try_write(&[], left) {
             Ok(count) => done += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                limits.client(stream.writable()).await?;
+                limits.wait_for_client(stream.writable()).await?;
             }
             Err(error) => return Err(error),
         }

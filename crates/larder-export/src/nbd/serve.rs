@@ -17,30 +17,30 @@ use super::connection::Connection;
 use super::handshake::ALLOCATION_CONTEXT;
 use super::limits::Permit;
 use super::reply::{Reply, ReplyBuilder, error_text};
-use crate::activity::Kind;
+use crate::activity::RequestKind;
 
 /// Shortest read, in bytes, that may be answered with holes; for shorter ones an extent query costs more than the
 /// data.
-const SPARSE_LEN_MIN: u64 = 64 << 10;
+const SPARSE_BYTES_MIN: u64 = 64 << 10;
 
 /// Extents that a sparse read queries; the range after them is sent as data.
 const SPARSE_EXTENTS_MAX: usize = 32;
 
 /// Reads answered with data after an extent query that had to wait, because such a query may be a request to a
 /// server.
-const SPARSE_SKIPPED: u32 = 16;
+const SPARSE_SKIP_READS: u32 = 16;
 
 /// Extents in one reply to block status. The client queries the rest again.
 const STATUS_EXTENTS_MAX: usize = 4096;
 
 /// Bytes that a cache request reads at a time.
-pub(super) const CACHE_STEP: u64 = 1 << 20;
+pub(super) const CACHE_STEP_BYTES: u64 = 1 << 20;
 
 /// Bytes that a cache request reads in all; the request is only a hint, and the rest of it is ignored.
-const CACHE_LEN_MAX: u64 = PAYLOAD_LEN_MAX as u64;
+const CACHE_BYTES_MAX: u64 = PAYLOAD_LEN_MAX as u64;
 
 /// Returns the memory that the reply to a request without a buffer may take, in bytes.
-pub(super) fn reply_room(command: Command) -> usize {
+pub(super) fn reply_bytes_max(command: Command) -> usize {
     match command {
         // Each extent takes a length and a state of 8 bytes, once as queried and once as sent.
         Command::BlockStatus => 2 * 16 * STATUS_EXTENTS_MAX,
@@ -53,7 +53,7 @@ pub(super) struct Refused(pub(super) u32);
 
 /// Checks a request before any payload is read. A refusal is sent when the payload has been consumed.
 pub(super) fn check(connection: &Connection, request: &RequestHeader) -> Result<Command, Refused> {
-    let framing = connection.agreed.framing;
+    let framing = connection.negotiated.framing;
     let command = Command::from_code(request.command).ok_or(Refused(errors::EINVAL))?;
     let none = CommandFlags::NONE;
     let known = match command {
@@ -70,7 +70,7 @@ pub(super) fn check(connection: &Connection, request: &RequestHeader) -> Result<
     if command.is_change() && connection.shared.is_read_only() {
         return Err(Refused(errors::EPERM));
     }
-    let allocation = connection.agreed.allocation;
+    let allocation = connection.negotiated.allocation;
     if command == Command::BlockStatus && (!allocation || request.len == 0) {
         return Err(Refused(errors::EINVAL));
     }
@@ -93,11 +93,11 @@ pub(super) fn check(connection: &Connection, request: &RequestHeader) -> Result<
 /// Builds the reply to a refused request.
 pub(super) fn refuse(connection: &Connection, request: &RequestHeader, refused: &Refused, permit: Permit) -> Reply {
     connection.shared.counters.failed();
-    ReplyBuilder::new(connection.agreed.framing, request).error(refused.0, error_text(refused.0), permit)
+    ReplyBuilder::new(connection.negotiated.framing, request).error(refused.0, error_text(refused.0), permit)
 }
 
 /// Result of a successful request.
-enum Answer {
+enum RequestResult {
     Done,
     /// Data that was read.
     Data(Buffer),
@@ -116,51 +116,51 @@ pub(super) async fn execute(
     permit: Permit,
 ) {
     let shared = &connection.shared;
-    let waiting = shared.activity.wait();
-    let result = carry_out(&connection, &request, command, buffer).await;
+    let in_flight = shared.activity.start_request();
+    let result = execute_command(&connection, &request, command, buffer).await;
     match kind_of(command) {
-        Some(kind) => waiting.ended(kind, request.len, result.is_ok()),
-        None => drop(waiting),
+        Some(kind) => in_flight.finish(kind, request.len, result.is_ok()),
+        None => drop(in_flight),
     }
-    connection.member.note_activity(shared.on.turn_time());
-    let builder = ReplyBuilder::new(connection.agreed.framing, &request);
+    connection.member.record_activity(shared.on.turn_time());
+    let builder = ReplyBuilder::new(connection.negotiated.framing, &request);
     connection.outgoing.push(match result {
-        Ok(Answer::Done) => builder.done(permit),
-        Ok(Answer::Data(buffer)) => builder.data(buffer, permit),
-        Ok(Answer::Sparse(runs, buffer)) => sparse_reply(builder, &runs, buffer, permit),
-        Ok(Answer::Status(extents)) => status_reply(builder, &extents, permit),
-        Err(error) => failed(&connection, &request, command, &error, permit),
+        Ok(RequestResult::Done) => builder.success(permit),
+        Ok(RequestResult::Data(buffer)) => builder.data(buffer, permit),
+        Ok(RequestResult::Sparse(runs, buffer)) => sparse_reply(builder, &runs, buffer, permit),
+        Ok(RequestResult::Status(extents)) => status_reply(builder, &extents, permit),
+        Err(error) => failure_reply(&connection, &request, command, &error, permit),
     });
 }
 
 /// Returns the kind as which a command is counted, if it is counted.
-fn kind_of(command: Command) -> Option<Kind> {
+fn kind_of(command: Command) -> Option<RequestKind> {
     match command {
-        Command::Read => Some(Kind::Read),
-        Command::Write => Some(Kind::Write),
-        Command::Flush => Some(Kind::Flush),
-        Command::Trim => Some(Kind::Discard),
-        Command::WriteZeroes => Some(Kind::WriteZeroes),
+        Command::Read => Some(RequestKind::Read),
+        Command::Write => Some(RequestKind::Write),
+        Command::Flush => Some(RequestKind::Flush),
+        Command::Trim => Some(RequestKind::Discard),
+        Command::WriteZeroes => Some(RequestKind::WriteZeroes),
         Command::Cache | Command::BlockStatus | Command::Disconnect => None,
     }
 }
 
-async fn carry_out(
+async fn execute_command(
     connection: &Connection,
     request: &RequestHeader,
     command: Command,
     buffer: Option<Buffer>,
-) -> IoResult<Answer> {
+) -> IoResult<RequestResult> {
     match command {
         Command::Read => read(connection, request, buffer).await,
         Command::BlockStatus => block_status(connection, request).await,
-        command => change(connection, request, command, buffer)
+        command => execute_change(connection, request, command, buffer)
             .await
-            .map(|()| Answer::Done),
+            .map(|()| RequestResult::Done),
     }
 }
 
-fn failed(
+fn failure_reply(
     connection: &Connection,
     request: &RequestHeader,
     command: Command,
@@ -169,13 +169,13 @@ fn failed(
 ) -> Reply {
     connection.shared.counters.failed();
     // With FAST_ZERO, "not faster than data" is a regular result that the client asked for.
-    let answers = request.flags.contains(CommandFlags::FAST_ZERO) && error.failure() == Failure::Unsupported;
-    if !answers {
+    let is_expected = request.flags.contains(CommandFlags::FAST_ZERO) && error.failure() == Failure::Unsupported;
+    if !is_expected {
         connection.shared.activity.report(error);
     }
     let writes = matches!(command, Command::Write | Command::WriteZeroes);
     let number = error_of(error.failure(), writes);
-    ReplyBuilder::new(connection.agreed.framing, request).error(number, &error.to_string(), permit)
+    ReplyBuilder::new(connection.negotiated.framing, request).error(number, &error.to_string(), permit)
 }
 
 fn range_of(request: &RequestHeader) -> ByteRange {
@@ -183,7 +183,7 @@ fn range_of(request: &RequestHeader) -> ByteRange {
 }
 
 /// Executes a command whose reply is only success or failure.
-async fn change(
+async fn execute_change(
     connection: &Connection,
     request: &RequestHeader,
     command: Command,
@@ -198,7 +198,11 @@ async fn change(
             connection.shared.counters.wrote(range.len);
             let payload = WriteBuf::new(&buffer);
             let flags = WriteFlags { fua };
-            connection.shared.turns.write(device, range.start, payload, flags).await
+            connection
+                .shared
+                .scheduler
+                .write(device, range.start, payload, flags)
+                .await
         }
         Command::Flush => device.flush().await,
         _ if range.is_empty() => Ok(()),
@@ -227,7 +231,7 @@ async fn change(
 async fn cache(connection: &Connection, range: ByteRange, buffer: &mut Buffer) -> IoResult {
     let end = range.end();
     let mut at = range.start;
-    let mut left = CACHE_LEN_MAX;
+    let mut left = CACHE_BYTES_MAX;
     while at < end && left > 0 {
         let step = ByteRange::between(at, end).len.min(ByteLen::new(left));
         let step = step.min(ByteLen::of_buffer(buffer.len()));
@@ -239,28 +243,28 @@ async fn cache(connection: &Connection, range: ByteRange, buffer: &mut Buffer) -
     Ok(())
 }
 
-async fn read(connection: &Connection, request: &RequestHeader, buffer: Option<Buffer>) -> IoResult<Answer> {
+async fn read(connection: &Connection, request: &RequestHeader, buffer: Option<Buffer>) -> IoResult<RequestResult> {
     let Some(mut buffer) = buffer else {
-        return Ok(Answer::Done);
+        return Ok(RequestResult::Done);
     };
     let range = range_of(request);
     connection.shared.counters.read(range.len);
-    let may_be_sparse = connection.agreed.framing != Framing::Simple
+    let may_be_sparse = connection.negotiated.framing != Framing::Simple
         && !request.flags.contains(CommandFlags::DF)
-        && request.len >= SPARSE_LEN_MIN;
+        && request.len >= SPARSE_BYTES_MIN;
     let runs = if may_be_sparse {
-        runs_of(connection, range).await
+        query_runs(connection, range).await
     } else {
         Vec::new()
     };
     if runs.iter().all(|run| !run.zero) {
         let target = ReadBuf::new(&mut buffer);
         let shared = &connection.shared;
-        shared.turns.read(&*shared.device, range.start, target).await?;
-        return Ok(Answer::Data(buffer));
+        shared.scheduler.read(&*shared.device, range.start, target).await?;
+        return Ok(RequestResult::Data(buffer));
     }
     read_runs(connection, range, &runs, &mut buffer).await?;
-    Ok(Answer::Sparse(runs, buffer))
+    Ok(RequestResult::Sparse(runs, buffer))
 }
 
 /// Part of a read that is all data or all zeros, relative to the start of the read.
@@ -272,16 +276,16 @@ struct Run {
 
 /// Returns the runs of a read, or none if the device would have to wait for them. A server behind the device may be
 /// slower than the read, or disconnected while a cache has the data.
-async fn runs_of(connection: &Connection, range: ByteRange) -> Vec<Run> {
+async fn query_runs(connection: &Connection, range: ByteRange) -> Vec<Run> {
     let shared = &connection.shared;
-    if shared.is_asking.get() {
+    if shared.has_extent_query.get() {
         return Vec::new();
     }
     if let skipped @ 1.. = shared.sparse_skipped.get() {
         shared.sparse_skipped.set(skipped - 1);
         return Vec::new();
     }
-    let Some(extents) = extents_at_once(shared, range).await else {
+    let Some(extents) = query_extents_without_waiting(shared, range).await else {
         return Vec::new();
     };
     let mut runs: Vec<Run> = Vec::with_capacity(extents.len() + 1);
@@ -309,20 +313,20 @@ async fn runs_of(connection: &Connection, range: ByteRange) -> Vec<Run> {
 ///
 /// A query that has to wait continues in the background, one at a time. The kernel may be reading into its memory, so
 /// dropping it would stop the whole thread until the device has answered.
-async fn extents_at_once(shared: &Rc<Shared>, range: ByteRange) -> Option<Vec<Extent>> {
-    let asked = Rc::clone(shared);
-    let mut asking = Box::pin(async move { asked.device.extents(range, SPARSE_EXTENTS_MAX).await });
-    match std::future::poll_fn(|context| Poll::Ready(asking.as_mut().poll(context))).await {
-        Poll::Ready(answer) => answer.ok(),
+async fn query_extents_without_waiting(shared: &Rc<Shared>, range: ByteRange) -> Option<Vec<Extent>> {
+    let device_owner = Rc::clone(shared);
+    let mut query = Box::pin(async move { device_owner.device.extents(range, SPARSE_EXTENTS_MAX).await });
+    match std::future::poll_fn(|context| Poll::Ready(query.as_mut().poll(context))).await {
+        Poll::Ready(extents) => extents.ok(),
         Poll::Pending => {
-            shared.sparse_skipped.set(SPARSE_SKIPPED);
-            shared.is_asking.set(true);
-            let asker = Rc::clone(shared);
+            shared.sparse_skipped.set(SPARSE_SKIP_READS);
+            shared.has_extent_query.set(true);
+            let shared_for_task = Rc::clone(shared);
             shared.on.spawn(async move {
                 // The result comes too late for any read.
-                let _ = asking.await;
-                asker.is_asking.set(false);
-                asker.changed.raise();
+                let _ = query.await;
+                shared_for_task.has_extent_query.set(false);
+                shared_for_task.changed.raise();
             });
             None
         }
@@ -334,7 +338,7 @@ async fn read_runs(connection: &Connection, range: ByteRange, runs: &[Run], buff
         let at = range.start + ByteLen::of_buffer(run.start);
         let target = ReadBuf::new(&mut buffer[run.start..run.start + run.len]);
         let shared = &connection.shared;
-        shared.turns.read(&*shared.device, at, target).await?;
+        shared.scheduler.read(&*shared.device, at, target).await?;
     }
     Ok(())
 }
@@ -352,12 +356,12 @@ fn sparse_reply(mut reply: ReplyBuilder<'_>, runs: &[Run], buffer: Buffer, permi
     reply.finish(Some(buffer), permit)
 }
 
-async fn block_status(connection: &Connection, request: &RequestHeader) -> IoResult<Answer> {
+async fn block_status(connection: &Connection, request: &RequestHeader) -> IoResult<RequestResult> {
     const { assert!(STATUS_EXTENTS_MAX <= STATUS_DESCRIPTORS_MAX as usize) };
     let one = request.flags.contains(CommandFlags::REQ_ONE);
     let limit = if one { 1 } else { STATUS_EXTENTS_MAX };
     let mut range = range_of(request);
-    if connection.agreed.framing != Framing::Extended {
+    if connection.negotiated.framing != Framing::Extended {
         // Lengths have 32 bits there, in requests too; a merged extent cannot be longer than the request.
         range.len = range.len.min(ByteLen::new(u64::from(u32::MAX)));
     }
@@ -375,7 +379,7 @@ async fn block_status(connection: &Connection, request: &RequestHeader) -> IoRes
             _ => extents.push((len, state)),
         }
     }
-    Ok(Answer::Status(extents))
+    Ok(RequestResult::Status(extents))
 }
 
 fn status_reply(mut reply: ReplyBuilder<'_>, extents: &[(u64, u64)], permit: Permit) -> Reply {

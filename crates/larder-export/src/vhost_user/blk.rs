@@ -5,9 +5,9 @@ use larder_block::{
 };
 
 use super::Serial;
-use super::ring::Chain;
-use crate::activity::{Activity, Kind};
-use crate::turns::Turns;
+use super::ring::DescriptorChain;
+use crate::activity::{Activity, RequestKind};
+use crate::piece_scheduler::PieceScheduler;
 
 /// Size of a sector in virtio-blk, regardless of the block size.
 const SECTOR_BYTES: u64 = 512;
@@ -65,7 +65,7 @@ pub mod feature {
 
 /// Queue parameters in the configuration space.
 #[derive(Clone, Copy, Debug)]
-pub struct Queues {
+pub struct QueueParameters {
     /// Number of queues.
     pub count: u16,
     /// Number of descriptors that the front-end gives each queue.
@@ -97,29 +97,29 @@ pub fn features(geometry: &Geometry) -> u64 {
 }
 
 /// Returns `len` bytes of the configuration space from `offset` on; zeros past its end.
-pub fn config(geometry: &Geometry, queues: Queues, write_cache: bool, offset: u32, len: u32) -> Vec<u8> {
+pub fn config(geometry: &Geometry, queues: QueueParameters, write_cache: bool, offset: u32, len: u32) -> Vec<u8> {
     let block = geometry.block_size;
     let mut space = [0u8; CONFIG_BYTES];
-    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, &(geometry.size.get() / SECTOR_BYTES).to_le_bytes());
+    let mut set_bytes = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+    set_bytes(0, &(geometry.size.get() / SECTOR_BYTES).to_le_bytes());
     // Header and status need a descriptor each.
-    put(12, &u32::from(queues.size.saturating_sub(2)).to_le_bytes());
-    put(20, &block.to_le_bytes());
+    set_bytes(12, &u32::from(queues.size.saturating_sub(2)).to_le_bytes());
+    set_bytes(20, &block.to_le_bytes());
     let exponent = geometry.physical_block_size.max(block).trailing_zeros() - block.trailing_zeros();
     let preferred_blocks = geometry.physical_block_size.max(block) / block;
-    put(24, &[exponent as u8, 0]);
-    put(26, &u16::try_from(preferred_blocks).unwrap_or(u16::MAX).to_le_bytes());
-    put(CONFIG_WCE, &[u8::from(write_cache)]);
-    put(34, &queues.count.to_le_bytes());
-    put(36, &SEGMENT_SECTORS_MAX.to_le_bytes());
-    put(40, &SEGMENTS_MAX.to_le_bytes());
-    put(
+    set_bytes(24, &[exponent as u8, 0]);
+    set_bytes(26, &u16::try_from(preferred_blocks).unwrap_or(u16::MAX).to_le_bytes());
+    set_bytes(CONFIG_WCE, &[u8::from(write_cache)]);
+    set_bytes(34, &queues.count.to_le_bytes());
+    set_bytes(36, &SEGMENT_SECTORS_MAX.to_le_bytes());
+    set_bytes(40, &SEGMENTS_MAX.to_le_bytes());
+    set_bytes(
         44,
         &(geometry.discard_granularity.max(block) / SECTOR_BYTES as u32).to_le_bytes(),
     );
-    put(48, &SEGMENT_SECTORS_MAX.to_le_bytes());
-    put(52, &SEGMENTS_MAX.to_le_bytes());
-    put(56, &[1]);
+    set_bytes(48, &SEGMENT_SECTORS_MAX.to_le_bytes());
+    set_bytes(52, &SEGMENTS_MAX.to_le_bytes());
+    set_bytes(56, &[1]);
     (offset as usize..)
         .take(len as usize)
         .map(|at| space.get(at).copied().unwrap_or(0))
@@ -133,7 +133,7 @@ pub fn write_cache_in(offset: u32, bytes: &[u8]) -> Option<bool> {
 }
 
 /// State that a request needs, in addition to its device.
-pub struct DiskState<'a> {
+pub struct RequestContext<'a> {
     /// Serial number for GET_ID.
     pub serial: &'a Serial,
     /// If false, every write is durable on completion.
@@ -141,12 +141,12 @@ pub struct DiskState<'a> {
     /// Statistics of the disk's requests.
     pub activity: &'a Activity,
     /// Scheduler of reads and writes.
-    pub turns: &'a Turns,
+    pub scheduler: &'a PieceScheduler,
 }
 
 /// Result of a request.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct RequestOutcome {
     /// Bytes written to the chain, including the status.
     pub written: u32,
     /// Error to log, if the device failed.
@@ -154,7 +154,7 @@ pub struct Outcome {
 }
 
 /// Header of a request: 16 bytes that the device reads.
-struct Header {
+struct RequestHeader {
     kind: u32,
     sector: u64,
 }
@@ -164,7 +164,11 @@ struct Header {
 ///
 /// # Safety
 /// The chain's pieces are mapped guest memory until the future has ended or was dropped.
-pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chain: &Chain) -> Outcome {
+pub async unsafe fn execute(
+    device: &dyn BlockDevice,
+    state: RequestContext<'_>,
+    chain: &DescriptorChain,
+) -> RequestOutcome {
     // SAFETY: the caller guarantees it.
     let (readable, writable) = unsafe {
         (
@@ -174,21 +178,21 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
     };
     let mut header = [0; HEADER_BYTES];
     if readable.len() < header.len() || writable.is_empty() {
-        return Outcome {
+        return RequestOutcome {
             written: 0,
             error: None,
         };
     }
     readable.copy_to_slice(&mut header);
     let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = header;
-    let header = Header {
+    let header = RequestHeader {
         kind: u32::from_le_bytes([k0, k1, k2, k3]),
         sector: u64::from_le_bytes(sector),
     };
     let status = writable.skip(writable.len() - 1);
     let data_in = writable.slice(0, writable.len() - 1);
     let data_out = readable.skip(HEADER_BYTES);
-    let (code, error) = match carry_out(device, &state, &header, data_in, data_out).await {
+    let (code, error) = match execute_request(device, &state, &header, data_in, data_out).await {
         Ok(()) => (S_OK, None),
         Err(Refusal::Unsupported) => (S_UNSUPP, None),
         Err(Refusal::Malformed) => (S_IOERR, None),
@@ -210,7 +214,7 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
     }
     status.copy_from_slice(&[code]);
     let data_written = if code == S_OK { data_in.len() } else { 0 };
-    Outcome {
+    RequestOutcome {
         written: u32::try_from(data_written + 1).unwrap_or(u32::MAX),
         error,
     }
@@ -230,32 +234,32 @@ impl From<IoError> for Refusal {
     }
 }
 
-async fn carry_out(
+async fn execute_request(
     device: &dyn BlockDevice,
-    state: &DiskState<'_>,
-    header: &Header,
+    state: &RequestContext<'_>,
+    header: &RequestHeader,
     data_in: ReadBuf<'_>,
     data_out: WriteBuf<'_>,
 ) -> Result<(), Refusal> {
-    let (activity, turns) = (state.activity, state.turns);
-    let (kind, bytes, begun);
+    let (activity, scheduler) = (state.activity, state.scheduler);
+    let (kind, bytes, started_at);
     // The request is large, so it is not moved after it was started.
     let mut io = match header.kind {
         T_IN => {
-            let start = start_of(header.sector, data_in.len())?;
-            (kind, bytes, begun) = (Kind::Read, data_in.len() as u64, activity.time_in_call());
-            turns.read(device, start, data_in)
+            let start = checked_start(header.sector, data_in.len())?;
+            (kind, bytes, started_at) = (RequestKind::Read, data_in.len() as u64, activity.sample_start());
+            scheduler.read(device, start, data_in)
         }
         T_OUT => {
             let flags = WriteFlags {
                 fua: !state.write_cache,
             };
-            let start = start_of(header.sector, data_out.len())?;
-            (kind, bytes, begun) = (Kind::Write, data_out.len() as u64, activity.time_in_call());
-            turns.write(device, start, data_out, flags)
+            let start = checked_start(header.sector, data_out.len())?;
+            (kind, bytes, started_at) = (RequestKind::Write, data_out.len() as u64, activity.sample_start());
+            scheduler.write(device, start, data_out, flags)
         }
         T_FLUSH => {
-            (kind, bytes, begun) = (Kind::Flush, 0, activity.time_in_call());
+            (kind, bytes, started_at) = (RequestKind::Flush, 0, activity.sample_start());
             device.flush()
         }
         T_GET_ID => {
@@ -263,26 +267,26 @@ async fn carry_out(
             data_in.copy_from_slice(&state.serial.bytes()[..len]);
             return Ok(());
         }
-        T_DISCARD => return Box::pin(all_segments(device, state, Kind::Discard, data_out)).await,
-        T_WRITE_ZEROES => return Box::pin(all_segments(device, state, Kind::WriteZeroes, data_out)).await,
+        T_DISCARD => return Box::pin(count_segments(device, state, RequestKind::Discard, data_out)).await,
+        T_WRITE_ZEROES => return Box::pin(count_segments(device, state, RequestKind::WriteZeroes, data_out)).await,
         _ => return Err(Refusal::Unsupported),
     };
-    Ok(activity.count(kind, bytes, begun, &mut io).await?)
+    Ok(activity.wait_and_count(kind, bytes, started_at, &mut io).await?)
 }
 
-async fn all_segments(
+async fn count_segments(
     device: &dyn BlockDevice,
-    state: &DiskState<'_>,
-    kind: Kind,
+    state: &RequestContext<'_>,
+    kind: RequestKind,
     list: WriteBuf<'_>,
 ) -> Result<(), Refusal> {
-    let waiting = state.activity.wait();
-    let (bytes, result) = segments(device, kind, list, !state.write_cache).await;
-    waiting.ended(kind, bytes, result.is_ok());
+    let request = state.activity.start_request();
+    let (bytes, result) = execute_segments(device, kind, list, !state.write_cache).await;
+    request.finish(kind, bytes, result.is_ok());
     result
 }
 
-fn start_of(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {
+fn checked_start(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {
     let start = sector.checked_mul(SECTOR_BYTES).ok_or(Refusal::Malformed)?;
     if !(len as u64).is_multiple_of(SECTOR_BYTES) || len > DATA_BYTES_MAX {
         return Err(Refusal::Malformed);
@@ -291,7 +295,12 @@ fn start_of(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {
 }
 
 /// Discards or zeroes each segment in turn: sector (u64), number of sectors (u32), flags (u32, bit 0: may unmap).
-async fn segments(device: &dyn BlockDevice, kind: Kind, list: WriteBuf<'_>, fua: bool) -> (u64, Result<(), Refusal>) {
+async fn execute_segments(
+    device: &dyn BlockDevice,
+    kind: RequestKind,
+    list: WriteBuf<'_>,
+    fua: bool,
+) -> (u64, Result<(), Refusal>) {
     let mut total = 0;
     let count = list.len() / SEGMENT_BYTES;
     if !list.len().is_multiple_of(SEGMENT_BYTES) || count == 0 || count > SEGMENTS_MAX as usize {
@@ -304,15 +313,15 @@ async fn segments(device: &dyn BlockDevice, kind: Kind, list: WriteBuf<'_>, fua:
         let sectors = u32::from_le_bytes([c0, c1, c2, c3]);
         let flags = u32::from_le_bytes([f0, f1, f2, f3]);
         let unmap = flags & 1 != 0;
-        if flags & !1 != 0 || (unmap && kind == Kind::Discard) {
+        if flags & !1 != 0 || (unmap && kind == RequestKind::Discard) {
             return (total, Err(Refusal::Unsupported));
         }
         let len = ByteLen::new(u64::from(sectors) * SECTOR_BYTES);
-        let range = match start_of(u64::from_le_bytes(sector), 0) {
+        let range = match checked_start(u64::from_le_bytes(sector), 0) {
             Ok(start) if sectors <= SEGMENT_SECTORS_MAX => ByteRange { start, len },
             _ => return (total, Err(Refusal::Malformed)),
         };
-        let result = if kind == Kind::Discard {
+        let result = if kind == RequestKind::Discard {
             device.discard(range).await
         } else {
             let flags = ZeroFlags {

@@ -14,10 +14,10 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 use rustix::fs::MemfdFlags;
 
-use super::memo::{MEMO_BYTES, Memo};
+use super::frontend_state::{FRONTEND_STATE_BYTES, FrontendState};
 use super::memory::{GuestMemory, LostMapping, Mapping, MemoryError};
 use super::message::InflightInfo;
-use super::ring::{Chain, Cursor, Head, PackedRing, Ring, RingError, SplitRing};
+use super::ring::{Cursor, DescriptorChain, Head, PackedRing, Ring, RingError, SplitRing};
 
 const VERSION: u16 = 1;
 const REGION_ALIGNMENT: usize = 64;
@@ -57,7 +57,7 @@ mod entry {
 /// In-flight region of a disk: one part per queue.
 pub struct InflightRegion {
     mapping: Rc<Mapping>,
-    memo: Option<Memo>,
+    frontend_state: Option<FrontendState>,
     queues: u16,
     queue_size: u16,
     packed: bool,
@@ -92,8 +92,8 @@ impl InflightRegion {
         packed: bool,
         write_cache: bool,
     ) -> Result<(InflightInfo, OwnedFd), MemoryError> {
-        let memo_at = (queue_bytes(queue_size, packed) * usize::from(queues)) as u64;
-        let bytes = memo_at + MEMO_BYTES as u64;
+        let state_offset = (queue_bytes(queue_size, packed) * usize::from(queues)) as u64;
+        let bytes = state_offset + FRONTEND_STATE_BYTES as u64;
         let failed = |error: rustix::io::Errno| MemoryError::Map {
             what: "the in-flight region",
             bytes,
@@ -101,7 +101,7 @@ impl InflightRegion {
         };
         let file = rustix::fs::memfd_create("larder-inflight", MemfdFlags::CLOEXEC).map_err(failed)?;
         rustix::fs::ftruncate(&file, bytes).map_err(failed)?;
-        rustix::io::pwrite(&file, &Memo::fresh(write_cache), memo_at).map_err(failed)?;
+        rustix::io::pwrite(&file, &FrontendState::initial_bytes(write_cache), state_offset).map_err(failed)?;
         let info = InflightInfo {
             bytes,
             file_offset: 0,
@@ -119,9 +119,9 @@ impl InflightRegion {
         let bytes_for = |queue_size| (queue_bytes(queue_size, packed) * usize::from(info.queues)) as u64;
         // QEMU repeats the size that it requested, even if it got another one. The length of a region that Larder
         // created reveals the size that it was created for.
-        let ours = |size: &u16| bytes_for(*size) + MEMO_BYTES as u64 == info.bytes;
+        let is_larder_size = |size: &u16| bytes_for(*size) + FRONTEND_STATE_BYTES as u64 == info.bytes;
         let mut larger = (0..15).map(|shift| 1 << shift).filter(|size| *size > info.queue_size);
-        let queue_size = larger.find(ours).unwrap_or(info.queue_size);
+        let queue_size = larger.find(is_larder_size).unwrap_or(info.queue_size);
         let needed = bytes_for(queue_size);
         if info.bytes < needed {
             return Err(MemoryError::Map {
@@ -143,7 +143,7 @@ impl InflightRegion {
         let what = "the in-flight region";
         let mapping = Rc::new(Mapping::new(file, info.file_offset, info.bytes, what)?);
         Ok(Self {
-            memo: Memo::find(&mapping, needed as usize),
+            frontend_state: FrontendState::find(&mapping, needed as usize),
             mapping,
             queues: info.queues,
             queue_size,
@@ -152,8 +152,8 @@ impl InflightRegion {
     }
 
     /// Returns the memo that is stored after the records, if the region has one.
-    pub fn memo(&self) -> Option<&Memo> {
-        self.memo.as_ref()
+    pub fn frontend_state(&self) -> Option<&FrontendState> {
+        self.frontend_state.as_ref()
     }
 
     /// Checks that the region is not lost; see [`Mapping::check`].
@@ -195,7 +195,7 @@ pub struct Resubmission {
     /// Head for pushing the request as used.
     pub head: Head,
     /// Index of its entry.
-    pub note: u16,
+    pub entry_index: u16,
     order: u64,
 }
 
@@ -209,7 +209,7 @@ impl InflightQueue {
 
     fn write<T: Copy>(&self, at: usize, value: T) {
         #[cfg(test)]
-        crash_tests::die_if_due();
+        crash_tests::crash_if_due();
         debug_assert!(at + size_of::<T>() <= queue_bytes(self.size, self.packed));
         // SAFETY: as in `read`; all fields are aligned by the format, and the region begins at a multiple of 64 bytes
         // in a page.
@@ -254,7 +254,7 @@ impl InflightQueue {
         self.write(first_at + entry::PACKED_COUNTER, self.counter);
         self.write(first_at, 1u8);
         let mut free = first;
-        for (index, raw) in ring.taken_last(head.slots).enumerate() {
+        for (index, raw) in ring.last_popped(head.slots).enumerate() {
             let at = Self::packed_entry(free % self.size);
             let [a @ .., l0, l1, l2, l3, i0, i1, f0, f1] = raw;
             self.write(first_at + entry::PACKED_NUM, index as u16 + 1);
@@ -271,33 +271,33 @@ impl InflightQueue {
     }
 
     /// Prepares the record before a chain is pushed as used.
-    pub fn before_give_back(&mut self, ring: &Ring, head: Head, note: u16) {
+    pub fn before_push_used(&mut self, ring: &Ring, head: Head, entry_index: u16) {
         match ring {
             Ring::Split(_) => {
                 let last: u16 = self.read(offset::SPLIT_LAST_BATCH);
-                self.write(Self::split_entry(note) + entry::SPLIT_NEXT, last);
-                self.write(offset::SPLIT_LAST_BATCH, note);
+                self.write(Self::split_entry(entry_index) + entry::SPLIT_NEXT, last);
+                self.write(offset::SPLIT_LAST_BATCH, entry_index);
             }
             Ring::Packed(ring) => {
-                let at = Self::packed_entry(note % self.size);
+                let at = Self::packed_entry(entry_index % self.size);
                 let last: u16 = self.read(at + entry::PACKED_LAST);
                 let free: u16 = self.read(offset::PACKED_FREE);
                 self.write(Self::packed_entry(last % self.size) + entry::PACKED_NEXT, free);
-                self.write(offset::PACKED_FREE, note);
+                self.write(offset::PACKED_FREE, entry_index);
                 self.write_used(ring.used_cursor().advanced(head.slots, self.size));
             }
         }
     }
 
     /// Completes the record after a chain was pushed as used.
-    pub fn after_give_back(&mut self, ring: &Ring, note: u16) {
+    pub fn after_push_used(&mut self, ring: &Ring, entry_index: u16) {
         match ring {
             Ring::Split(ring) => {
-                self.write(Self::split_entry(note), 0u8);
+                self.write(Self::split_entry(entry_index), 0u8);
                 self.write(offset::SPLIT_USED, ring.used_index());
             }
             Ring::Packed(_) => {
-                self.write(Self::packed_entry(note % self.size), 0u8);
+                self.write(Self::packed_entry(entry_index % self.size), 0u8);
                 self.commit_packed();
             }
         }
@@ -317,19 +317,20 @@ impl InflightQueue {
 
     /// Invalidates the record, when all requests are done and the front-end has received the ring's position: the
     /// next start takes the position from the front-end.
-    pub fn retire(&mut self) {
+    pub fn invalidate(&mut self) {
         self.write(offset::VERSION, 0u16);
     }
 
     /// Recovers the record at the start of a queue: sets the ring's position and returns the requests in flight,
     /// oldest first. A region that is not initialised is initialised, and leaves the ring's position unchanged.
     pub fn recover(&mut self, ring: &mut Ring) -> Vec<Resubmission> {
-        let known = self.read::<u16>(offset::VERSION) == VERSION && self.read::<u16>(offset::COUNT) == self.size;
+        let is_initialised =
+            self.read::<u16>(offset::VERSION) == VERSION && self.read::<u16>(offset::COUNT) == self.size;
         let mut found = match ring {
-            Ring::Split(ring) if known => self.recover_split(ring),
-            Ring::Packed(ring) if known => self.recover_packed(ring),
+            Ring::Split(ring) if is_initialised => self.recover_split(ring),
+            Ring::Packed(ring) if is_initialised => self.recover_packed(ring),
             _ => {
-                self.initialise(ring);
+                self.initialise_record(ring);
                 return Vec::new();
             }
         };
@@ -338,7 +339,7 @@ impl InflightQueue {
         found
     }
 
-    fn initialise(&mut self, ring: &Ring) {
+    fn initialise_record(&mut self, ring: &Ring) {
         match ring {
             Ring::Split(ring) => {
                 for index in 0..self.size {
@@ -362,9 +363,9 @@ impl InflightQueue {
 
     fn recover_split(&mut self, ring: &mut SplitRing) -> Vec<Resubmission> {
         let used = ring.used_index();
-        let given_back = used.wrapping_sub(self.read::<u16>(offset::SPLIT_USED)).min(self.size);
+        let pushed = used.wrapping_sub(self.read::<u16>(offset::SPLIT_USED)).min(self.size);
         let mut index: u16 = self.read(offset::SPLIT_LAST_BATCH);
-        for _ in 0..given_back {
+        for _ in 0..pushed {
             if index >= self.size {
                 break;
             }
@@ -376,11 +377,11 @@ impl InflightQueue {
             .filter(|index| self.read::<u8>(Self::split_entry(*index)) != 0)
             .map(|index| Resubmission {
                 head: Head { id: index, slots: 1 },
-                note: index,
+                entry_index: index,
                 order: self.read(Self::split_entry(index) + entry::SPLIT_COUNTER),
             })
             .collect();
-        ring.resume_behind(found.len() as u16);
+        ring.resume_after(found.len() as u16);
         found
     }
 
@@ -388,7 +389,7 @@ impl InflightQueue {
         let cursor = |index: u16, wrap: u8| Cursor((index % self.size) | if wrap != 0 { 0x8000 } else { 0 });
         let old = cursor(self.read(offset::PACKED_OLD_USED), self.read(offset::PACKED_OLD_WRAP));
         let new = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
-        if old != new && ring.was_given_back(old) {
+        if old != new && ring.was_pushed_used(old) {
             // The last chain had been pushed as used: the previous server was killed before it could record that.
             self.commit_packed();
         } else {
@@ -414,16 +415,16 @@ impl InflightQueue {
                         id: self.read(Self::packed_entry(last % self.size) + entry::PACKED_ID),
                         slots: self.read::<u16>(at + entry::PACKED_NUM).min(self.size),
                     },
-                    note: index,
+                    entry_index: index,
                     order: self.read(at + entry::PACKED_COUNTER),
                 }
             })
             .collect();
-        let taken = found
+        let popped_slots = found
             .iter()
             .fold(0u16, |sum, request| sum.saturating_add(request.head.slots));
         let used = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
-        ring.resume_at(used, taken.min(self.size));
+        ring.resume_at(used, popped_slots.min(self.size));
         found
     }
 
@@ -431,17 +432,17 @@ impl InflightQueue {
     ///
     /// # Errors
     /// The descriptors are not, or no longer, a valid chain.
-    pub fn chain_of(
+    pub fn read_chain(
         &self,
         ring: &Ring,
         memory: &GuestMemory,
         request: &Resubmission,
-        chain: &mut Chain,
+        chain: &mut DescriptorChain,
     ) -> Result<(), RingError> {
         match ring {
             Ring::Split(ring) => ring.follow(memory, request.head.id, chain),
             Ring::Packed(_) => {
-                let mut index = request.note;
+                let mut index = request.entry_index;
                 let copies = (0..request.head.slots).map(|_| {
                     let at = Self::packed_entry(index % self.size);
                     index = self.read(at + entry::PACKED_NEXT);

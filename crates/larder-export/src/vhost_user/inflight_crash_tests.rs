@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::super::memory::GuestMemory;
 use super::super::message::{InflightInfo, RegionInfo, RingAddresses};
-use super::super::ring::{Chain, Head, Ring, RingLayout, RingPosition};
+use super::super::ring::{DescriptorChain, Head, Ring, RingLayout, RingPosition};
 use super::{InflightQueue, InflightRegion};
 
 #[path = "../../tests/front_end/memory.rs"]
@@ -25,27 +25,27 @@ use ring::{Buffer, DriverRing, Places, RingOptions};
 
 thread_local! {
     /// Number of writes until the crash; `None` means no crash.
-    static LIFE: Cell<Option<u32>> = const { Cell::new(None) };
+    static WRITES_UNTIL_CRASH: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
-struct Death;
+struct Crash;
 
 /// Called before each write to the region.
-pub(super) fn die_if_due() {
-    match LIFE.get() {
+pub(super) fn crash_if_due() {
+    match WRITES_UNTIL_CRASH.get() {
         Some(0) => {
-            LIFE.set(None);
-            resume_unwind(Box::new(Death));
+            WRITES_UNTIL_CRASH.set(None);
+            resume_unwind(Box::new(Crash));
         }
-        left => LIFE.set(left.map(|left| left - 1)),
+        writes_left => WRITES_UNTIL_CRASH.set(writes_left.map(|left| left - 1)),
     }
 }
 
 /// Returns the result of `step`, or `None` if the server crashed in it.
-fn unless_dead<T>(step: impl FnOnce() -> T) -> Option<T> {
+fn unless_crashed<T>(step: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(step)) {
         Ok(value) => Some(value),
-        Err(panic) if panic.is::<Death>() => None,
+        Err(panic) if panic.is::<Crash>() => None,
         Err(panic) => resume_unwind(panic),
     }
 }
@@ -61,7 +61,7 @@ impl Random {
     }
 }
 
-const PLACES: Places = Places {
+const RING_OFFSETS: Places = Places {
     descriptors: 0,
     driver: 0x1000,
     device: 0x2000,
@@ -70,23 +70,23 @@ const DATA: u64 = 0x4000;
 const MEMORY_BYTES: usize = 1 << 20;
 
 /// State that survives a server: the guest, and the in-flight region with its file.
-struct World {
+struct TestState {
     memory: Arc<Memory>,
     driver: DriverRing,
     region: (InflightInfo, OwnedFd),
     layout: RingLayout,
     /// Address of the chain's first buffer by chain id; the address identifies the request.
-    waiting: BTreeMap<u16, u64>,
-    next_name: u64,
+    pending: BTreeMap<u16, u64>,
+    next_address: u64,
 }
 
 struct Server {
     ring: Ring,
-    notes: InflightQueue,
-    taken: Vec<(Head, u16)>,
+    record: InflightQueue,
+    popped: Vec<(Head, u16)>,
 }
 
-impl World {
+impl TestState {
     fn new(packed: bool, size: u16) -> Self {
         let memory = Arc::new(Memory::new(MEMORY_BYTES).expect("memory"));
         let options = RingOptions {
@@ -95,7 +95,7 @@ impl World {
             event_index: false,
         };
         Self {
-            driver: DriverRing::new(&memory, PLACES, options),
+            driver: DriverRing::new(&memory, RING_OFFSETS, options),
             memory,
             region: InflightRegion::create(1, size, packed, true).expect("a region"),
             layout: RingLayout {
@@ -103,8 +103,8 @@ impl World {
                 event_index: false,
                 size: u32::from(size),
             },
-            waiting: BTreeMap::new(),
-            next_name: DATA,
+            pending: BTreeMap::new(),
+            next_address: DATA,
         }
     }
 
@@ -125,64 +125,66 @@ impl World {
         if self.driver.free_slots() < count {
             return;
         }
-        let name = self.next_name;
-        self.next_name = if name + 64 >= MEMORY_BYTES as u64 {
+        let address = self.next_address;
+        self.next_address = if address + 64 >= MEMORY_BYTES as u64 {
             DATA
         } else {
-            name + 64
+            address + 64
         };
         let buffers: Vec<_> = (0..count as u64)
             .map(|index| Buffer {
-                address: name + index,
+                address: address + index,
                 len: 1,
             })
             .collect();
         let id = self.driver.add(&buffers, &[], None);
         self.driver.publish();
-        self.waiting.insert(id, name);
+        self.pending.insert(id, address);
     }
 
     /// Collects the used requests on behalf of the driver.
     fn collect(&mut self) {
         while let Some((id, _)) = self.driver.take_used() {
-            assert!(self.waiting.remove(&id).is_some(), "chain {id} was used twice");
+            assert!(self.pending.remove(&id).is_some(), "chain {id} was used twice");
         }
     }
 
     /// Starts a new server without new requests; returns `None` if it crashes.
     fn start(&mut self, memory: &GuestMemory) -> Option<Server> {
         let addresses = RingAddresses {
-            descriptors: USER_BASE + PLACES.descriptors,
-            driver: USER_BASE + PLACES.driver,
-            device: USER_BASE + PLACES.device,
+            descriptors: USER_BASE + RING_OFFSETS.descriptors,
+            driver: USER_BASE + RING_OFFSETS.driver,
+            device: USER_BASE + RING_OFFSETS.device,
             log: false,
         };
         let position = RingPosition::from_base(self.driver.base(), self.layout.packed);
         let mut ring = Ring::new(memory, self.layout, &addresses, position).expect("a ring");
         let region = InflightRegion::adopt(&self.region.0, &self.region.1, self.layout.packed).expect("the region");
         let size = self.layout.size as u16;
-        let mut notes = Rc::new(region).queue(0, size, self.layout.packed).expect("notes");
-        let found = unless_dead(|| notes.recover(&mut ring))?;
+        let mut record = Rc::new(region).queue(0, size, self.layout.packed).expect("notes");
+        let found = unless_crashed(|| record.recover(&mut ring))?;
         self.collect();
-        let mut taken = Vec::new();
-        for left in &found {
-            let mut chain = Chain::default();
-            notes.chain_of(&ring, memory, left, &mut chain).expect("a valid chain");
-            self.check_name(memory, left.head, &chain);
+        let mut popped = Vec::new();
+        for request in &found {
+            let mut chain = DescriptorChain::default();
+            record
+                .read_chain(&ring, memory, request, &mut chain)
+                .expect("a valid chain");
+            self.check_address(memory, request.head, &chain);
             assert!(
-                taken.iter().all(|(head, _): &(Head, u16)| head.id != left.head.id),
+                popped.iter().all(|(head, _): &(Head, u16)| head.id != request.head.id),
                 "found twice"
             );
-            taken.push((left.head, left.note));
+            popped.push((request.head, request.entry_index));
         }
-        Some(Server { ring, notes, taken })
+        Some(Server { ring, record, popped })
     }
 
-    fn check_name(&self, memory: &GuestMemory, head: Head, chain: &Chain) {
-        let name = self.waiting.get(&head.id);
-        let name =
-            *name.unwrap_or_else(|| panic!("chain {} was resubmitted, but the driver does not wait for it", head.id));
-        let base = memory.contiguous(name, 1).expect("in memory");
+    fn check_address(&self, memory: &GuestMemory, head: Head, chain: &DescriptorChain) {
+        let address = self.pending.get(&head.id);
+        let address = *address
+            .unwrap_or_else(|| panic!("chain {} was resubmitted, but the driver does not wait for it", head.id));
+        let base = memory.contiguous(address, 1).expect("in memory");
         assert_eq!(
             chain.readable()[0].base(),
             base,
@@ -193,26 +195,26 @@ impl World {
 }
 
 impl Server {
-    fn take(&mut self, world: &World, memory: &GuestMemory) -> Option<bool> {
-        let mut chain = Chain::default();
-        let Some(head) = self.ring.take(memory, &mut chain).expect("a valid ring") else {
+    fn pop(&mut self, world: &TestState, memory: &GuestMemory) -> Option<bool> {
+        let mut chain = DescriptorChain::default();
+        let Some(head) = self.ring.pop_avail(memory, &mut chain).expect("a valid ring") else {
             return Some(false);
         };
-        world.check_name(memory, head, &chain);
-        let note = unless_dead(|| self.notes.begin(&self.ring, head))?;
-        self.taken.push((head, note));
+        world.check_address(memory, head, &chain);
+        let entry_index = unless_crashed(|| self.record.begin(&self.ring, head))?;
+        self.popped.push((head, entry_index));
         Some(true)
     }
 
-    fn give_back(&mut self, random: &mut Random) -> Option<()> {
-        if self.taken.is_empty() {
+    fn push_used(&mut self, random: &mut Random) -> Option<()> {
+        if self.popped.is_empty() {
             return Some(());
         }
-        let (head, note) = self.taken.swap_remove(random.below(self.taken.len() as u64) as usize);
-        unless_dead(|| {
-            self.notes.before_give_back(&self.ring, head, note);
-            self.ring.give_back(head, 0);
-            self.notes.after_give_back(&self.ring, note);
+        let (head, entry_index) = self.popped.swap_remove(random.below(self.popped.len() as u64) as usize);
+        unless_crashed(|| {
+            self.record.before_push_used(&self.ring, head, entry_index);
+            self.ring.push_used(head, 0);
+            self.record.after_push_used(&self.ring, entry_index);
         })
     }
 }
@@ -220,13 +222,13 @@ impl Server {
 fn run(seed: u64, packed: bool) {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let size = if packed { 3 + random.below(6) as u16 } else { 8 };
-    let mut world = World::new(packed, size);
+    let mut world = TestState::new(packed, size);
     let memory = world.guest_memory();
-    LIFE.set(None);
+    WRITES_UNTIL_CRASH.set(None);
     let mut server = world.start(&memory).expect("no crash is due");
     for _ in 0..300 {
-        if random.below(20) == 0 && LIFE.get().is_none() {
-            LIFE.set(Some(random.below(30) as u32));
+        if random.below(20) == 0 && WRITES_UNTIL_CRASH.get().is_none() {
+            WRITES_UNTIL_CRASH.set(Some(random.below(30) as u32));
         }
         let alive = match random.below(6) {
             0 | 1 => {
@@ -237,8 +239,8 @@ fn run(seed: u64, packed: bool) {
                 world.collect();
                 Some(())
             }
-            3 => server.take(&world, &memory).map(|_| ()),
-            _ => server.give_back(&mut random),
+            3 => server.pop(&world, &memory).map(|_| ()),
+            _ => server.push_used(&mut random),
         };
         if alive.is_some() {
             continue;
@@ -250,30 +252,30 @@ fn run(seed: u64, packed: bool) {
         }
         server = loop {
             if random.below(2) == 0 {
-                LIFE.set(Some(random.below(10) as u32));
+                WRITES_UNTIL_CRASH.set(Some(random.below(10) as u32));
             }
             if let Some(server) = world.start(&memory) {
                 break server;
             }
         };
-        LIFE.set(None);
-        while server.take(&world, &memory).expect("no crash is due") {}
-        let mut known: Vec<u16> = server.taken.iter().map(|(head, _)| head.id).collect();
+        WRITES_UNTIL_CRASH.set(None);
+        while server.pop(&world, &memory).expect("no crash is due") {}
+        let mut known: Vec<u16> = server.popped.iter().map(|(head, _)| head.id).collect();
         known.sort_unstable();
         assert!(
-            world.waiting.keys().copied().eq(known),
+            world.pending.keys().copied().eq(known),
             "seed {seed}: the requests that the driver waits for are not those in flight"
         );
     }
-    LIFE.set(None);
-    while server.take(&world, &memory).expect("no crash is due") || !server.taken.is_empty() {
-        server.give_back(&mut random);
+    WRITES_UNTIL_CRASH.set(None);
+    while server.pop(&world, &memory).expect("no crash is due") || !server.popped.is_empty() {
+        server.push_used(&mut random);
     }
     world.collect();
     assert!(
-        world.waiting.is_empty(),
+        world.pending.is_empty(),
         "seed {seed}: {:?} were never pushed as used",
-        world.waiting
+        world.pending
     );
 }
 

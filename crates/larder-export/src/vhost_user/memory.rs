@@ -12,17 +12,17 @@ use larder_block::IoVec;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::message::RegionInfo;
-use lost::Guard;
-pub use lost::Loss;
-pub(super) use lost::any as any_lost;
+use sigbus::Guard;
+pub use sigbus::LossReason;
+pub(super) use sigbus::any_lost;
 
-mod lost;
+mod sigbus;
 
 /// Largest number of regions at a time, reported by GET_MAX_MEM_SLOTS. QEMU uses at most 509.
 pub const SLOTS_MAX: usize = 509;
 
 /// Number of regions that are scanned to find an address; a binary search is faster only for more of them.
-const REGIONS_SCANNED: usize = 8;
+const REGIONS_SCANNED_MAX: usize = 8;
 
 /// Bytes of memory per bit of the dirty log.
 const LOG_PAGE_BYTES: u64 = 4096;
@@ -36,7 +36,7 @@ pub enum MemoryError {
     #[error("guest memory region {0:x?} overlaps another one")]
     Overlaps(RegionInfo),
     #[error("guest memory region {info:x?} ends at byte {end:#x} of a file of {file_bytes:#x} bytes")]
-    BeyondFile {
+    PastFileEnd {
         info: RegionInfo,
         end: u64,
         file_bytes: u64,
@@ -76,7 +76,7 @@ pub struct LostMapping {
     /// Name of the mapping.
     pub what: &'static str,
     /// Reason of the loss.
-    pub loss: Loss,
+    pub loss: LossReason,
 }
 
 /// Shared mapping of a part of a file.
@@ -158,7 +158,12 @@ impl Mapping {
     /// # Errors
     /// The file was truncated, or its memory has failed: zeros are mapped in its place.
     pub fn check(&self) -> Result<(), LostMapping> {
-        match self.guard.as_ref().filter(|_| lost::any()).and_then(Guard::loss) {
+        match self
+            .guard
+            .as_ref()
+            .filter(|_| sigbus::any_lost())
+            .and_then(Guard::loss_reason)
+        {
             None => Ok(()),
             Some(loss) => Err(LostMapping { what: self.what, loss }),
         }
@@ -193,7 +198,7 @@ impl Region {
     }
 
     #[inline]
-    fn holds(&self, address: u64) -> bool {
+    fn contains(&self, address: u64) -> bool {
         address.wrapping_sub(self.info.guest_address) < self.info.len
     }
 }
@@ -210,10 +215,10 @@ impl GuestMemory {
     /// # Errors
     /// The region is malformed, overlaps another, is larger than its file, or cannot be mapped.
     pub fn with(&self, info: RegionInfo, file: &OwnedFd) -> Result<Self, MemoryError> {
-        let whole = info.len > 0
+        let is_valid = info.len > 0
             && info.guest_address.checked_add(info.len).is_some()
             && info.user_address.checked_add(info.len).is_some();
-        if !whole {
+        if !is_valid {
             return Err(MemoryError::Malformed(info));
         }
         if self.regions.len() >= SLOTS_MAX {
@@ -289,7 +294,7 @@ impl GuestMemory {
     #[inline]
     fn region_of(&self, address: u64) -> Option<&Region> {
         match self.regions.len() {
-            ..=REGIONS_SCANNED => self.regions.iter().find(|region| region.holds(address)),
+            ..=REGIONS_SCANNED_MAX => self.regions.iter().find(|region| region.contains(address)),
             _ => self.search_region(address),
         }
     }
@@ -301,7 +306,7 @@ impl GuestMemory {
             .partition_point(|region| region.info.guest_address <= address);
         self.regions
             .get(after.checked_sub(1)?)
-            .filter(|region| region.holds(address))
+            .filter(|region| region.contains(address))
     }
 
     /// Checks that no region is lost; see [`Mapping::check`].
@@ -309,7 +314,7 @@ impl GuestMemory {
     /// # Errors
     /// A region is lost.
     pub fn check(&self) -> Result<(), LostMapping> {
-        match lost::any() {
+        match sigbus::any_lost() {
             false => Ok(()),
             true => self.regions.iter().try_for_each(|region| region.mapping.check()),
         }
@@ -398,7 +403,7 @@ mod tests {
     fn address_is_found_among_any_regions() {
         let file = rustix::fs::memfd_create(c"guest", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
         rustix::fs::ftruncate(&file, PAGE).expect("truncates");
-        for count in [1, REGIONS_SCANNED as u64, REGIONS_SCANNED as u64 + 1, 40] {
+        for count in [1, REGIONS_SCANNED_MAX as u64, REGIONS_SCANNED_MAX as u64 + 1, 40] {
             let start_of = |index: u64| PAGE + 3 * PAGE * index;
             let mut memory = GuestMemory::default();
             for index in 0..count {

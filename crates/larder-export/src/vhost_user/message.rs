@@ -21,7 +21,7 @@ pub(super) const FLAG_NEED_REPLY: u32 = 1 << 3;
 
 /// Header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct MessageHeader {
     /// Number of the request.
     pub request: u32,
     /// True if the front-end wants an acknowledgement of a request without a reply.
@@ -112,7 +112,7 @@ pub struct InflightInfo {
 /// Request of the front-end.
 #[derive(Debug)]
 #[allow(missing_docs)]
-pub enum Request {
+pub enum FrontendRequest {
     GetFeatures,
     SetFeatures(u64),
     SetOwner,
@@ -218,7 +218,7 @@ pub mod number {
 ///
 /// # Errors
 /// The header is not that of a request, or announces too long a payload.
-pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, MessageError> {
+pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<MessageHeader, MessageError> {
     let [request, flags, size] = [0, 4, 8].map(|at| u32_at(bytes, at));
     if flags & 3 != VERSION || flags & FLAG_REPLY != 0 {
         return Err(MessageError::Flags(flags));
@@ -227,7 +227,7 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, MessageError> 
     if payload_bytes > PAYLOAD_BYTES_MAX {
         return Err(MessageError::TooLong(payload_bytes));
     }
-    Ok(Header {
+    Ok(MessageHeader {
         request,
         need_reply: flags & FLAG_NEED_REPLY != 0,
         payload_bytes,
@@ -238,8 +238,8 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, MessageError> 
 ///
 /// # Errors
 /// No message has that many descriptors.
-pub fn collect(descriptors: &mut Vec<OwnedFd>, came: Vec<OwnedFd>) -> Result<(), MessageError> {
-    descriptors.extend(came);
+pub fn add_descriptors(descriptors: &mut Vec<OwnedFd>, received: Vec<OwnedFd>) -> Result<(), MessageError> {
+    descriptors.extend(received);
     if descriptors.len() > TABLE_REGIONS_MAX {
         return Err(MessageError::TooManyDescriptors(descriptors.len()));
     }
@@ -264,7 +264,11 @@ fn little_endian(bytes: &[u8]) -> u64 {
 ///
 /// # Errors
 /// The request is unknown, or its payload or descriptors do not fit it.
-pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>) -> Result<Request, MessageError> {
+pub fn parse_request(
+    header: &MessageHeader,
+    payload: &[u8],
+    descriptors: Vec<OwnedFd>,
+) -> Result<FrontendRequest, MessageError> {
     let request = header.request;
     let need = |expected: usize| {
         if payload.len() < expected {
@@ -278,25 +282,25 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
     };
     let mut descriptors = Descriptors {
         request,
-        came: descriptors.len(),
-        rest: descriptors.into_iter(),
+        received: descriptors.len(),
+        remaining: descriptors.into_iter(),
     };
     let parsed = match request {
-        number::GET_FEATURES => Request::GetFeatures,
-        number::SET_OWNER => Request::SetOwner,
-        number::RESET_OWNER => Request::ResetOwner,
-        number::RESET_DEVICE => Request::ResetDevice,
-        number::GET_PROTOCOL_FEATURES => Request::GetProtocolFeatures,
-        number::GET_QUEUE_NUM => Request::GetQueueCount,
-        number::GET_MAX_MEM_SLOTS => Request::GetMaxMemSlots,
-        number::GET_STATUS => Request::GetStatus,
+        number::GET_FEATURES => FrontendRequest::GetFeatures,
+        number::SET_OWNER => FrontendRequest::SetOwner,
+        number::RESET_OWNER => FrontendRequest::ResetOwner,
+        number::RESET_DEVICE => FrontendRequest::ResetDevice,
+        number::GET_PROTOCOL_FEATURES => FrontendRequest::GetProtocolFeatures,
+        number::GET_QUEUE_NUM => FrontendRequest::GetQueueCount,
+        number::GET_MAX_MEM_SLOTS => FrontendRequest::GetMaxMemSlots,
+        number::GET_STATUS => FrontendRequest::GetStatus,
         number::SET_FEATURES | number::SET_PROTOCOL_FEATURES | number::SET_STATUS => {
             need(8)?;
             let value = u64_at(payload, 0);
             match request {
-                number::SET_FEATURES => Request::SetFeatures(value),
-                number::SET_STATUS => Request::SetStatus(value),
-                _ => Request::SetProtocolFeatures(value),
+                number::SET_FEATURES => FrontendRequest::SetFeatures(value),
+                number::SET_STATUS => FrontendRequest::SetStatus(value),
+                _ => FrontendRequest::SetProtocolFeatures(value),
             }
         }
         number::SET_MEM_TABLE => {
@@ -310,11 +314,11 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
             for index in 0..count as usize {
                 regions.push((region_at(payload, 8 + 32 * index), descriptors.one()?));
             }
-            Request::SetMemTable(regions)
+            FrontendRequest::SetMemTable(regions)
         }
         number::SET_LOG_BASE => {
             need(16)?;
-            Request::SetLogBase {
+            FrontendRequest::SetLogBase {
                 bytes: u64_at(payload, 0),
                 file_offset: u64_at(payload, 8),
                 file: descriptors.one()?,
@@ -323,16 +327,16 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
         number::SET_LOG_FD => {
             // An event for changes of the log, for which no known front-end waits: accepted and closed.
             drop(descriptors.one()?);
-            Request::SetLogEvent
+            FrontendRequest::SetLogEvent
         }
         number::SET_VRING_NUM | number::SET_VRING_BASE | number::GET_VRING_BASE | number::SET_VRING_ENABLE => {
             need(8)?;
             let (ring, value) = (u32_at(payload, 0), u32_at(payload, 4));
             match request {
-                number::SET_VRING_NUM => Request::SetRingSize { ring, size: value },
-                number::SET_VRING_BASE => Request::SetRingBase { ring, base: value },
-                number::GET_VRING_BASE => Request::GetRingBase { ring },
-                _ => Request::SetRingEnable {
+                number::SET_VRING_NUM => FrontendRequest::SetRingSize { ring, size: value },
+                number::SET_VRING_BASE => FrontendRequest::SetRingBase { ring, base: value },
+                number::GET_VRING_BASE => FrontendRequest::GetRingBase { ring },
+                _ => FrontendRequest::SetRingEnable {
                     ring,
                     enable: value != 0,
                 },
@@ -340,7 +344,7 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
         }
         number::SET_VRING_ADDR => {
             need(40)?;
-            Request::SetRingAddresses {
+            FrontendRequest::SetRingAddresses {
                 ring: u32_at(payload, 0),
                 addresses: RingAddresses {
                     log: u32_at(payload, 4) & 1 != 0,
@@ -360,15 +364,15 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
                 None
             };
             match request {
-                number::SET_VRING_KICK => Request::SetRingKick { ring, event },
-                number::SET_VRING_CALL => Request::SetRingCall { ring, event },
-                _ => Request::SetRingError { ring, event },
+                number::SET_VRING_KICK => FrontendRequest::SetRingKick { ring, event },
+                number::SET_VRING_CALL => FrontendRequest::SetRingCall { ring, event },
+                _ => FrontendRequest::SetRingError { ring, event },
             }
         }
-        number::SET_BACKEND_REQ_FD => Request::SetBackendChannel(descriptors.one()?),
+        number::SET_BACKEND_REQ_FD => FrontendRequest::SetBackendChannel(descriptors.one()?),
         number::GET_CONFIG => {
             need(12)?;
-            Request::GetConfig {
+            FrontendRequest::GetConfig {
                 offset: u32_at(payload, 0),
                 len: u32_at(payload, 4),
             }
@@ -377,7 +381,7 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
             need(12)?;
             let len = u32_at(payload, 4) as usize;
             need(12usize.saturating_add(len))?;
-            Request::SetConfig {
+            FrontendRequest::SetConfig {
                 offset: u32_at(payload, 0),
                 bytes: payload[12..12 + len].to_vec(),
             }
@@ -391,20 +395,20 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
                 queue_size: (u32_at(payload, 16) >> 16) as u16,
             };
             if request == number::GET_INFLIGHT_FD {
-                Request::GetInflight(info)
+                FrontendRequest::GetInflight(info)
             } else {
-                Request::SetInflight(info, descriptors.one()?)
+                FrontendRequest::SetInflight(info, descriptors.one()?)
             }
         }
         number::ADD_MEM_REG | number::REM_MEM_REG => {
             need(40)?;
             let region = region_at(payload, 8);
             if request == number::ADD_MEM_REG {
-                Request::AddMemRegion(region, descriptors.one()?)
+                FrontendRequest::AddMemRegion(region, descriptors.one()?)
             } else {
                 // Some front-ends send the descriptor here, too.
-                descriptors.rest = Vec::new().into_iter();
-                Request::RemMemRegion(region)
+                descriptors.remaining = Vec::new().into_iter();
+                FrontendRequest::RemMemRegion(region)
             }
         }
         other => return Err(MessageError::UnknownRequest(other)),
@@ -415,26 +419,26 @@ pub fn parse_request(header: &Header, payload: &[u8], descriptors: Vec<OwnedFd>)
 
 struct Descriptors {
     request: u32,
-    came: usize,
-    rest: std::vec::IntoIter<OwnedFd>,
+    received: usize,
+    remaining: std::vec::IntoIter<OwnedFd>,
 }
 
 impl Descriptors {
     fn one(&mut self) -> Result<OwnedFd, MessageError> {
-        self.rest.next().ok_or(MessageError::Descriptors {
+        self.remaining.next().ok_or(MessageError::Descriptors {
             request: self.request,
-            expected: self.came + 1,
-            got: self.came,
+            expected: self.received + 1,
+            got: self.received,
         })
     }
 
     fn none_left(&self) -> Result<(), MessageError> {
-        match self.rest.len() {
+        match self.remaining.len() {
             0 => Ok(()),
-            left => Err(MessageError::Descriptors {
+            remaining => Err(MessageError::Descriptors {
                 request: self.request,
-                expected: self.came - left,
-                got: self.came,
+                expected: self.received - remaining,
+                got: self.received,
             }),
         }
     }

@@ -3,23 +3,23 @@
 //!
 //! [`message`] parses the protocol, [`receive`] reads messages, [`session`] executes them, [`memory`] maps the
 //! guest's memory, [`ring`] reads virtqueues, [`queue`] runs requests and [`blk`] interprets them. For a successor
-//! process, [`inflight`] records the requests in flight, [`lent`] the active queues, [`memo`] the state that it
-//! cannot query, and [`record`] the messages that the front-end does not repeat; [`takeover`] hands a connection over
-//! to it.
+//! process, [`inflight`] records the requests in flight, [`active_queues`] the active queues, [`frontend_state`] the
+//! state that it cannot query, and [`message_record`] the messages that the front-end does not repeat; [`handover`]
+//! hands a connection over to it.
 
+mod active_queues;
 pub mod blk;
+pub mod frontend_state;
+pub mod handover;
 pub mod inflight;
-mod lent;
-pub mod memo;
 pub mod memory;
 pub mod message;
+pub mod message_record;
 mod queue;
 mod receive;
-pub mod record;
 pub mod ring;
 mod serial;
 mod session;
-pub mod takeover;
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::VecDeque;
@@ -39,12 +39,12 @@ pub use session::SessionError;
 
 use crate::activity::Activity;
 use crate::clients::Clients;
-use crate::turns::Turns;
-use crate::view::View;
-use lent::Lent;
-use queue::{Lost, Shared};
-use session::{End, Leave, Session, not_kept};
-use takeover::{Keeping, Kept};
+use crate::external_mapping::PagerClient;
+use crate::piece_scheduler::PieceScheduler;
+use active_queues::ActiveQueues;
+use handover::{HandoverOptions, StoredConnection};
+use queue::{LostMemory, Shared};
+use session::{HandoverSignal, Session, SessionEnd, warn_not_stored};
 
 /// Largest number of queues that a disk offers; QEMU uses as many as its `num-queues` option says.
 pub const QUEUES_MAX: u16 = 64;
@@ -60,7 +60,7 @@ pub const QUEUE_SIZE_DEFAULT: u16 = 128;
 
 /// Time for which a silent front-end may block another one before the block is logged. A front-end that has just
 /// ended makes room sooner.
-const QUIET: Duration = Duration::from_secs(3);
+const SILENCE_WARNING_DELAY: Duration = Duration::from_secs(3);
 
 /// Options of a vhost-user-blk device.
 #[derive(Clone, Debug)]
@@ -121,14 +121,14 @@ pub enum OptionsError {
         "{disk} is {size}, no multiple of the sectors of {block_size} bytes that the guest sees: the guest could not reach \
          the last {rest} bytes; make the image larger (truncate -s %{block_size}), or the sectors smaller"
     )]
-    PartOfSector {
+    PartialSector {
         disk: String,
         size: ByteLen,
         block_size: u32,
         rest: u64,
     },
     #[error("cannot allocate the memory shared with the pager: {0}")]
-    View(std::io::ErrorKind),
+    SharedMemory(std::io::ErrorKind),
 }
 
 /// Server of a disk for one front-end at a time. The next one is accepted when all requests of the previous one are
@@ -141,29 +141,29 @@ pub struct VhostUserServer {
     stopping: Cell<bool>,
     clients: OnceCell<Rc<Clients>>,
     /// Store that keeps the connection for the next process.
-    keeping: OnceCell<Keeping>,
+    handover_options: OnceCell<HandoverOptions>,
     /// Connection that the previous process left.
-    left: RefCell<Option<(Kept, OwnedFd)>>,
+    inherited: RefCell<Option<(StoredConnection, OwnedFd)>>,
     /// Check of the peers that may connect; without it every process may.
-    admits: OnceCell<Admits>,
+    admission_check: OnceCell<AdmissionCheck>,
     /// Connections that were accepted while another front-end is served.
-    next: RefCell<VecDeque<Socket>>,
-    leave: Rc<Leave>,
+    waiting: RefCell<VecDeque<Socket>>,
+    handover: Rc<HandoverSignal>,
 }
 
 /// Check of a connecting process; returns the reason if it may not use the disk.
-pub type Admits = Box<dyn Fn(BorrowedFd<'_>) -> Result<(), String>>;
+pub type AdmissionCheck = Box<dyn Fn(BorrowedFd<'_>) -> Result<(), String>>;
 
 /// Front-ends that wait to be served, in addition to those in the listener's queue.
-const NEXT_MAX: usize = 8;
+const WAITING_FRONT_ENDS_MAX: usize = 8;
 
 /// Handling of the front-end's connection when its server stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
+pub enum StopMode {
     /// The connection is closed.
     Close,
     /// The connection is left to the next process, if it is stored for that; otherwise it is closed.
-    Leave,
+    HandOver,
 }
 
 impl VhostUserServer {
@@ -181,16 +181,16 @@ impl VhostUserServer {
         let size = device.geometry().size;
         let rest = size.get() % u64::from(options.block_size);
         if rest > 0 {
-            return Err(OptionsError::PartOfSector {
+            return Err(OptionsError::PartialSector {
                 disk: device.name().to_string(),
                 size,
                 block_size: options.block_size,
                 rest,
             });
         }
-        let under_way = View::own()
-            .map_err(|error| OptionsError::View(error.kind()))?
-            .under_way();
+        let in_flight_counter = PagerClient::instance()
+            .map_err(|error| OptionsError::SharedMemory(error.kind()))?
+            .request_counter();
         Ok(Rc::new(Self {
             on: on.clone(),
             shared: Rc::new(Shared {
@@ -202,48 +202,48 @@ impl VhostUserServer {
                 driver_flushes: Cell::new(true),
                 dirty_log: RefCell::new(None),
                 activity: Rc::clone(activity),
-                turns: Turns::new(on),
-                rests: Cell::new(false),
-                lost: Lost::default(),
-                weight: Cell::new(0),
-                at_work: RefCell::default(),
-                lent: Lent::default(),
-                under_way,
+                scheduler: PieceScheduler::new(on),
+                paused: Cell::new(false),
+                lost_memory: LostMemory::default(),
+                in_flight_weight: Cell::new(0),
+                running_queues: RefCell::default(),
+                active_queues: ActiveQueues::default(),
+                in_flight_counter,
             }),
             queues: options.queues,
             current: RefCell::new(None),
             stopping: Cell::new(false),
             clients: OnceCell::new(),
-            keeping: OnceCell::new(),
-            left: RefCell::new(None),
-            next: RefCell::default(),
-            admits: OnceCell::new(),
-            leave: Rc::default(),
+            handover_options: OnceCell::new(),
+            inherited: RefCell::new(None),
+            waiting: RefCell::default(),
+            admission_check: OnceCell::new(),
+            handover: Rc::default(),
         }))
     }
 
     /// Counts front-ends among `clients`; must be called only once.
-    pub fn count_among(&self, clients: &Rc<Clients>) {
+    pub fn set_clients(&self, clients: &Rc<Clients>) {
         let _ = self.clients.set(Rc::clone(clients));
     }
 
-    /// Closes connections that `admits` refuses, and logs the reason that it returns. Must be called only once,
+    /// Closes connections that `check` refuses, and logs the reason that it returns. Must be called only once,
     /// before [`VhostUserServer::run`].
-    pub fn admit(&self, admits: Admits) {
-        let _ = self.admits.set(admits);
+    pub fn set_admission_check(&self, check: AdmissionCheck) {
+        let _ = self.admission_check.set(check);
     }
 
     /// Stores connections for the next process, and continues with the one that was left there. Must be called only
     /// once, before [`VhostUserServer::run`].
-    pub fn keep_in(&self, keeping: &Keeping) {
-        match Kept::take_up(keeping) {
-            Ok(left) => *self.left.borrow_mut() = left,
+    pub fn enable_handover(&self, options: &HandoverOptions) {
+        match StoredConnection::resume(options) {
+            Ok(inherited) => *self.inherited.borrow_mut() = inherited,
             Err(error) => tracing::warn!(
-                disk = keeping.disk,
+                disk = options.disk,
                 "cannot continue the front-end's connection, so the front-end has to reconnect: {error}"
             ),
         }
-        let _ = self.keeping.set(keeping.clone());
+        let _ = self.handover_options.set(options.clone());
     }
 
     /// Returns whether a front-end is connected.
@@ -252,14 +252,14 @@ impl VhostUserServer {
     }
 
     /// Pauses or resumes all queues. A paused queue accepts no request; messages are still answered.
-    pub fn rest(&self, rests: bool) {
+    pub fn set_paused(&self, paused: bool) {
         // Queues recheck the flag when the loop has returned from the caller.
-        self.shared.rests.set(rests);
+        self.shared.paused.set(paused);
     }
 
     /// Returns whether a front-end has started a queue and not stopped it: its guest runs.
-    pub fn is_at_work(&self) -> bool {
-        !self.shared.at_work.borrow().is_empty()
+    pub fn has_running_queue(&self) -> bool {
+        !self.shared.running_queues.borrow().is_empty()
     }
 
     /// Records the active queues in `file` for a successor process, and continues with the queues that are recorded
@@ -268,29 +268,32 @@ impl VhostUserServer {
     ///
     /// # Errors
     /// The file cannot be read or written, or has other contents.
-    pub fn note_queues_in(&self, file: File) -> io::Result<()> {
-        self.shared.lent.keep_in(file)
+    pub fn persist_active_queues(&self, file: File) -> io::Result<()> {
+        self.shared.active_queues.persist_in(file)
     }
 
     /// Returns whether the front-end has fetched the position of every started queue (GET_VRING_BASE).
-    pub fn all_taken_back(&self) -> bool {
-        self.shared.lent.queues().next().is_none()
+    pub fn all_bases_fetched(&self) -> bool {
+        self.shared.active_queues.queues().next().is_none()
     }
 
     /// Returns a queue whose position the front-end does not know, so that its stopped guest could not continue on
     /// another host. Such a queue runs, or its server was killed or its connection had ended before the front-end
     /// fetched the position. A queue that was started at the front-end's position, and has taken no request since, is
     /// still at that position.
-    pub fn not_taken_back(&self) -> Option<u16> {
-        let at_work = self.shared.at_work.borrow();
-        let is_as_told = |index: u16| {
-            let queue = at_work
+    pub fn queue_with_stale_base(&self) -> Option<u16> {
+        let running = self.shared.running_queues.borrow();
+        let is_base_current = |index: u16| {
+            let queue = running
                 .iter()
                 .filter_map(Weak::upgrade)
                 .find(|queue| queue.index() == index);
-            queue.is_some_and(|queue| !queue.has_moved())
+            queue.is_some_and(|queue| !queue.base_differs())
         };
-        self.shared.lent.queues().find(|index| !is_as_told(*index))
+        self.shared
+            .active_queues
+            .queues()
+            .find(|index| !is_base_current(*index))
     }
 
     /// Accepts and serves front-ends, one after the other, until [`VhostUserServer::stop`].
@@ -299,18 +302,18 @@ impl VhostUserServer {
     /// The listening socket is broken.
     pub async fn run(&self, listener: &Listener) -> std::io::Result<()> {
         while !self.stopping.get() {
-            let left = self.left.borrow_mut().take();
-            let (socket, kept) = match left {
+            let inherited = self.inherited.borrow_mut().take();
+            let (socket, stored) = match inherited {
                 Some((kept, connection)) => (Socket::from_descriptor(&self.on, connection)?, Some(kept)),
                 None => {
-                    let next = self.next.borrow_mut().pop_front();
-                    match next {
+                    let waiting = self.waiting.borrow_mut().pop_front();
+                    match waiting {
                         Some(next) => (next, None),
                         None => (self.accept(listener).await?, None),
                     }
                 }
             };
-            first_of(self.serve_kept(socket, kept), self.take_next(listener)).await;
+            first_of(self.serve_connection(socket, stored), self.watch_waiting(listener)).await;
         }
         Ok(())
     }
@@ -319,10 +322,10 @@ impl VhostUserServer {
     async fn accept(&self, listener: &Listener) -> io::Result<Socket> {
         loop {
             let socket = listener.accept(&self.on).await?;
-            let Some(admits) = self.admits.get() else {
+            let Some(check) = self.admission_check.get() else {
                 return Ok(socket);
             };
-            match admits(socket.as_fd()) {
+            match check(socket.as_fd()) {
                 Ok(()) => return Ok(socket),
                 Err(why) => tracing::warn!(
                     disk = %self.shared.device.name(),
@@ -334,50 +337,50 @@ impl VhostUserServer {
 
     /// Logs once, while a front-end is served, that another one waits. With an admission check, permitted connections
     /// are also taken out of the listener's queue, so that others do not fill it. Never completes.
-    async fn take_next(&self, listener: &Listener) {
-        if self.admits.get().is_none() {
-            let waits = listener.readable().await;
-            self.on.sleep(QUIET).await;
+    async fn watch_waiting(&self, listener: &Listener) {
+        if self.admission_check.get().is_none() {
+            let readable = listener.readable().await;
+            self.on.sleep(SILENCE_WARNING_DELAY).await;
             // A broken listener is reported when the next front-end is accepted.
-            if waits.is_ok() {
-                self.tell_of_next();
+            if readable.is_ok() {
+                self.warn_of_waiting();
             }
             return std::future::pending().await;
         }
-        let mut is_told = false;
-        while let Ok(next) = self.accept(listener).await {
+        let mut has_warned = false;
+        while let Ok(waiting) = self.accept(listener).await {
             // A connection that is not stored is closed by the drop.
-            if self.next.borrow().len() < NEXT_MAX {
-                self.next.borrow_mut().push_back(next);
+            if self.waiting.borrow().len() < WAITING_FRONT_ENDS_MAX {
+                self.waiting.borrow_mut().push_back(waiting);
             }
-            if !std::mem::replace(&mut is_told, true) {
-                self.on.sleep(QUIET).await;
-                self.tell_of_next();
+            if !std::mem::replace(&mut has_warned, true) {
+                self.on.sleep(SILENCE_WARNING_DELAY).await;
+                self.warn_of_waiting();
             }
         }
         std::future::pending().await
     }
 
-    fn tell_of_next(&self) {
+    fn warn_of_waiting(&self) {
         tracing::warn!(
             disk = %self.shared.device.name(),
             "another front-end waits: the disk serves one client at a time, and {} is connected",
-            self.front_end()
+            self.describe_front_end()
         );
     }
 
     /// Serves a connected front-end until it disconnects.
     pub async fn serve(&self, socket: Socket) {
-        self.serve_kept(socket, None).await;
+        self.serve_connection(socket, None).await;
     }
 
-    /// Serves a front-end; `kept` is its stored state if the previous process served it.
-    async fn serve_kept(&self, socket: Socket, kept: Option<Kept>) {
-        let _client = self.clients.get().map(Clients::enter);
+    /// Serves a front-end; `stored` is its stored state if the previous process served it.
+    async fn serve_connection(&self, socket: Socket, stored: Option<StoredConnection>) {
+        let _client = self.clients.get().map(Clients::register);
         let socket = Rc::new(socket);
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
         let disk = self.shared.device.name();
-        let is_new = kept.is_none();
+        let is_new = stored.is_none();
         if is_new {
             tracing::info!(%disk, "front-end connected");
         }
@@ -386,7 +389,7 @@ impl VhostUserServer {
             Rc::clone(&socket),
             Rc::clone(&self.shared),
             self.queues,
-            Rc::clone(&self.leave),
+            Rc::clone(&self.handover),
         );
         let done = Rc::new(Cell::new(false));
         self.on.spawn(announce_sizes(
@@ -394,22 +397,24 @@ impl VhostUserServer {
             session.backend_channel(),
             Rc::clone(&done),
         ));
-        let kept = match (kept, self.keeping.get()) {
-            (None, Some(keeping)) => {
-                let begun = Kept::begin(&self.on, keeping, &*socket).await;
-                begun.inspect_err(not_kept).ok()
+        let kept = match (stored, self.handover_options.get()) {
+            (None, Some(options)) => {
+                let created = StoredConnection::create(&self.on, options, &*socket).await;
+                created.inspect_err(warn_not_stored).ok()
             }
             (kept, _) => kept,
         };
-        if let Some(kept) = kept {
-            session.keep(kept);
+        if let Some(stored) = kept {
+            session.set_stored_connection(stored);
         }
         if is_new {
-            self.until_it_speaks(&socket).await;
+            self.wait_for_first_message(&socket).await;
         }
         match session.run().await {
-            Ok(End::Closed) => tracing::info!(%disk, "front-end disconnected"),
-            Ok(End::Left) => tracing::info!(%disk, "the front-end's connection is handed over to the next process"),
+            Ok(SessionEnd::Closed) => tracing::info!(%disk, "front-end disconnected"),
+            Ok(SessionEnd::HandedOver) => {
+                tracing::info!(%disk, "the front-end's connection is handed over to the next process")
+            }
             Err(_) if self.stopping.get() => {}
             Err(error) => tracing::error!(%disk, "connection to the front-end closed: {error}"),
         }
@@ -420,36 +425,41 @@ impl VhostUserServer {
     }
 
     /// Waits for a front-end's first message, which QEMU sends at once. A connected front-end keeps all others out.
-    async fn until_it_speaks(&self, socket: &Socket) {
+    async fn wait_for_first_message(&self, socket: &Socket) {
         let readable = async {
             // Errors are reported by the session.
             let _ = socket.readable().await;
         };
-        let mut speaks = pin!(first_of(readable, self.leave.asked()));
-        if self.on.timeout(QUIET, speaks.as_mut()).await.is_none() {
+        let mut first_message = pin!(first_of(readable, self.handover.requested()));
+        if self
+            .on
+            .timeout(SILENCE_WARNING_DELAY, first_message.as_mut())
+            .await
+            .is_none()
+        {
             tracing::warn!(
                 disk = %self.shared.device.name(),
                 "{} has connected, sends nothing, and blocks other front-ends; is it a client of another protocol, such as NBD?",
-                self.front_end()
+                self.describe_front_end()
             );
-            speaks.await;
+            first_message.await;
         }
     }
 
     /// Returns a description of the connected process, for messages.
-    fn front_end(&self) -> String {
+    fn describe_front_end(&self) -> String {
         let current = self.current.borrow();
-        let named = current.as_ref().and_then(|socket| socket.peer_process());
-        named.map_or_else(|| "a client".to_owned(), |process| format!("a client ({process})"))
+        let process = current.as_ref().and_then(|socket| socket.peer_process());
+        process.map_or_else(|| "a client".to_owned(), |process| format!("a client ({process})"))
     }
 
     /// Accepts no more requests. The requests in flight finish, then the present connection ends as `how` says.
-    pub fn stop(&self, how: Stop) {
+    pub fn stop(&self, how: StopMode) {
         self.stopping.set(true);
         match (how, self.current.borrow().as_ref()) {
-            (Stop::Leave, _) => self.leave.ask(),
-            (Stop::Close, Some(socket)) => socket.shutdown(),
-            (Stop::Close, None) => {}
+            (StopMode::HandOver, _) => self.handover.request(),
+            (StopMode::Close, Some(socket)) => socket.shutdown(),
+            (StopMode::Close, None) => {}
         }
     }
 }
@@ -464,7 +474,7 @@ async fn announce_sizes(shared: Rc<Shared>, channel: Rc<RefCell<Option<Socket>>>
             continue;
         }
         generation = changes.generation();
-        shared.tell_of_part_of_sector();
+        shared.warn_partial_sector();
         session::announce_size(Rc::clone(&channel)).await;
     }
 }

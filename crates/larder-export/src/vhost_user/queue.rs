@@ -2,7 +2,7 @@
 //!
 //! A request is a token ([`Request`]): it is pushed as used exactly once, and dropping it before that panics. A
 //! running queue is polled by the loop, and kicks are enabled only before the loop sleeps. Interrupts are sent once
-//! per turn, and in a long batch once per `SIGNAL_EVERY` requests.
+//! per turn, and in a long batch once per `INTERRUPT_BATCH_REQUESTS` requests.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -16,14 +16,14 @@ use larder_block::signal::Signal;
 use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
 use super::Serial;
-use super::blk::{self, DiskState};
+use super::active_queues::ActiveQueues;
+use super::blk::{self, RequestContext};
 use super::inflight::InflightQueue;
-use super::lent::Lent;
 use super::memory::{DirtyLog, GuestMemory, LostMapping, any_lost};
-use super::ring::{Chain, Head, Ring, RingError, RingPosition};
+use super::ring::{DescriptorChain, Head, Ring, RingError, RingPosition};
 use crate::activity::Activity;
-use crate::turns::{PIECE_LEN, PIECES_AT_ONCE, Turns};
-use crate::view::{Begun, UnderWay};
+use crate::external_mapping::{InFlightCounter, InFlightToken};
+use crate::piece_scheduler::{PIECE_BYTES_MAX, PIECES_IN_FLIGHT_MAX, PieceScheduler};
 
 /// State that all queues of a disk share.
 pub(super) struct Shared {
@@ -42,46 +42,46 @@ pub(super) struct Shared {
     /// Log of written pages, set while the front-end requests it.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
     pub(super) activity: Rc<Activity>,
-    pub(super) turns: Turns,
+    pub(super) scheduler: PieceScheduler,
     /// True while queues are paused, because the disk is not on this host.
-    pub(super) rests: Cell<bool>,
+    pub(super) paused: Cell<bool>,
     /// Report to the session that the front-end's memory is lost.
-    pub(super) lost: Lost,
+    pub(super) lost_memory: LostMemory,
     /// Total weight of the requests in flight.
-    pub(super) weight: Cell<u32>,
+    pub(super) in_flight_weight: Cell<u32>,
     /// Queues that were started and not stopped.
-    pub(super) at_work: RefCell<Vec<Weak<Queue>>>,
+    pub(super) running_queues: RefCell<Vec<Weak<Queue>>>,
     /// Queues whose position the front-end has not fetched.
-    pub(super) lent: Lent,
+    pub(super) active_queues: ActiveQueues,
     /// Counter of requests in flight for the pager.
-    pub(super) under_way: UnderWay,
+    pub(super) in_flight_counter: InFlightCounter,
 }
 
 /// Report that memory of the front-end is lost.
 #[derive(Default)]
-pub(super) struct Lost {
-    found: Cell<Option<LostMapping>>,
+pub(super) struct LostMemory {
+    mapping: Cell<Option<LostMapping>>,
     changed: Signal,
 }
 
-impl Lost {
+impl LostMemory {
     fn report(&self, lost: LostMapping) {
-        self.found.set(Some(lost));
+        self.mapping.set(Some(lost));
         self.changed.raise();
     }
 
     fn is_reported(&self) -> bool {
-        self.found.get().is_some()
+        self.mapping.get().is_some()
     }
 
     /// Clears the report of an earlier session.
     pub(super) fn reset(&self) {
-        self.found.set(None);
+        self.mapping.set(None);
     }
 
     /// Waits until memory is lost.
     pub(super) async fn wait(&self) -> LostMapping {
-        self.changed.until(|| self.found.get()).await
+        self.changed.until(|| self.mapping.get()).await
     }
 }
 
@@ -90,13 +90,13 @@ impl Shared {
     pub(super) fn geometry(&self) -> Geometry {
         let mut geometry = self.device.geometry();
         geometry.block_size = geometry.block_size.max(self.block_size);
-        let whole = ByteOffset::new(geometry.size.get()).align_down(u64::from(geometry.block_size));
-        geometry.size = whole - ByteOffset::ZERO;
+        let aligned_end = ByteOffset::new(geometry.size.get()).align_down(u64::from(geometry.block_size));
+        geometry.size = aligned_end - ByteOffset::ZERO;
         geometry
     }
 
     /// Warns if the disk's new size ends within one of the guest's sectors.
-    pub(super) fn tell_of_part_of_sector(&self) {
+    pub(super) fn warn_partial_sector(&self) {
         let (all, seen) = (self.device.geometry().size, self.geometry().size);
         let rest = all.get() - seen.get();
         if rest > 0 {
@@ -111,25 +111,25 @@ impl Shared {
 
 /// Number of requests after which the guest is interrupted in a long batch, so that it processes the first results
 /// while the rest is being served. The guest asks for one interrupt at a time, so this costs it nothing.
-const SIGNAL_EVERY: u32 = 8;
+const INTERRUPT_BATCH_REQUESTS: u32 = 8;
 
 /// Requests and bytes that a queue takes in one turn of the loop, so that other queues and completed requests get
 /// their turn.
-const TURN_REQUESTS: u32 = 64;
-const TURN_BYTES: usize = 256 << 10;
+const TURN_REQUESTS_MAX: u32 = 64;
+const TURN_BYTES_MAX: usize = 256 << 10;
 
 /// Total weight of a disk's requests from which each queue is limited to its share of the same amount. A request
 /// weighs 1, or more if it is split into pieces or its memory is scattered. A queue at its limit takes its next
 /// request when others have ended. The limit exists because layers use host memory for requests, and a guest may send
 /// as many as its rings have descriptors.
-const WEIGHT_MAX: u32 = 1024;
+const IN_FLIGHT_WEIGHT_MAX: u32 = 1024;
 
 /// Number of memory pieces that a request of weight 1 may have.
-const MEMORY_PIECES: usize = 128;
+const UNIT_WEIGHT_PIECES_MAX: usize = 128;
 
 /// Number of chains that a queue retains for reuse, and the largest capacity of a retained chain.
-const CHAINS_KEPT: usize = 256;
-const ROOM_KEPT: usize = 256;
+const SPARE_CHAINS_MAX: usize = 256;
+const SPARE_CHAIN_PIECES_MAX: usize = 256;
 
 /// Parts from which a queue is created.
 pub(super) struct QueueParts {
@@ -140,7 +140,7 @@ pub(super) struct QueueParts {
     pub(super) size: u32,
     pub(super) inflight: Option<InflightQueue>,
     /// Position that the front-end assumes, as set by SET_VRING_BASE, if it is known.
-    pub(super) told: Option<u32>,
+    pub(super) frontend_base: Option<u32>,
     /// Kick event. `None` means that the front-end does not kick, so the ring is polled without sleep.
     pub(super) kick: Option<Rc<OwnedFd>>,
     /// Call event. `None` means that the front-end polls the used ring.
@@ -151,7 +151,7 @@ pub(super) struct QueueParts {
 
 /// Running virtqueue.
 pub(super) struct Queue {
-    me: Weak<Queue>,
+    weak_self: Weak<Queue>,
     index: u16,
     size: u32,
     shared: Rc<Shared>,
@@ -166,39 +166,39 @@ pub(super) struct Queue {
     broken: Cell<bool>,
     log_ring: Cell<bool>,
     /// True if a request was pushed as used since the last interrupt.
-    unsignalled: Cell<bool>,
-    running: Cell<u32>,
+    interrupt_pending: Cell<bool>,
+    requests_in_flight: Cell<u32>,
     /// Weight of the running requests beyond 1 each.
-    extra_weight: Cell<u32>,
+    excess_weight: Cell<u32>,
     /// True if the queue is not at the position that the front-end assumes.
-    moved: Cell<bool>,
+    base_differs: Cell<bool>,
     idle_waker: RefCell<Option<Waker>>,
     kick_waker: RefCell<Option<Waker>>,
-    spare_chains: RefCell<Vec<Chain>>,
-    start: RefCell<Option<Start>>,
+    spare_chains: RefCell<Vec<DescriptorChain>>,
+    start_request: RefCell<Option<StartRequest>>,
     poller: RefCell<Option<PollerGuard>>,
 }
 
 /// Function that starts a request's task. It is boxed because the task's type has no name.
-type Start = Box<dyn Fn(Request)>;
+type StartRequest = Box<dyn Fn(Request)>;
 
 /// Request in flight: a token that must be pushed as used.
 struct Request {
     queue: Rc<Queue>,
     memory: Rc<GuestMemory>,
-    chain: Chain,
+    chain: DescriptorChain,
     head: Head,
-    note: u16,
+    inflight_entry: u16,
     /// See [`weight_of`].
     weight: u32,
-    begun: Begun,
-    answered: bool,
+    begun: InFlightToken,
+    is_completed: bool,
 }
 
 impl Drop for Request {
     fn drop(&mut self) {
         assert!(
-            self.answered || std::thread::panicking(),
+            self.is_completed || std::thread::panicking(),
             "a request of queue {} was dropped before it was pushed as used",
             self.queue.index
         );
@@ -206,22 +206,22 @@ impl Drop for Request {
 }
 
 /// Returns the weight of a request.
-fn weight_of(chain: &Chain, bytes: usize) -> u32 {
-    if bytes <= PIECE_LEN && chain.pieces() <= MEMORY_PIECES {
+fn weight_of(chain: &DescriptorChain, bytes: usize) -> u32 {
+    if bytes <= PIECE_BYTES_MAX && chain.pieces() <= UNIT_WEIGHT_PIECES_MAX {
         return 1;
     }
-    let pieces = bytes.div_ceil(PIECE_LEN).min(PIECES_AT_ONCE);
-    let scattered = chain.pieces().div_ceil(MEMORY_PIECES);
+    let pieces = bytes.div_ceil(PIECE_BYTES_MAX).min(PIECES_IN_FLIGHT_MAX);
+    let scattered = chain.pieces().div_ceil(UNIT_WEIGHT_PIECES_MAX);
     pieces.max(scattered) as u32
 }
 
 async fn serve(mut request: Request) {
     let shared = Rc::clone(&request.queue.shared);
-    let state = DiskState {
+    let state = RequestContext {
         serial: &shared.serial,
         write_cache: shared.write_cache.get() && shared.driver_flushes.get(),
         activity: &shared.activity,
-        turns: &shared.turns,
+        scheduler: &shared.scheduler,
     };
     // SAFETY: the request holds the mappings that its chain was translated with.
     let outcome = unsafe { blk::execute(&*shared.device, state, &request.chain) }.await;
@@ -229,10 +229,10 @@ async fn serve(mut request: Request) {
         shared.activity.report(error);
     }
     // No device reads or writes the request's memory any more.
-    shared.under_way.end(request.begun);
-    request.answered = true;
+    shared.in_flight_counter.end_request(request.begun);
+    request.is_completed = true;
     let chain = std::mem::take(&mut request.chain);
-    request.queue.give_back(&request, chain, outcome.written);
+    request.queue.push_used(&request, chain, outcome.written);
 }
 
 impl Queue {
@@ -240,7 +240,7 @@ impl Queue {
     pub(super) fn start(on: &Loop, parts: QueueParts) -> Rc<Self> {
         let packed = matches!(parts.ring, Ring::Packed(_));
         let queue = Rc::new_cyclic(|me| Self {
-            me: Weak::clone(me),
+            weak_self: Weak::clone(me),
             index: parts.index,
             size: parts.size,
             shared: parts.shared,
@@ -253,26 +253,26 @@ impl Queue {
             stopped: Cell::new(false),
             broken: Cell::new(false),
             log_ring: Cell::new(parts.log_ring),
-            unsignalled: Cell::new(false),
-            running: Cell::new(0),
-            extra_weight: Cell::new(0),
-            moved: Cell::new(false),
+            interrupt_pending: Cell::new(false),
+            requests_in_flight: Cell::new(0),
+            excess_weight: Cell::new(0),
+            base_differs: Cell::new(false),
             idle_waker: RefCell::new(None),
             kick_waker: RefCell::new(None),
             spare_chains: RefCell::default(),
-            start: RefCell::new(None),
+            start_request: RefCell::new(None),
             poller: RefCell::new(None),
         });
-        // The number of chains in flight is at most `size`, which `take_one` ensures.
+        // The number of chains in flight is at most `size`, which `pop_avail` ensures.
         let pool = TaskPool::new(on);
-        *queue.start.borrow_mut() = Some(Box::new(move |request: Request| pool.start(|| serve(request))));
-        queue.shared.at_work.borrow_mut().push(Rc::downgrade(&queue));
-        queue.resubmit();
-        if parts.told != Some(queue.position().to_base(packed)) {
-            queue.moved.set(true);
+        *queue.start_request.borrow_mut() = Some(Box::new(move |request: Request| pool.start(|| serve(request))));
+        queue.shared.running_queues.borrow_mut().push(Rc::downgrade(&queue));
+        queue.resubmit_in_flight();
+        if parts.frontend_base != Some(queue.position().to_base(packed)) {
+            queue.base_differs.set(true);
         }
         // A previous server may have pushed requests without interrupting; a superfluous interrupt does no harm.
-        queue.unsignalled.set(true);
+        queue.interrupt_pending.set(true);
         *queue.poller.borrow_mut() = Some(on.add_poller(Rc::clone(&queue) as Rc<dyn Poller>));
         if let Some(kick) = parts.kick {
             on.spawn(watch_kicks(on.clone(), kick, Rc::downgrade(&queue)));
@@ -280,9 +280,9 @@ impl Queue {
         queue
     }
 
-    fn resubmit(self: &Rc<Self>) {
-        let mut notes = self.inflight.borrow_mut();
-        let Some(inflight) = notes.as_mut() else { return };
+    fn resubmit_in_flight(self: &Rc<Self>) {
+        let mut record = self.inflight.borrow_mut();
+        let Some(inflight) = record.as_mut() else { return };
         let mut ring = self.ring.borrow_mut();
         let found = inflight.recover(&mut ring);
         if found.is_empty() {
@@ -295,99 +295,101 @@ impl Queue {
         );
         let memory = Rc::clone(&self.memory.borrow());
         let mut requests = Vec::new();
-        for left in &found {
-            let mut chain = Chain::default();
-            match inflight.chain_of(&ring, &memory, left, &mut chain) {
-                Ok(()) => requests.push((left.head, left.note, chain)),
+        for request in &found {
+            let mut chain = DescriptorChain::default();
+            match inflight.read_chain(&ring, &memory, request, &mut chain) {
+                Ok(()) => requests.push((request.head, request.entry_index, chain)),
                 Err(error) => {
-                    drop((ring, notes));
-                    return self.break_down(error);
+                    drop((ring, record));
+                    return self.mark_broken(error);
                 }
             }
         }
-        drop((ring, notes));
-        for (head, note, chain) in requests {
+        drop((ring, record));
+        for (head, entry, chain) in requests {
             let bytes = chain.bytes();
-            self.launch(Rc::clone(&memory), chain, bytes, head, note);
+            self.launch(Rc::clone(&memory), chain, bytes, head, entry);
         }
     }
 
-    fn launch(self: &Rc<Self>, memory: Rc<GuestMemory>, chain: Chain, bytes: usize, head: Head, note: u16) {
-        self.running.set(self.running.get() + 1);
+    fn launch(self: &Rc<Self>, memory: Rc<GuestMemory>, chain: DescriptorChain, bytes: usize, head: Head, entry: u16) {
+        self.requests_in_flight.set(self.requests_in_flight.get() + 1);
         let weight = weight_of(&chain, bytes);
-        self.shared.weight.set(self.shared.weight.get() + weight);
+        self.shared
+            .in_flight_weight
+            .set(self.shared.in_flight_weight.get() + weight);
         if weight > 1 {
-            self.extra_weight.set(self.extra_weight.get() + (weight - 1));
+            self.excess_weight.set(self.excess_weight.get() + (weight - 1));
         }
-        self.moved.set(true);
+        self.base_differs.set(true);
         let request = Request {
             queue: Rc::clone(self),
             memory,
             chain,
             head,
-            note,
+            inflight_entry: entry,
             weight,
-            begun: self.shared.under_way.begin(),
-            answered: false,
+            begun: self.shared.in_flight_counter.begin_request(),
+            is_completed: false,
         };
-        let start = self.start.borrow();
+        let start = self.start_request.borrow();
         if let Some(start) = start.as_ref() {
             start(request);
         }
     }
 
     /// Takes and starts available requests within a turn's bounds; returns whether there were any.
-    fn take_available(self: &Rc<Self>) -> bool {
-        let mut taken = 0u32;
+    fn start_available(self: &Rc<Self>) -> bool {
+        let mut started = 0u32;
         let mut bytes = 0;
-        while taken < TURN_REQUESTS && bytes < TURN_BYTES && self.has_room() {
-            let Some((memory, chain, head, note)) = self.take_one() else {
+        while started < TURN_REQUESTS_MAX && bytes < TURN_BYTES_MAX && self.has_room() {
+            let Some((memory, chain, head, entry)) = self.pop_avail() else {
                 break;
             };
             let chain_bytes = chain.bytes();
             bytes += chain_bytes;
-            self.launch(memory, chain, chain_bytes, head, note);
-            taken += 1;
-            if taken.is_multiple_of(SIGNAL_EVERY) {
-                self.signal();
+            self.launch(memory, chain, chain_bytes, head, entry);
+            started += 1;
+            if started.is_multiple_of(INTERRUPT_BATCH_REQUESTS) {
+                self.interrupt_if_pending();
             }
         }
-        taken > 0
+        started > 0
     }
 
-    fn take_one(&self) -> Option<(Rc<GuestMemory>, Chain, Head, u16)> {
+    fn pop_avail(&self) -> Option<(Rc<GuestMemory>, DescriptorChain, Head, u16)> {
         let mut ring = self.ring.borrow_mut();
         if !ring.has_available() {
             return None;
         }
-        if self.running.get() >= self.size {
+        if self.requests_in_flight.get() >= self.size {
             drop(ring);
-            self.break_down(RingError::TooManyInFlight { size: self.size });
+            self.mark_broken(RingError::TooManyInFlight { size: self.size });
             return None;
         }
         let memory = self.memory.borrow();
         let mut chain = self.spare_chains.borrow_mut().pop().unwrap_or_default();
-        match ring.take(&memory, &mut chain) {
+        match ring.pop_avail(&memory, &mut chain) {
             Ok(Some(head)) => {
-                let note = match self.inflight.borrow_mut().as_mut() {
+                let entry = match self.inflight.borrow_mut().as_mut() {
                     Some(inflight) => inflight.begin(&ring, head),
                     None => 0,
                 };
-                Some((Rc::clone(&memory), chain, head, note))
+                Some((Rc::clone(&memory), chain, head, entry))
             }
             Ok(None) => None,
             Err(error) => {
                 drop((ring, memory));
-                self.break_down(error);
+                self.mark_broken(error);
                 None
             }
         }
     }
 
     /// Stops the queue until its reset, because the guest violated the protocol. Requests in flight continue.
-    fn break_down(&self, error: RingError) {
-        if let Err(lost) = self.check(&self.memory.borrow()) {
-            return self.lose(lost);
+    fn mark_broken(&self, error: RingError) {
+        if let Err(lost) = self.check_memory(&self.memory.borrow()) {
+            return self.abort_on_lost_memory(lost);
         }
         if !self.broken.replace(true) {
             tracing::error!(
@@ -398,12 +400,12 @@ impl Queue {
     }
 
     /// Checks that neither the given memory of a request nor memory of the queue itself is lost.
-    fn check(&self, of_request: &GuestMemory) -> Result<(), LostMapping> {
+    fn check_memory(&self, request_memory: &GuestMemory) -> Result<(), LostMapping> {
         // A mapping is lost once in the life of a process, if ever.
         if !any_lost() {
             return Ok(());
         }
-        of_request.check()?;
+        request_memory.check()?;
         self.memory.borrow().check()?;
         self.inflight.borrow().as_ref().map_or(Ok(()), InflightQueue::check)?;
         self.shared
@@ -415,30 +417,30 @@ impl Queue {
 
     /// Takes no more requests, and ends the session: data read from, or written to, lost memory differs from the
     /// guest's.
-    fn lose(&self, lost: LostMapping) {
+    fn abort_on_lost_memory(&self, lost: LostMapping) {
         self.broken.set(true);
-        self.shared.lost.report(lost);
+        self.shared.lost_memory.report(lost);
     }
 
     /// Ends the session if memory is lost; returns whether that was found by this call.
-    fn find_loss(&self) -> bool {
-        if !any_lost() || self.shared.lost.is_reported() {
+    fn detect_lost_memory(&self) -> bool {
+        if !any_lost() || self.shared.lost_memory.is_reported() {
             return false;
         }
-        let found = self.check(&self.memory.borrow()).err();
-        found.map(|lost| self.lose(lost)).is_some()
+        let found = self.check_memory(&self.memory.borrow()).err();
+        found.map(|lost| self.abort_on_lost_memory(lost)).is_some()
     }
 
-    fn give_back(&self, request: &Request, mut chain: Chain, written: u32) {
-        if let Err(lost) = self.check(&request.memory) {
+    fn push_used(&self, request: &Request, mut chain: DescriptorChain, written: u32) {
+        if let Err(lost) = self.check_memory(&request.memory) {
             // The data that was read has not reached the guest, or the data that was written is not the guest's. The
             // request therefore stays in flight for the next session.
-            self.lose(lost);
+            self.abort_on_lost_memory(lost);
         } else {
             let mut ring = self.ring.borrow_mut();
             let mut inflight = self.inflight.borrow_mut();
             if let Some(inflight) = inflight.as_mut() {
-                inflight.before_give_back(&ring, request.head, request.note);
+                inflight.before_push_used(&ring, request.head, request.inflight_entry);
             }
             let log = self.shared.dirty_log.borrow();
             if let Some(log) = log.as_ref() {
@@ -447,29 +449,31 @@ impl Queue {
                     .iter()
                     .for_each(|piece| log.mark(&request.memory, *piece));
             }
-            let changed = ring.give_back(request.head, written);
+            let changed = ring.push_used(request.head, written);
             if let Some(log) = log.as_ref().filter(|_| self.log_ring.get()) {
                 log.mark(&self.memory.borrow(), IoVec::new(changed.base(), changed.len()));
             }
             // A ring that was lost just now has not received the entry: the request stays in flight.
-            let is_given_back = !any_lost() || self.memory.borrow().check().is_ok();
-            if let Some(inflight) = inflight.as_mut().filter(|_| is_given_back) {
-                inflight.after_give_back(&ring, request.note);
+            let is_pushed = !any_lost() || self.memory.borrow().check().is_ok();
+            if let Some(inflight) = inflight.as_mut().filter(|_| is_pushed) {
+                inflight.after_push_used(&ring, request.inflight_entry);
             }
         }
-        self.shared.weight.set(self.shared.weight.get() - request.weight);
+        self.shared
+            .in_flight_weight
+            .set(self.shared.in_flight_weight.get() - request.weight);
         if request.weight > 1 {
-            self.extra_weight.set(self.extra_weight.get() - (request.weight - 1));
+            self.excess_weight.set(self.excess_weight.get() - (request.weight - 1));
         }
         let mut spare = self.spare_chains.borrow_mut();
-        if spare.len() < CHAINS_KEPT && chain.room() <= ROOM_KEPT {
+        if spare.len() < SPARE_CHAINS_MAX && chain.capacity() <= SPARE_CHAIN_PIECES_MAX {
             chain.clear();
             spare.push(chain);
         }
         drop(spare);
-        self.unsignalled.set(true);
-        self.running.set(self.running.get() - 1);
-        if self.running.get() == 0
+        self.interrupt_pending.set(true);
+        self.requests_in_flight.set(self.requests_in_flight.get() - 1);
+        if self.requests_in_flight.get() == 0
             && let Some(waker) = self.idle_waker.borrow_mut().take()
         {
             waker.wake();
@@ -477,13 +481,13 @@ impl Queue {
     }
 
     /// Interrupts the guest if a request was pushed as used, unless the guest suppresses it.
-    fn signal(&self) {
-        if self.unsignalled.replace(false) {
-            self.interrupt();
+    fn interrupt_if_pending(&self) {
+        if self.interrupt_pending.replace(false) {
+            self.interrupt_if_wanted();
         }
     }
 
-    fn interrupt(&self) {
+    fn interrupt_if_wanted(&self) {
         if self.ring.borrow_mut().wants_interrupt()
             && let Some(call) = self.call.borrow().as_ref()
         {
@@ -494,14 +498,14 @@ impl Queue {
 
     /// Returns whether the weight limit allows another request.
     fn has_room(&self) -> bool {
-        self.shared.weight.get() < WEIGHT_MAX || {
-            let queues = self.shared.at_work.borrow().len().max(1) as u32;
-            self.running.get() + self.extra_weight.get() < (WEIGHT_MAX / queues).max(1)
+        self.shared.in_flight_weight.get() < IN_FLIGHT_WEIGHT_MAX || {
+            let queues = self.shared.running_queues.borrow().len().max(1) as u32;
+            self.requests_in_flight.get() + self.excess_weight.get() < (IN_FLIGHT_WEIGHT_MAX / queues).max(1)
         }
     }
 
-    fn may_take(&self) -> bool {
-        self.enabled.get() && !self.stopped.get() && !self.broken.get() && !self.shared.rests.get()
+    fn accepts_requests(&self) -> bool {
+        self.enabled.get() && !self.stopped.get() && !self.broken.get() && !self.shared.paused.get()
     }
 
     pub(super) fn set_enabled(&self, enabled: bool) {
@@ -511,8 +515,8 @@ impl Queue {
     pub(super) fn set_call(&self, call: Option<Rc<OwnedFd>>) {
         *self.call.borrow_mut() = call;
         // The new event may have missed an interrupt that was sent to the old one, or not sent at all.
-        self.ring.borrow_mut().forget_interrupts();
-        self.unsignalled.set(true);
+        self.ring.borrow_mut().reset_interrupt_state();
+        self.interrupt_pending.set(true);
     }
 
     pub(super) fn set_log_ring(&self, log: bool) {
@@ -524,8 +528,8 @@ impl Queue {
     }
 
     /// Returns whether the queue is not at the position that the front-end assumes.
-    pub(super) fn has_moved(&self) -> bool {
-        self.moved.get()
+    pub(super) fn base_differs(&self) -> bool {
+        self.base_differs.get()
     }
 
     pub(super) fn position(&self) -> RingPosition {
@@ -536,7 +540,7 @@ impl Queue {
     pub(super) fn replace_memory(&self, memory: Rc<GuestMemory>, ring: Ring) {
         *self.memory.borrow_mut() = memory;
         *self.ring.borrow_mut() = ring;
-        self.unsignalled.set(true);
+        self.interrupt_pending.set(true);
     }
 
     /// Takes no more requests, waits for those in flight, and returns the ring's position. The in-flight record has
@@ -547,38 +551,41 @@ impl Queue {
             waker.wake();
         }
         std::future::poll_fn(|context| {
-            if self.running.get() == 0 {
+            if self.requests_in_flight.get() == 0 {
                 return Poll::Ready(());
             }
             *self.idle_waker.borrow_mut() = Some(context.waker().clone());
             Poll::Pending
         })
         .await;
-        self.signal();
+        self.interrupt_if_pending();
         if let Some(poller) = self.poller.borrow_mut().take() {
             drop(poller);
-            self.shared.at_work.borrow_mut().retain(|queue| !queue.ptr_eq(&self.me));
+            self.shared
+                .running_queues
+                .borrow_mut()
+                .retain(|queue| !queue.ptr_eq(&self.weak_self));
         }
-        drop(self.start.borrow_mut().take());
+        drop(self.start_request.borrow_mut().take());
         self.position()
     }
 }
 
 impl Poller for Queue {
     fn poll(&self) -> bool {
-        self.signal();
-        self.find_loss();
-        if !self.may_take() || !self.has_room() || !self.ring.borrow().has_available() {
+        self.interrupt_if_pending();
+        self.detect_lost_memory();
+        if !self.accepts_requests() || !self.has_room() || !self.ring.borrow().has_available() {
             return false;
         }
-        let any = self.me.upgrade().is_some_and(|me| me.take_available());
-        self.signal();
+        let any = self.weak_self.upgrade().is_some_and(|me| me.start_available());
+        self.interrupt_if_pending();
         any
     }
 
     fn arm(&self) -> bool {
         // A request that ends wakes the loop.
-        if !self.may_take() || !self.has_room() {
+        if !self.accepts_requests() || !self.has_room() {
             return false;
         }
         if !self.has_kick {
@@ -586,23 +593,23 @@ impl Poller for Queue {
         }
         let has_available = {
             let mut ring = self.ring.borrow_mut();
-            ring.want_kicks(true);
+            ring.set_kicks_enabled(true);
             ring.has_available()
         };
         // A lost ring has no available requests.
-        has_available || self.find_loss()
+        has_available || self.detect_lost_memory()
     }
 
     fn disarm(&self) {
-        if self.may_take() {
-            self.ring.borrow_mut().want_kicks(false);
+        if self.accepts_requests() {
+            self.ring.borrow_mut().set_kicks_enabled(false);
         }
     }
 
     fn recheck(&self) {
         // The guest may have enabled interrupts before its last look at the used ring, without this being visible yet
         // when the ring was checked.
-        self.interrupt();
+        self.interrupt_if_wanted();
     }
 }
 

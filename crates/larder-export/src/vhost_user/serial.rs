@@ -33,7 +33,7 @@ impl Serial {
     }
 
     /// Returns a message for people if a guest sees less than `text`.
-    pub fn note_on(text: &str) -> Option<String> {
+    pub fn truncation_warning(text: &str) -> Option<String> {
         let serial = Self::of(text);
         (serial.text() != text.as_bytes()).then(|| {
             format!(
@@ -77,13 +77,13 @@ mod tests {
         ] {
             let serial = Serial::of(given);
             assert_eq!(serial.to_string(), shown);
-            assert_eq!(Serial::note_on(given).is_some(), given != shown, "{given}");
+            assert_eq!(Serial::truncation_warning(given).is_some(), given != shown, "{given}");
             assert_eq!(serial.bytes().len(), 20);
         }
-        let note = Serial::note_on("f9160a20-70c7-38f4-a980-29f0c16f0155").expect("a warning");
+        let warning = Serial::truncation_warning("f9160a20-70c7-38f4-a980-29f0c16f0155").expect("a warning");
         assert!(
-            note.contains("has 36 bytes") && note.ends_with("'f9160a20-70c7-38f4-a'"),
-            "{note}"
+            warning.contains("has 36 bytes") && warning.ends_with("'f9160a20-70c7-38f4-a'"),
+            "{warning}"
         );
     }
 }

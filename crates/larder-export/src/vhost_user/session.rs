@@ -17,22 +17,22 @@ use larder_block::{ByteLen, Loop};
 
 use super::QUEUE_SIZE_MAX;
 use super::blk::{self, feature};
+use super::frontend_state::FrontendState;
+use super::handover::StoredConnection;
 use super::inflight::InflightRegion;
-use super::memo::Memo;
 use super::memory::{DirtyLog, GuestMemory, LostMapping, MemoryError, SLOTS_MAX};
-use super::message::{self, InflightInfo, MessageError, Request, RingAddresses, number};
+use super::message::{self, FrontendRequest, InflightInfo, MessageError, RingAddresses, number};
+use super::message_record::RecordedMessage;
 use super::queue::{Queue, QueueParts, Shared};
 use super::receive::{self, Received};
-use super::record::Message;
 use super::ring::{RING_SIZE_MAX, Ring, RingLayout, RingPosition};
-use super::takeover::Kept;
-use crate::view::{self, View};
+use crate::external_mapping::{self, PagerClient};
 
 /// Interval of polling whether the pager has registered new mappings, at first and at last, and the time after which
 /// a missing registration is logged.
-const PAGER_PAUSE_MIN: Duration = Duration::from_millis(1);
-const PAGER_PAUSE_MAX: Duration = Duration::from_millis(20);
-const PAGER_TELL_AFTER: Duration = Duration::from_secs(5);
+const PAGER_POLL_INTERVAL_MIN: Duration = Duration::from_millis(1);
+const PAGER_POLL_INTERVAL_MAX: Duration = Duration::from_millis(20);
+const PAGER_WARNING_DELAY: Duration = Duration::from_secs(5);
 
 /// Protocol features (QEMU `docs/interop/vhost-user.rst`).
 mod protocol {
@@ -68,7 +68,7 @@ pub enum SessionError {
     #[error(transparent)]
     Memory(#[from] MemoryError),
     #[error("{0}; the front-end may reconnect, and its requests in flight are then resubmitted")]
-    Lost(LostMapping),
+    LostMemory(LostMapping),
     #[error("there is no queue {ring}; the disk has {queues}")]
     NoSuchQueue { ring: u32, queues: u16 },
     #[error(
@@ -91,7 +91,7 @@ struct RingSetup {
     addresses: Option<RingAddresses>,
     base: u32,
     /// Position that the front-end assumes, if it has set it in this process.
-    told: Option<u32>,
+    frontend_base: Option<u32>,
     kick: Option<Rc<OwnedFd>>,
     /// True after SET_VRING_KICK, with or without a descriptor: the ring is started.
     started: bool,
@@ -99,39 +99,39 @@ struct RingSetup {
     enabled: bool,
     queue: Option<Rc<Queue>>,
     /// True if the ring has run on this connection.
-    ran: bool,
+    has_run: bool,
     /// True if the ring is started, but was stopped because its guest memory was unmapped.
-    homeless: bool,
+    unmapped: bool,
 }
 
 /// Time within which the rest of a message must arrive when this process is about to end.
-const REST_OF_MESSAGE: Duration = Duration::from_secs(1);
+const MESSAGE_REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Regular end of a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum SessionEnd {
     /// The front-end closed the connection.
     Closed,
     /// The connection is left to the next process.
-    Left,
+    HandedOver,
 }
 
 /// Signal to a session to leave its connection to the next process.
 #[derive(Default)]
-pub(super) struct Leave {
-    asked: Cell<bool>,
+pub(super) struct HandoverSignal {
+    is_requested: Cell<bool>,
     changed: Signal,
 }
 
-impl Leave {
+impl HandoverSignal {
     /// Asks the session to leave as soon as no message is being handled.
-    pub(super) fn ask(&self) {
-        self.asked.set(true);
+    pub(super) fn request(&self) {
+        self.is_requested.set(true);
         self.changed.raise();
     }
 
-    pub(super) async fn asked(&self) {
-        self.changed.when(|| self.asked.get()).await;
+    pub(super) async fn requested(&self) {
+        self.changed.when(|| self.is_requested.get()).await;
     }
 }
 
@@ -149,16 +149,22 @@ pub(super) struct Session {
     log: Option<Rc<DirtyLog>>,
     backend_channel: Rc<RefCell<Option<Socket>>>,
     /// Size that was reported to the front-end on this connection.
-    size_told: Option<ByteLen>,
+    reported_size: Option<ByteLen>,
     /// State kept for the next process.
-    kept: Option<Kept>,
-    leave: Rc<Leave>,
+    stored: Option<StoredConnection>,
+    handover: Rc<HandoverSignal>,
     /// True while messages are replayed that the previous process received.
-    repeats: bool,
+    is_replaying: bool,
 }
 
 impl Session {
-    pub(super) fn new(on: &Loop, socket: Rc<Socket>, shared: Rc<Shared>, queues_max: u16, leave: Rc<Leave>) -> Self {
+    pub(super) fn new(
+        on: &Loop,
+        socket: Rc<Socket>,
+        shared: Rc<Shared>,
+        queues_max: u16,
+        handover: Rc<HandoverSignal>,
+    ) -> Self {
         Self {
             on: on.clone(),
             socket,
@@ -172,10 +178,10 @@ impl Session {
             inflight: None,
             log: None,
             backend_channel: Rc::default(),
-            size_told: None,
-            kept: None,
-            leave,
-            repeats: false,
+            reported_size: None,
+            stored: None,
+            handover,
+            is_replaying: false,
         }
     }
 
@@ -185,62 +191,68 @@ impl Session {
     }
 
     /// Keeps messages for the next process, beginning with those that the previous process left.
-    pub(super) fn keep(&mut self, kept: Kept) {
-        self.kept = Some(kept);
+    pub(super) fn set_stored_connection(&mut self, stored: StoredConnection) {
+        self.stored = Some(stored);
     }
 
     /// Serves the connection until it ends.
-    pub(super) async fn run(&mut self) -> Result<End, SessionError> {
+    pub(super) async fn run(&mut self) -> Result<SessionEnd, SessionError> {
         let result = self.serve().await;
-        let left = matches!(result, Ok(End::Left)) && self.kept.is_some();
-        if !left {
+        let handed_over = matches!(result, Ok(SessionEnd::HandedOver)) && self.stored.is_some();
+        if !handed_over {
             self.socket.shutdown();
         }
-        let packed = self.packed();
+        let packed = self.is_packed();
         for (index, ring) in self.rings.iter_mut().enumerate() {
             let Some(queue) = ring.queue.take() else { continue };
             let base = queue.stop().await.to_base(packed);
-            if let Some(kept) = &mut self.kept {
-                kept.rests_at(index as u32, base);
+            if let Some(stored) = &mut self.stored {
+                stored.set_ring_base(index as u32, base);
             }
         }
         *self.shared.dirty_log.borrow_mut() = None;
-        match self.kept.take() {
-            Some(kept) if left => {
-                if let Err(error) = kept.leave() {
-                    not_kept(&error);
+        match self.stored.take() {
+            Some(stored) if handed_over => {
+                if let Err(error) = stored.hand_over() {
+                    warn_not_stored(&error);
                     self.socket.shutdown();
                 }
             }
-            Some(kept) => kept.forget(&self.on).await,
+            Some(stored) => stored.remove(&self.on).await,
             None => {}
         }
-        result.map(|_| if left { End::Left } else { End::Closed })
+        result.map(|_| {
+            if handed_over {
+                SessionEnd::HandedOver
+            } else {
+                SessionEnd::Closed
+            }
+        })
     }
 
-    async fn serve(&mut self) -> Result<End, SessionError> {
-        self.shared.lost.reset();
-        let said = self
-            .kept
+    async fn serve(&mut self) -> Result<SessionEnd, SessionError> {
+        self.shared.lost_memory.reset();
+        let recorded = self
+            .stored
             .as_ref()
-            .map(|kept| receive::again(kept.messages()))
+            .map(|stored| receive::reparse(stored.messages()))
             .transpose()?;
-        let said = said.unwrap_or_default();
-        let goes_on = !said.is_empty();
-        self.repeats = true;
-        for request in said {
-            self.carry_out(request).await?;
+        let recorded = recorded.unwrap_or_default();
+        let is_resumed = !recorded.is_empty();
+        self.is_replaying = true;
+        for request in recorded {
+            self.execute(request).await?;
         }
-        self.repeats = false;
-        if goes_on {
+        self.is_replaying = false;
+        if is_resumed {
             tracing::info!(disk = %self.shared.device.name(), "the front-end's connection continues");
         }
         loop {
-            if !self.speaks().await? {
-                return Ok(End::Left);
+            if !self.wait_for_message().await? {
+                return Ok(SessionEnd::HandedOver);
             }
-            match self.take_in_hand().await? {
-                None => return Ok(End::Closed),
+            match self.receive_next().await? {
+                None => return Ok(SessionEnd::Closed),
                 Some(received) => self.answer(received).await?,
             }
         }
@@ -250,31 +262,31 @@ impl Session {
     ///
     /// # Errors
     /// Memory of the front-end is lost.
-    async fn speaks(&self) -> Result<bool, SessionError> {
-        let asked = async {
-            self.leave.asked().await;
+    async fn wait_for_message(&self) -> Result<bool, SessionError> {
+        let requested = async {
+            self.handover.requested().await;
             Ok(false)
         };
-        let speaks = async {
+        let readable = async {
             // Errors are reported by the next read.
             let _ = self.socket.readable().await;
             Ok(true)
         };
-        let lost = async { Err(SessionError::Lost(self.shared.lost.wait().await)) };
-        first_of(lost, first_of(asked, speaks)).await
+        let lost = async { Err(SessionError::LostMemory(self.shared.lost_memory.wait().await)) };
+        first_of(lost, first_of(requested, readable)).await
     }
 
     /// Receives the next message; returns `None` if the front-end has closed the connection between two messages.
-    async fn take_in_hand(&mut self) -> Result<Option<Received>, SessionError> {
-        if let Some(kept) = &self.kept {
-            kept.take_in_hand()?;
+    async fn receive_next(&mut self) -> Result<Option<Received>, SessionError> {
+        if let Some(stored) = &self.stored {
+            stored.begin_message()?;
         }
-        let late = async {
-            self.leave.asked().await;
-            self.on.sleep(REST_OF_MESSAGE).await;
+        let timed_out = async {
+            self.handover.requested().await;
+            self.on.sleep(MESSAGE_REST_TIMEOUT).await;
             Err(io::Error::from(io::ErrorKind::TimedOut).into())
         };
-        first_of(receive::next(&self.socket, self.kept.is_some()), late).await
+        first_of(receive::next(&self.socket, self.stored.is_some()), timed_out).await
     }
 
     async fn answer(&mut self, received: Received) -> Result<(), SessionError> {
@@ -283,8 +295,8 @@ impl Session {
         // server only: QEMU before 9.1 may continue like that after a server was killed.
         let acknowledge = header.need_reply;
         let number = header.request;
-        let carried_out = self.carry_out(request).await;
-        let reply = match &carried_out {
+        let result = self.execute(request).await;
+        let reply = match &result {
             Ok(Reply::Bytes(bytes) | Reply::WithFile(bytes, _)) => Some(bytes.clone()),
             Ok(Reply::Position { ring, base }) => Some(message::reply_ring(number, *ring, *base)),
             Ok(Reply::None) if acknowledge => Some(message::reply_u64(number, 0)),
@@ -295,13 +307,13 @@ impl Session {
             }
             Err(_) => None,
         };
-        let reply = reply.map(|bytes| Message::new(bytes, Vec::new()));
+        let reply = reply.map(|bytes| RecordedMessage::new(bytes, Vec::new()));
         // The message is recorded before it is answered, because the front-end may rely on it from then on.
-        if let (Some(kept), Some(raw)) = (&mut self.kept, raw) {
-            let noted = kept.note(&self.on, raw, reply.as_ref()).await;
-            self.goes_on_kept(noted).await;
+        if let (Some(stored), Some(raw)) = (&mut self.stored, raw) {
+            let recorded = stored.record(&self.on, raw, reply.as_ref()).await;
+            self.drop_stored_on_error(recorded).await;
         }
-        match (carried_out, reply.as_ref().map(Message::bytes)) {
+        match (result, reply.as_ref().map(RecordedMessage::bytes)) {
             (Ok(Reply::WithFile(_, file)), Some(reply)) => {
                 self.socket.write_with_descriptors(reply, &[file.as_fd()]).await?;
             }
@@ -309,48 +321,48 @@ impl Session {
                 self.socket.write_all(reply).await?;
                 // The in-flight record is retired only now. A crash before the reply must leave the position in it,
                 // because no other place has it.
-                self.retire(ring);
-                self.shared.lent.take_back(ring as u16);
+                self.invalidate_inflight(ring);
+                self.shared.active_queues.remove(ring as u16);
             }
             (_, Some(reply)) => self.socket.write_all(reply).await?,
             (Err(error), None) => return Err(error),
             (Ok(_), None) => {}
         }
-        if let Some(kept) = &self.kept {
-            let noted = kept.answered();
-            self.goes_on_kept(noted).await;
+        if let Some(stored) = &self.stored {
+            let recorded = stored.end_message();
+            self.drop_stored_on_error(recorded).await;
         }
         Ok(())
     }
 
     /// If recording failed, stops keeping the connection and continues without.
-    async fn goes_on_kept(&mut self, noted: io::Result<()>) {
-        let Err(error) = noted else { return };
-        not_kept(&error);
-        if let Some(kept) = self.kept.take() {
-            kept.forget(&self.on).await;
+    async fn drop_stored_on_error(&mut self, recorded: io::Result<()>) {
+        let Err(error) = recorded else { return };
+        warn_not_stored(&error);
+        if let Some(stored) = self.stored.take() {
+            stored.remove(&self.on).await;
         }
     }
 
-    async fn carry_out(&mut self, request: Request) -> Result<Reply, SessionError> {
+    async fn execute(&mut self, request: FrontendRequest) -> Result<Reply, SessionError> {
         match request {
-            Request::GetFeatures => return Ok(Reply::u64(number::GET_FEATURES, self.offered())),
-            Request::SetFeatures(features) => self.set_features(features)?,
-            Request::SetOwner | Request::SetLogEvent => {}
-            Request::ResetOwner => self.stop_all().await,
-            Request::ResetDevice => {
+            FrontendRequest::GetFeatures => return Ok(Reply::u64(number::GET_FEATURES, self.offered_features())),
+            FrontendRequest::SetFeatures(features) => self.set_features(features)?,
+            FrontendRequest::SetOwner | FrontendRequest::SetLogEvent => {}
+            FrontendRequest::ResetOwner => self.stop_all().await,
+            FrontendRequest::ResetDevice => {
                 self.stop_all().await;
-                (0..u32::from(self.queues_max)).for_each(|ring| self.retire(ring));
-                self.shared.lent.forget();
+                (0..u32::from(self.queues_max)).for_each(|ring| self.invalidate_inflight(ring));
+                self.shared.active_queues.clear();
                 self.rings.fill_with(RingSetup::default);
                 self.features = 0;
                 self.status = 0;
                 self.update_log();
             }
-            Request::GetProtocolFeatures => {
+            FrontendRequest::GetProtocolFeatures => {
                 return Ok(Reply::u64(number::GET_PROTOCOL_FEATURES, protocol::ALL));
             }
-            Request::SetProtocolFeatures(features) => {
+            FrontendRequest::SetProtocolFeatures(features) => {
                 if features & !protocol::ALL != 0 {
                     return Err(SessionError::Features {
                         wanted: features,
@@ -359,14 +371,14 @@ impl Session {
                 }
                 self.protocol_features = features;
             }
-            Request::GetQueueCount => {
+            FrontendRequest::GetQueueCount => {
                 return Ok(Reply::u64(number::GET_QUEUE_NUM, u64::from(self.queues_max)));
             }
-            Request::GetMaxMemSlots => {
+            FrontendRequest::GetMaxMemSlots => {
                 return Ok(Reply::u64(number::GET_MAX_MEM_SLOTS, SLOTS_MAX as u64));
             }
-            Request::GetStatus => return Ok(Reply::u64(number::GET_STATUS, self.status)),
-            Request::SetStatus(status) => {
+            FrontendRequest::GetStatus => return Ok(Reply::u64(number::GET_STATUS, self.status)),
+            FrontendRequest::SetStatus(status) => {
                 self.status = status;
                 if status == 0 {
                     // QEMU before 8.1 sends this when the guest is only paused, and fetches the rings' positions
@@ -374,7 +386,7 @@ impl Session {
                     self.stop_all().await;
                 }
             }
-            Request::SetMemTable(regions) => {
+            FrontendRequest::SetMemTable(regions) => {
                 let mut memory = GuestMemory::default();
                 let mut files = Vec::with_capacity(regions.len());
                 for (info, file) in regions {
@@ -384,16 +396,16 @@ impl Session {
                 self.wait_for_pager(&files).await;
                 self.replace_memory(memory).await;
             }
-            Request::AddMemRegion(info, file) => {
+            FrontendRequest::AddMemRegion(info, file) => {
                 let memory = self.memory.with(info, &file)?;
                 self.wait_for_pager(&[file]).await;
                 self.replace_memory(memory).await;
             }
-            Request::RemMemRegion(info) => {
+            FrontendRequest::RemMemRegion(info) => {
                 let memory = self.memory.without(info)?;
                 self.replace_memory(memory).await;
             }
-            Request::SetLogBase {
+            FrontendRequest::SetLogBase {
                 bytes,
                 file_offset,
                 file,
@@ -402,53 +414,53 @@ impl Session {
                 self.update_log();
                 return Ok(Reply::u64(number::SET_LOG_BASE, 0));
             }
-            Request::SetBackendChannel(file) => {
+            FrontendRequest::SetBackendChannel(file) => {
                 *self.backend_channel.borrow_mut() = Some(Socket::from_descriptor(&self.on, file)?);
             }
-            Request::GetConfig { offset, len } => return Ok(Reply::Bytes(self.config(offset, len))),
-            Request::SetConfig { offset, bytes } => {
+            FrontendRequest::GetConfig { offset, len } => return Ok(Reply::Bytes(self.read_config(offset, len))),
+            FrontendRequest::SetConfig { offset, bytes } => {
                 if let Some(on) = blk::write_cache_in(offset, &bytes) {
                     self.set_write_cache(on).await;
                 }
             }
-            Request::GetInflight(info) => return self.new_inflight(&info),
-            Request::SetInflight(info, file) => {
-                self.adopt_inflight(InflightRegion::adopt(&info, &file, self.packed())?);
+            FrontendRequest::GetInflight(info) => return self.create_inflight(&info),
+            FrontendRequest::SetInflight(info, file) => {
+                self.adopt_inflight(InflightRegion::adopt(&info, &file, self.is_packed())?);
             }
             other => return self.ring_request(other).await,
         }
         Ok(Reply::None)
     }
 
-    async fn ring_request(&mut self, request: Request) -> Result<Reply, SessionError> {
+    async fn ring_request(&mut self, request: FrontendRequest) -> Result<Reply, SessionError> {
         match request {
-            Request::SetRingSize { ring, size } => {
-                let packed = self.packed();
+            FrontendRequest::SetRingSize { ring, size } => {
+                let packed = self.is_packed();
                 if size == 0 || size > RING_SIZE_MAX || (!packed && !size.is_power_of_two()) {
                     return Err(SessionError::RingSize { ring, size });
                 }
                 self.idle_ring(ring)?.size = size;
             }
-            Request::SetRingAddresses { ring, addresses } => self.set_addresses(ring, addresses).await?,
-            Request::SetRingBase { ring, base } => {
-                let repeats = self.repeats;
+            FrontendRequest::SetRingAddresses { ring, addresses } => self.set_addresses(ring, addresses).await?,
+            FrontendRequest::SetRingBase { ring, base } => {
+                let is_replaying = self.is_replaying;
                 let setup = self.idle_ring(ring)?;
                 setup.base = base;
-                setup.told = (!repeats).then_some(base);
+                setup.frontend_base = (!is_replaying).then_some(base);
                 // A ring that is new on this connection may continue from a previous server's in-flight record, which
                 // is more accurate.
-                if setup.ran {
-                    self.retire(ring);
+                if setup.has_run {
+                    self.invalidate_inflight(ring);
                 }
             }
-            Request::GetRingBase { ring } => {
+            FrontendRequest::GetRingBase { ring } => {
                 self.stop_ring(ring).await?;
                 let setup = self.ring(ring)?;
                 setup.started = false;
                 setup.kick = None;
                 return Ok(Reply::Position { ring, base: setup.base });
             }
-            Request::SetRingKick { ring, event } => {
+            FrontendRequest::SetRingKick { ring, event } => {
                 let event = event.map(prepare_event).transpose()?;
                 self.stop_ring(ring).await?;
                 let setup = self.ring(ring)?;
@@ -456,7 +468,7 @@ impl Session {
                 setup.started = true;
                 self.start_ring(ring)?;
             }
-            Request::SetRingCall { ring, event } => {
+            FrontendRequest::SetRingCall { ring, event } => {
                 let event = event.map(prepare_event).transpose()?;
                 let setup = self.ring(ring)?;
                 setup.call = event;
@@ -464,12 +476,12 @@ impl Session {
                     queue.set_call(setup.call.clone());
                 }
             }
-            Request::SetRingError { ring, event } => {
+            FrontendRequest::SetRingError { ring, event } => {
                 // Errors are logged instead; no known front-end uses this event.
                 drop(event);
                 self.ring(ring)?;
             }
-            Request::SetRingEnable { ring, enable } => {
+            FrontendRequest::SetRingEnable { ring, enable } => {
                 let setup = self.ring(ring)?;
                 setup.enabled = enable;
                 if let Some(queue) = &setup.queue {
@@ -481,16 +493,16 @@ impl Session {
         Ok(Reply::None)
     }
 
-    fn offered(&self) -> u64 {
+    fn offered_features(&self) -> u64 {
         blk::features(&self.shared.geometry())
     }
 
-    fn packed(&self) -> bool {
+    fn is_packed(&self) -> bool {
         self.features & feature::RING_PACKED != 0
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), SessionError> {
-        let offered = self.offered();
+        let offered = self.offered_features();
         if features & !offered != 0 {
             return Err(SessionError::Features {
                 wanted: features,
@@ -516,24 +528,24 @@ impl Session {
         *self.shared.dirty_log.borrow_mut() = log;
     }
 
-    fn config(&mut self, offset: u32, len: u32) -> Vec<u8> {
+    fn read_config(&mut self, offset: u32, len: u32) -> Vec<u8> {
         // Limit of the protocol on the configuration space (VHOST_USER_MAX_CONFIG_SIZE).
         if offset.checked_add(len).is_none_or(|end| end > 256) {
             return message::reply_config(offset, &[]);
         }
         let geometry = self.shared.geometry();
-        if self.inflight.is_none() && self.rings.iter().all(|ring| !ring.ran) {
+        if self.inflight.is_none() && self.rings.iter().all(|ring| !ring.has_run) {
             // The device is new, so the recorded active queues are obsolete. For a device that had run, the front-end
             // hands over the in-flight region and starts the rings before it reads the configuration.
-            self.shared.lent.forget();
+            self.shared.active_queues.clear();
         }
         if offset == 0 && len >= 8 {
-            self.size_told = Some(geometry.size);
-            if let Some(memo) = self.memo() {
-                memo.set_size_told(geometry.size);
+            self.reported_size = Some(geometry.size);
+            if let Some(state) = self.frontend_state() {
+                state.set_reported_size(geometry.size);
             }
         }
-        let queues = blk::Queues {
+        let queues = blk::QueueParameters {
             count: self.queues_max,
             size: self.shared.queue_size,
         };
@@ -541,42 +553,42 @@ impl Session {
         message::reply_config(offset, &bytes)
     }
 
-    fn new_inflight(&self, info: &InflightInfo) -> Result<Reply, SessionError> {
-        let sound =
+    fn create_inflight(&self, info: &InflightInfo) -> Result<Reply, SessionError> {
+        let is_valid =
             (1..=self.queues_max).contains(&info.queues) && (1..=RING_SIZE_MAX).contains(&u32::from(info.queue_size));
-        if !sound {
+        if !is_valid {
             return Err(SessionError::InflightSize(info.queues, info.queue_size));
         }
         if self.rings.iter().all(|ring| ring.queue.is_none()) {
             // No queue runs, so recorded active queues belong to an earlier guest, or to this one before its reset.
-            self.shared.lent.forget();
+            self.shared.active_queues.clear();
         }
         let write_cache = self.shared.write_cache.get();
         // QEMU 10 requests the size that its user configured, and may nevertheless use rings of 1024.
         let queue_size = info.queue_size.max(QUEUE_SIZE_MAX);
-        let (made, file) = InflightRegion::create(info.queues, queue_size, self.packed(), write_cache)?;
-        Ok(Reply::WithFile(message::reply_inflight(&made), file))
+        let (created, file) = InflightRegion::create(info.queues, queue_size, self.is_packed(), write_cache)?;
+        Ok(Reply::WithFile(message::reply_inflight(&created), file))
     }
 
-    fn memo(&self) -> Option<&Memo> {
-        self.inflight.as_ref().and_then(|region| region.memo())
+    fn frontend_state(&self) -> Option<&FrontendState> {
+        self.inflight.as_ref().and_then(|region| region.frontend_state())
     }
 
     /// Adopts the in-flight region of a previous server, and notifies a guest that missed a change of the size
     /// meanwhile.
     fn adopt_inflight(&mut self, region: InflightRegion) {
         let size = self.shared.geometry().size;
-        if let Some(memo) = region.memo() {
-            if !memo.write_cache() {
+        if let Some(state) = region.frontend_state() {
+            if !state.write_cache() {
                 self.shared.write_cache.set(false);
             }
-            memo.set_write_cache(self.shared.write_cache.get());
-            match memo.size_told() {
-                Some(told) if told != size && self.size_told.is_none() => {
+            state.set_write_cache(self.shared.write_cache.get());
+            match state.reported_size() {
+                Some(reported) if reported != size && self.reported_size.is_none() => {
                     self.on.spawn(announce_size(Rc::clone(&self.backend_channel)));
                 }
                 Some(_) => {}
-                None => memo.set_size_told(self.size_told.unwrap_or(size)),
+                None => state.set_reported_size(self.reported_size.unwrap_or(size)),
             }
         }
         self.inflight = Some(Rc::new(region));
@@ -584,8 +596,8 @@ impl Session {
 
     async fn set_write_cache(&mut self, on: bool) {
         let before = self.shared.write_cache.replace(on);
-        if let Some(memo) = self.memo() {
-            memo.set_write_cache(on);
+        if let Some(state) = self.frontend_state() {
+            state.set_write_cache(on);
         }
         // A driver without a cache sends no flush, so writes that were cached until now must be flushed here.
         let must_flush = before && !on && !self.shared.geometry().read_only;
@@ -627,7 +639,7 @@ impl Session {
     }
 
     async fn stop_ring(&mut self, ring: u32) -> Result<(), SessionError> {
-        let packed = self.packed();
+        let packed = self.is_packed();
         let setup = self.ring(ring)?;
         if let Some(queue) = setup.queue.take() {
             setup.base = queue.stop().await.to_base(packed);
@@ -636,23 +648,23 @@ impl Session {
     }
 
     /// Invalidates the in-flight record of a ring: its next start takes the position from the front-end.
-    fn retire(&mut self, ring: u32) {
-        let packed = self.packed();
+    fn invalidate_inflight(&mut self, ring: u32) {
+        let packed = self.is_packed();
         let Ok(size) = self.ring(ring).map(|setup| setup.size as u16) else {
             return;
         };
-        let notes = self
+        let record = self
             .inflight
             .as_ref()
             .and_then(|region| region.queue(ring as u16, size, packed));
-        if let Some(mut notes) = notes {
-            notes.retire();
+        if let Some(mut record) = record {
+            record.invalidate();
         }
     }
 
     /// Stops every ring as GET_VRING_BASE does, and keeps its position.
     async fn stop_all(&mut self) {
-        let packed = self.packed();
+        let packed = self.is_packed();
         for ring in &mut self.rings {
             if let Some(queue) = ring.queue.take() {
                 ring.base = queue.stop().await.to_base(packed);
@@ -664,7 +676,7 @@ impl Session {
 
     fn layout(&self, size: u32) -> RingLayout {
         RingLayout {
-            packed: self.packed(),
+            packed: self.is_packed(),
             event_index: self.features & feature::EVENT_IDX != 0,
             size,
         }
@@ -686,10 +698,10 @@ impl Session {
         if setup.size == 0 || (!layout.packed && !setup.size.is_power_of_two()) {
             return Err(SessionError::RingSize { ring, size: setup.size });
         }
-        let notes = inflight
+        let record = inflight
             .as_ref()
             .and_then(|region| region.queue(ring as u16, setup.size as u16, layout.packed));
-        if inflight.is_some() && notes.is_none() {
+        if inflight.is_some() && record.is_none() {
             tracing::warn!(
                 queue = ring,
                 size = setup.size,
@@ -699,21 +711,21 @@ impl Session {
             );
         }
         let position = RingPosition::from_base(setup.base, layout.packed);
-        let its_ring = Ring::new(&memory, layout, &addresses, position)?;
+        let mapped_ring = Ring::new(&memory, layout, &addresses, position)?;
         let index = ring as u16;
-        setup.ran = true;
+        setup.has_run = true;
         // Marked active before it takes any request.
-        shared.lent.lend(index);
+        shared.active_queues.insert(index);
         setup.queue = Some(Queue::start(
             &on,
             QueueParts {
                 index,
                 shared,
-                ring: its_ring,
+                ring: mapped_ring,
                 memory,
                 size: setup.size,
-                inflight: notes,
-                told: setup.told,
+                inflight: record,
+                frontend_base: setup.frontend_base,
                 kick: setup.kick.clone(),
                 call: setup.call.clone(),
                 enabled: setup.enabled || always_enabled,
@@ -727,29 +739,29 @@ impl Session {
     /// pager must register the mapping before it can page in missing pages.
     async fn wait_for_pager(&self, files: &[OwnedFd]) {
         let is_managed = |file: &&OwnedFd| {
-            view::is_managed(file.as_fd()).unwrap_or_else(|error| {
+            external_mapping::is_managed(file.as_fd()).unwrap_or_else(|error| {
                 tracing::warn!("cannot find out whether guest memory is managed: {error}");
                 false
             })
         };
         let managed: Vec<&OwnedFd> = files.iter().filter(is_managed).collect();
-        let (Some(first), Ok(view)) = (managed.first(), View::own()) else {
+        let (Some(first), Ok(view)) = (managed.first(), PagerClient::instance()) else {
             return;
         };
-        let wanted = view.wants(first.as_fd());
-        let (since, mut told, mut pause) = (self.on.now(), false, PAGER_PAUSE_MIN);
-        while !view.has(wanted) && managed.iter().any(is_managed) {
-            if !told && self.on.now().since(since) > PAGER_TELL_AFTER {
-                told = true;
+        let registration = view.request_registration(first.as_fd());
+        let (since, mut has_warned, mut interval) = (self.on.now(), false, PAGER_POLL_INTERVAL_MIN);
+        while !view.is_registered(registration) && managed.iter().any(is_managed) {
+            if !has_warned && self.on.now().since(since) > PAGER_WARNING_DELAY {
+                has_warned = true;
                 tracing::warn!(
                     "larder memory manages the guest's memory, and does not respond: the guest's requests wait \
                      until it responds or is restarted"
                 );
             }
-            self.on.sleep(pause).await;
-            pause = (pause * 2).min(PAGER_PAUSE_MAX);
+            self.on.sleep(interval).await;
+            interval = (interval * 2).min(PAGER_POLL_INTERVAL_MAX);
         }
-        if told {
+        if has_warned {
             tracing::info!("larder memory responds: the guest's requests continue");
         }
     }
@@ -773,22 +785,22 @@ impl Session {
                     if let Some(queue) = queue {
                         let base = queue.stop().await.to_base(layout.packed);
                         setup.base = base;
-                        setup.homeless = true;
+                        setup.unmapped = true;
                     }
                 }
             }
         }
         for index in 0..self.rings.len() {
-            let homeless = std::mem::take(&mut self.rings[index].homeless);
-            if homeless && self.start_ring(index as u32).is_err() {
-                self.rings[index].homeless = true;
+            let unmapped = std::mem::take(&mut self.rings[index].unmapped);
+            if unmapped && self.start_ring(index as u32).is_err() {
+                self.rings[index].unmapped = true;
             }
         }
     }
 }
 
 /// Logs that the connection is not kept for the next process.
-pub(super) fn not_kept(error: &io::Error) {
+pub(super) fn warn_not_stored(error: &io::Error) {
     tracing::warn!(
         "the connection to the front-end is not stored for the next process, so the front-end reconnects after a restart: {error}"
     );

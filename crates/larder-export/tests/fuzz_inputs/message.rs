@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 
-use larder_export::vhost_user::message::{HEADER_BYTES, collect, parse_header, parse_request};
+use larder_export::vhost_user::message::{HEADER_BYTES, add_descriptors, parse_header, parse_request};
 
 use super::Input;
 
@@ -20,7 +20,7 @@ pub fn run(data: &[u8]) {
         let came: Vec<OwnedFd> = (0..files)
             .map(|_| File::open("/dev/null").expect("/dev/null").into())
             .collect();
-        if collect(&mut descriptors, came).is_ok() {
+        if add_descriptors(&mut descriptors, came).is_ok() {
             let _ = parse_request(&header, &payload, descriptors);
         }
     }

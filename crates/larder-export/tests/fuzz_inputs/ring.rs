@@ -2,7 +2,7 @@
 
 use larder_export::vhost_user::memory::GuestMemory;
 use larder_export::vhost_user::message::{RegionInfo, RingAddresses};
-use larder_export::vhost_user::ring::{Chain, Ring, RingLayout, RingPosition};
+use larder_export::vhost_user::ring::{DescriptorChain, Ring, RingLayout, RingPosition};
 use rustix::fs::MemfdFlags;
 
 use super::Input;
@@ -47,9 +47,9 @@ pub fn run(data: &[u8], packed: bool) {
     let mut ring = Ring::new(&memory, layout, &addresses, position).expect("fits");
     for _ in 0..64 {
         patch(&mut input, base);
-        let mut chain = Chain::default();
-        ring.want_kicks(input.byte() & 1 != 0);
-        match ring.take(&memory, &mut chain) {
+        let mut chain = DescriptorChain::default();
+        ring.set_kicks_enabled(input.byte() & 1 != 0);
+        match ring.pop_avail(&memory, &mut chain) {
             Ok(None) if input.is_empty() => break,
             Ok(None) => {}
             Ok(Some(head)) => {
@@ -60,7 +60,7 @@ pub fn run(data: &[u8], packed: bool) {
                         "outside of memory"
                     );
                 }
-                let changed = ring.give_back(head, u32::from(input.word()));
+                let changed = ring.push_used(head, u32::from(input.word()));
                 assert!((changed.base().addr() - base.addr() + changed.len()) as u64 <= MEMORY_BYTES);
                 ring.wants_interrupt();
             }

@@ -3,20 +3,20 @@
 use larder_vm::control::state::{CacheHealth, DiskState};
 
 use super::labelled::{cache_info, cache_reads, disk_info, miss_ratios, prefetch_reads, prefetch_streams, vm_info};
-use super::write::Put;
+use super::write::SampleWriter;
 use super::{HostMetrics, MemoryMetrics, MigrationMetrics, VmMetrics};
-use crate::vm::Health;
+use crate::vm_process::Health;
 
 /// Type of a metric family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum MetricKind {
     Counter,
     Gauge,
     Histogram,
     Info,
 }
 
-impl Kind {
+impl MetricKind {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Counter => "counter",
@@ -29,38 +29,38 @@ impl Kind {
 
 /// Object that a family has one set of samples for.
 #[derive(Clone, Copy)]
-pub(super) enum Of {
-    Host(fn(&HostMetrics, &mut Put<'_>)),
-    Vm(fn(&VmMetrics, &mut Put<'_>)),
-    Disk(fn(&DiskState, &mut Put<'_>)),
-    Memory(fn(&MemoryMetrics<'_>, &mut Put<'_>)),
-    Migration(fn(&MigrationMetrics, &mut Put<'_>)),
+pub(super) enum FamilyScope {
+    Host(fn(&HostMetrics, &mut SampleWriter<'_>)),
+    Vm(fn(&VmMetrics, &mut SampleWriter<'_>)),
+    Disk(fn(&DiskState, &mut SampleWriter<'_>)),
+    Memory(fn(&MemoryMetrics<'_>, &mut SampleWriter<'_>)),
+    Migration(fn(&MigrationMetrics, &mut SampleWriter<'_>)),
 }
 
 /// Metric family: its name, its description, and the function that writes its values.
 pub(super) struct Family {
     /// Name without the suffixes `_total` and `_info`.
     pub(super) name: &'static str,
-    pub(super) kind: Kind,
+    pub(super) kind: MetricKind,
     pub(super) unit: Option<&'static str>,
     /// Description without the full stop.
     pub(super) help: &'static str,
-    pub(super) of: Of,
+    pub(super) scope: FamilyScope,
 }
 
 pub(super) const fn family(
     name: &'static str,
-    kind: Kind,
+    kind: MetricKind,
     unit: Option<&'static str>,
     help: &'static str,
-    of: Of,
+    scope: FamilyScope,
 ) -> Family {
     Family {
         name,
         kind,
         unit,
         help,
-        of,
+        scope,
     }
 }
 
@@ -68,53 +68,59 @@ pub(super) const fn family(
 pub(super) const FAMILIES: &[Family] = &[
     family(
         "larder_build",
-        Kind::Info,
+        MetricKind::Info,
         None,
         "Version of the Larder that exports these metrics",
-        Of::Host(|_, put| put.value_of(&[("version", env!("CARGO_PKG_VERSION"))], 1)),
+        FamilyScope::Host(|_, put| put.labelled_value(&[("version", env!("CARGO_PKG_VERSION"))], 1)),
     ),
     family(
         "larder_host_sockets",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Control sockets of VMs that exist, existed or may exist, by state",
-        Of::Host(|host, put| {
+        FamilyScope::Host(|host, put| {
             host.sockets
                 .iter()
-                .for_each(|(state, count)| put.value_of(&[("state", state)], count))
+                .for_each(|(state, count)| put.labelled_value(&[("state", state)], count))
         }),
     ),
     family(
         "larder_host_left_out",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Control sockets of VMs that are not watched, because there are more than 1024, by whether the socket exists or the VM is stopped",
-        Of::Host(|host, put| {
-            put.value_of(&[("state", "socket")], host.left_out.sockets);
-            put.value_of(&[("state", "stopped")], host.left_out.stopped);
+        FamilyScope::Host(|host, put| {
+            put.labelled_value(&[("state", "socket")], host.unwatched.sockets);
+            put.labelled_value(&[("state", "stopped")], host.unwatched.stopped);
         }),
     ),
     family(
         "larder_vm_up",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the VM's server and the server of its memory answer (1), or one of them was killed or is stuck (0)",
-        Of::Vm(|vm, put| put.flag(vm.health == Health::Up)),
+        FamilyScope::Vm(|vm, put| put.bool_value(vm.health == Health::Up)),
     ),
     family(
         "larder_vm_stuck",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the VM's server, or the server of its memory, runs but does not answer in time, or one of the disks does not",
-        Of::Vm(|vm, put| put.flag(vm.health == Health::Stuck)),
+        FamilyScope::Vm(|vm, put| put.bool_value(vm.health == Health::Stuck)),
     ),
-    family("larder_vm", Kind::Info, None, "Properties of the VM", Of::Vm(vm_info)),
+    family(
+        "larder_vm",
+        MetricKind::Info,
+        None,
+        "Properties of the VM",
+        FamilyScope::Vm(vm_info),
+    ),
     family(
         "larder_vm_start_time_seconds",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("seconds"),
         "Start time of the VM's server, in seconds since 1970 (UTC)",
-        Of::Vm(|vm, put| {
+        FamilyScope::Vm(|vm, put| {
             if let Some(server) = &vm.server {
                 put.value(server.started_ms as f64 / 1e3);
             }
@@ -122,201 +128,201 @@ pub(super) const FAMILIES: &[Family] = &[
     ),
     family(
         "larder_vm_disks",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Disks that the VM's server serves",
-        Of::Vm(|vm, put| vm.sample.iter().for_each(|sample| put.value(sample.disks.len()))),
+        FamilyScope::Vm(|vm, put| vm.sample.iter().for_each(|sample| put.value(sample.disks.len()))),
     ),
     family(
         "larder_disk",
-        Kind::Info,
+        MetricKind::Info,
         None,
         "Properties of the disk",
-        Of::Disk(disk_info),
+        FamilyScope::Disk(disk_info),
     ),
     family(
         "larder_disk_size_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Size of the disk",
-        Of::Disk(|disk, put| put.value(disk.size)),
+        FamilyScope::Disk(|disk, put| put.value(disk.size)),
     ),
     family(
         "larder_disk_read_requests",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Completed reads, including failed ones",
-        Of::Disk(|disk, put| put.value(disk.requests.read.count)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.read.count)),
     ),
     family(
         "larder_disk_read_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes read for guests and clients",
-        Of::Disk(|disk, put| put.value(disk.requests.read.bytes)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.read.bytes)),
     ),
     family(
         "larder_disk_read_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Reads that failed",
-        Of::Disk(|disk, put| put.value(disk.requests.read.errors)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.read.errors)),
     ),
     family(
         "larder_disk_read_duration_seconds",
-        Kind::Histogram,
+        MetricKind::Histogram,
         Some("seconds"),
         "Duration of reads",
-        Of::Disk(|disk, put| put.histogram(&disk.requests.read.latency)),
+        FamilyScope::Disk(|disk, put| put.histogram(&disk.requests.read.latency)),
     ),
     family(
         "larder_disk_write_requests",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Completed writes, including failed ones",
-        Of::Disk(|disk, put| put.value(disk.requests.write.count)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.write.count)),
     ),
     family(
         "larder_disk_write_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes written for guests and clients",
-        Of::Disk(|disk, put| put.value(disk.requests.write.bytes)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.write.bytes)),
     ),
     family(
         "larder_disk_write_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Writes that failed",
-        Of::Disk(|disk, put| put.value(disk.requests.write.errors)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.write.errors)),
     ),
     family(
         "larder_disk_write_duration_seconds",
-        Kind::Histogram,
+        MetricKind::Histogram,
         Some("seconds"),
         "Duration of writes",
-        Of::Disk(|disk, put| put.histogram(&disk.requests.write.latency)),
+        FamilyScope::Disk(|disk, put| put.histogram(&disk.requests.write.latency)),
     ),
     family(
         "larder_disk_flush_requests",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Completed flushes, including failed ones",
-        Of::Disk(|disk, put| put.value(disk.requests.flush.count)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.flush.count)),
     ),
     family(
         "larder_disk_flush_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Flushes that failed",
-        Of::Disk(|disk, put| put.value(disk.requests.flush.errors)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.flush.errors)),
     ),
     family(
         "larder_disk_flush_duration_seconds",
-        Kind::Histogram,
+        MetricKind::Histogram,
         Some("seconds"),
         "Duration of flushes",
-        Of::Disk(|disk, put| put.histogram(&disk.requests.flush.latency)),
+        FamilyScope::Disk(|disk, put| put.histogram(&disk.requests.flush.latency)),
     ),
     family(
         "larder_disk_discard_requests",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Completed discards, including failed ones",
-        Of::Disk(|disk, put| put.value(disk.requests.discard.count)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.discard.count)),
     ),
     family(
         "larder_disk_discard_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes discarded for guests and clients",
-        Of::Disk(|disk, put| put.value(disk.requests.discard.bytes)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.discard.bytes)),
     ),
     family(
         "larder_disk_discard_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Discards that failed",
-        Of::Disk(|disk, put| put.value(disk.requests.discard.errors)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.discard.errors)),
     ),
     family(
         "larder_disk_discard_duration_seconds",
-        Kind::Histogram,
+        MetricKind::Histogram,
         Some("seconds"),
         "Duration of discards",
-        Of::Disk(|disk, put| put.histogram(&disk.requests.discard.latency)),
+        FamilyScope::Disk(|disk, put| put.histogram(&disk.requests.discard.latency)),
     ),
     family(
         "larder_disk_write_zeroes_requests",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Completed write-zeroes requests, including failed ones",
-        Of::Disk(|disk, put| put.value(disk.requests.write_zeroes.count)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.write_zeroes.count)),
     ),
     family(
         "larder_disk_write_zeroes_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes zeroed for guests and clients",
-        Of::Disk(|disk, put| put.value(disk.requests.write_zeroes.bytes)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.write_zeroes.bytes)),
     ),
     family(
         "larder_disk_write_zeroes_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Write-zeroes requests that failed",
-        Of::Disk(|disk, put| put.value(disk.requests.write_zeroes.errors)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.write_zeroes.errors)),
     ),
     family(
         "larder_disk_write_zeroes_duration_seconds",
-        Kind::Histogram,
+        MetricKind::Histogram,
         Some("seconds"),
         "Duration of write-zeroes requests",
-        Of::Disk(|disk, put| put.histogram(&disk.requests.write_zeroes.latency)),
+        FamilyScope::Disk(|disk, put| put.histogram(&disk.requests.write_zeroes.latency)),
     ),
     family(
         "larder_disk_requests_in_flight",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Requests in flight",
-        Of::Disk(|disk, put| put.value(disk.requests.under_way)),
+        FamilyScope::Disk(|disk, put| put.value(disk.requests.under_way)),
     ),
     family(
         "larder_disk_busy_seconds",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("seconds"),
         "Time for which at least one request was in flight",
-        Of::Disk(|disk, put| put.seconds(disk.requests.busy_ns)),
+        FamilyScope::Disk(|disk, put| put.seconds(disk.requests.busy_ns)),
     ),
     family(
         "larder_disk_limit",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Limits of the disk, under QEMU's names: requests or bytes per second, lengths of bursts in seconds",
-        Of::Disk(|disk, put| {
+        FamilyScope::Disk(|disk, put| {
             disk.limits
                 .0
                 .iter()
-                .for_each(|(name, value)| put.value_of(&[("limit", name)], value))
+                .for_each(|(name, value)| put.labelled_value(&[("limit", name)], value))
         }),
     ),
     family(
         "larder_disk_vhost_user_connected",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether a front-end, such as QEMU, is connected",
-        Of::Disk(|disk, put| {
+        FamilyScope::Disk(|disk, put| {
             if let Some(export) = &disk.exports.vhost_user {
-                put.flag(export.connected);
+                put.bool_value(export.connected);
             }
         }),
     ),
     family(
         "larder_disk_nbd_clients",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Connected NBD clients",
-        Of::Disk(|disk, put| {
+        FamilyScope::Disk(|disk, put| {
             if let Some(export) = &disk.exports.nbd {
                 put.value(export.clients);
             }
@@ -324,259 +330,263 @@ pub(super) const FAMILIES: &[Family] = &[
     ),
     family(
         "larder_prefetch_memory_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Memory used for read-ahead, including tables",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.memory))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.memory))),
     ),
     family(
         "larder_prefetch_memory_limit_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Memory limit of read-ahead; 0 if read-ahead is off",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.memory_limit))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.memory_limit))),
     ),
     family(
         "larder_prefetch_unread_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Bytes prefetched and not read yet",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.unread))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.unread))),
     ),
     family(
         "larder_prefetch_fetched_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes read ahead",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.fetched))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.fetched))),
     ),
     family(
         "larder_prefetch_used_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Prefetched bytes that were read",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.used))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.used))),
     ),
     family(
         "larder_prefetch_wasted_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Prefetched bytes that were dropped unread",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.wasted))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.wasted))),
     ),
     family(
         "larder_prefetch_reads",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Reads by how much of their data was prefetched",
-        Of::Disk(prefetch_reads),
+        FamilyScope::Disk(prefetch_reads),
     ),
     family(
         "larder_prefetch_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Prefetch requests that failed",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.errors))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.errors))),
     ),
     family(
         "larder_prefetch_streams",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Detected readers with prefetched data in memory",
-        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.streams.now))),
+        FamilyScope::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.streams.now))),
     ),
     family(
         "larder_prefetch_found_streams",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Detected readers, by direction",
-        Of::Disk(prefetch_streams),
+        FamilyScope::Disk(prefetch_streams),
     ),
     family(
         "larder_cache",
-        Kind::Info,
+        MetricKind::Info,
         None,
         "Properties of the disk's cache",
-        Of::Disk(cache_info),
+        FamilyScope::Disk(cache_info),
     ),
     family(
         "larder_cache_working",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the cache works (1), or its device has failed (0)",
-        Of::Disk(|disk, put| {
+        FamilyScope::Disk(|disk, put| {
             disk.cache
                 .iter()
-                .for_each(|it| put.flag(it.state == CacheHealth::Works))
+                .for_each(|it| put.bool_value(it.state == CacheHealth::Works))
         }),
     ),
     family(
         "larder_cache_size_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Size of the cache's file or device",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.size))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.size))),
     ),
     family(
         "larder_cache_capacity_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Bytes of the disk that the cache can hold",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.capacity))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.capacity))),
     ),
     family(
         "larder_cache_line_size_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Size of a line of the cache",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.line_size))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.line_size))),
     ),
     family(
         "larder_cache_occupancy_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Bytes of the disk that the cache holds",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.occupancy))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.occupancy))),
     ),
     family(
         "larder_cache_dirty_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Dirty bytes in the cache, in whole lines",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.dirty))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.dirty))),
     ),
     family(
         "larder_cache_unsettled_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Bytes, in whole lines, whose metadata is not checkpointed, so that a crash now would drop or revert them",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.unsettled))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.unsettled))),
     ),
     family(
         "larder_cache_unproven_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Bytes in the cache that are compared with the disk before use, because the server was killed",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.unproven))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.unproven))),
     ),
     family(
         "larder_cache_cleaned_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Dirty bytes written back to the disk",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cleaned))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cleaned))),
     ),
     family(
         "larder_cache_flush_running",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether a requested operation on the cache is running",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.flag(it.flush.running))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.bool_value(it.flush.running))),
     ),
     family(
         "larder_cache_flush_failed",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the last requested operation on the cache failed",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.flag(it.flush.error.is_some()))),
+        FamilyScope::Disk(|disk, put| {
+            disk.cache
+                .iter()
+                .for_each(|it| put.bool_value(it.flush.error.is_some()))
+        }),
     ),
     family(
         "larder_cache_reads",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Reads by result of the cache lookup, or that bypassed the cache because it was slower than the disk",
-        Of::Disk(cache_reads),
+        FamilyScope::Disk(cache_reads),
     ),
     family(
         "larder_cache_hit_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes read from the cache",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.hit_bytes))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.hit_bytes))),
     ),
     family(
         "larder_cache_joined",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Parts of reads served by a fill in flight for another read",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.joined))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.joined))),
     ),
     family(
         "larder_cache_filled_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes filled into the cache after reads",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.filled))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.filled))),
     ),
     family(
         "larder_cache_bypassed_busy",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Parts of reads that were not cached because too many fills or writes were in flight",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.bypassed_busy))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.bypassed_busy))),
     ),
     family(
         "larder_cache_evicted_lines",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Lines evicted to make room",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.evicted))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.evicted))),
     ),
     family(
         "larder_cache_metadata_written_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes of cache metadata written",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.metadata_written))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.metadata_written))),
     ),
     family(
         "larder_cache_disk_read_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes read from the disk below the cache",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.disk_read))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.disk_read))),
     ),
     family(
         "larder_cache_disk_written_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes written to the disk below the cache",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.disk_written))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.disk_written))),
     ),
     family(
         "larder_cache_device_read_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes read from the cache's device",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cache_read))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cache_read))),
     ),
     family(
         "larder_cache_device_written_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes written to the cache's device",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cache_written))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cache_written))),
     ),
     family(
         "larder_cache_device_read_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Reads of the cache's device that failed or timed out",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.read_errors))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.read_errors))),
     ),
     family(
         "larder_cache_device_write_errors",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Other requests to the cache's device that failed or timed out",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.write_errors))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.write_errors))),
     ),
     family(
         "larder_cache_daily_write_limit_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Limit of bytes written to the cache's device per day",
-        Of::Disk(|disk, put| {
+        FamilyScope::Disk(|disk, put| {
             disk.cache
                 .iter()
                 .filter_map(|it| it.endurance)
@@ -585,23 +595,23 @@ pub(super) const FAMILIES: &[Family] = &[
     ),
     family(
         "larder_cache_lru_miss_ratio",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("ratio"),
         "Miss ratio that an LRU cache of that capacity would have had so far",
-        Of::Disk(miss_ratios),
+        FamilyScope::Disk(miss_ratios),
     ),
     family(
         "larder_cache_hit_duration_seconds",
-        Kind::Histogram,
+        MetricKind::Histogram,
         Some("seconds"),
         "Duration of reads that hit the cache completely",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.histogram(&it.hit_latency))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.histogram(&it.hit_latency))),
     ),
     family(
         "larder_cache_miss_duration_seconds",
-        Kind::Histogram,
+        MetricKind::Histogram,
         Some("seconds"),
         "Duration of reads that needed the disk",
-        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.histogram(&it.miss_latency))),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.histogram(&it.miss_latency))),
     ),
 ];

@@ -3,11 +3,11 @@
 use larder_vm::control::state::DiskState;
 
 use super::VmMetrics;
-use super::write::Put;
+use super::write::SampleWriter;
 
-pub(super) fn vm_info(vm: &VmMetrics, put: &mut Put<'_>) {
+pub(super) fn vm_info(vm: &VmMetrics, put: &mut SampleWriter<'_>) {
     if let Some(server) = &vm.server {
-        put.value_of(
+        put.labelled_value(
             &[
                 ("uuid", vm.uuid.as_deref().unwrap_or_default()),
                 ("version", &server.version),
@@ -18,7 +18,7 @@ pub(super) fn vm_info(vm: &VmMetrics, put: &mut Put<'_>) {
     }
 }
 
-pub(super) fn disk_info(disk: &DiskState, put: &mut Put<'_>) {
+pub(super) fn disk_info(disk: &DiskState, put: &mut SampleWriter<'_>) {
     let read_only = if disk.read_only { "true" } else { "false" };
     let labels = [
         ("image", disk.image.as_str()),
@@ -26,56 +26,56 @@ pub(super) fn disk_info(disk: &DiskState, put: &mut Put<'_>) {
         ("block_size", &disk.block_size.to_string()),
         ("read_only", read_only),
     ];
-    put.value_of(&labels, 1);
+    put.labelled_value(&labels, 1);
 }
 
-pub(super) fn cache_info(disk: &DiskState, put: &mut Put<'_>) {
+pub(super) fn cache_info(disk: &DiskState, put: &mut SampleWriter<'_>) {
     if let Some(cache) = &disk.cache {
-        put.value_of(&[("file", &cache.file), ("mode", &cache.mode)], 1);
+        put.labelled_value(&[("file", &cache.file), ("mode", &cache.mode)], 1);
     }
 }
 
-pub(super) fn prefetch_reads(disk: &DiskState, put: &mut Put<'_>) {
-    if let Some(of) = &disk.prefetch {
+pub(super) fn prefetch_reads(disk: &DiskState, put: &mut SampleWriter<'_>) {
+    if let Some(state) = &disk.prefetch {
         for (result, count) in [
-            ("hit", of.hits),
-            ("wait", of.waits),
-            ("partial_hit", of.partial_hits),
-            ("miss", of.misses),
-            ("bypassed", of.bypassed),
+            ("hit", state.hits),
+            ("wait", state.waits),
+            ("partial_hit", state.partial_hits),
+            ("miss", state.misses),
+            ("bypassed", state.bypassed),
         ] {
-            put.value_of(&[("result", result)], count);
+            put.labelled_value(&[("result", result)], count);
         }
     }
 }
 
-pub(super) fn prefetch_streams(disk: &DiskState, put: &mut Put<'_>) {
-    if let Some(of) = disk.prefetch.as_ref().map(|prefetch| &prefetch.streams) {
+pub(super) fn prefetch_streams(disk: &DiskState, put: &mut SampleWriter<'_>) {
+    if let Some(state) = disk.prefetch.as_ref().map(|prefetch| &prefetch.streams) {
         for (direction, count) in [
-            ("forward", of.forward),
-            ("backward", of.backward),
-            ("strided", of.strided),
+            ("forward", state.forward),
+            ("backward", state.backward),
+            ("strided", state.strided),
         ] {
-            put.value_of(&[("direction", direction)], count);
+            put.labelled_value(&[("direction", direction)], count);
         }
     }
 }
 
-pub(super) fn cache_reads(disk: &DiskState, put: &mut Put<'_>) {
-    if let Some(of) = &disk.cache {
+pub(super) fn cache_reads(disk: &DiskState, put: &mut SampleWriter<'_>) {
+    if let Some(state) = &disk.cache {
         for (result, count) in [
-            ("hit", of.hits),
-            ("partial_hit", of.partial_hits),
-            ("miss", of.misses),
-            ("bypassed_slow", of.bypassed_slow),
+            ("hit", state.hits),
+            ("partial_hit", state.partial_hits),
+            ("miss", state.misses),
+            ("bypassed_slow", state.bypassed_slow),
         ] {
-            put.value_of(&[("result", result)], count);
+            put.labelled_value(&[("result", result)], count);
         }
     }
 }
 
-pub(super) fn miss_ratios(disk: &DiskState, put: &mut Put<'_>) {
-    for of in disk.cache.iter().flat_map(|cache| &cache.miss_ratios) {
-        put.value_of(&[("capacity_bytes", &of.capacity.to_string())], of.miss_ratio);
+pub(super) fn miss_ratios(disk: &DiskState, put: &mut SampleWriter<'_>) {
+    for state in disk.cache.iter().flat_map(|cache| &cache.miss_ratios) {
+        put.labelled_value(&[("capacity_bytes", &state.capacity.to_string())], state.miss_ratio);
     }
 }

@@ -1,12 +1,12 @@
 //! Metric families about migrations.
 
-use larder_vm::control::migration::{CourseState, MigrationPhase, MigrationState, SentState};
+use larder_vm::control::migration::{MigrationPhase, MigrationProgressState, MigrationState, SentState};
 
-use super::families::{Family, Kind, Of, family};
-use super::write::{Labels, Put};
+use super::families::{Family, FamilyScope, MetricKind, family};
+use super::write::{Labels, SampleWriter};
 use crate::fleet::Fleet;
-use crate::migration_frames::moves;
-use crate::vm::{Health, shortened};
+use crate::migration_frames::migrations;
+use crate::vm_process::{Health, truncate_name};
 
 /// Data of a migration for the metrics. The latest state is kept for a while after the migration has ended.
 pub(super) struct MigrationMetrics {
@@ -21,9 +21,9 @@ impl MigrationMetrics {
     }
 
     /// Returns the progress while the migration runs.
-    fn course(&self) -> Option<&CourseState> {
-        let goes_on = self.health == Health::Up && !self.state.phase.is_over();
-        self.state.course.as_ref().filter(|_| goes_on)
+    fn course(&self) -> Option<&MigrationProgressState> {
+        let is_running = self.health == Health::Up && !self.state.phase.has_ended();
+        self.state.course.as_ref().filter(|_| is_running)
     }
 
     fn sent(&self) -> Option<&SentState> {
@@ -31,25 +31,32 @@ impl MigrationMetrics {
     }
 
     /// Returns whether the migration failed and left the VM nowhere, or at an unknown place.
-    fn is_in_doubt(&self) -> bool {
-        let place = self.state.place.as_deref();
-        self.state.phase == MigrationPhase::Failed && place.is_some_and(|place| place != "here" && place != "there")
+    fn has_unknown_location(&self) -> bool {
+        let location = self.state.place.as_deref();
+        self.state.phase == MigrationPhase::Failed
+            && location.is_some_and(|location| location != "here" && location != "there")
     }
 }
 
 /// Collects all migrations, each with unique labels.
-pub(super) fn seen(fleet: &Fleet) -> Vec<MigrationMetrics> {
+pub(super) fn collect(fleet: &Fleet) -> Vec<MigrationMetrics> {
     let vms = fleet.vms();
-    let mut all: Vec<MigrationMetrics> = moves(&vms)
+    let mut all: Vec<MigrationMetrics> = migrations(&vms)
         .map(|(vm, name, state)| MigrationMetrics {
-            domain: shortened(name.to_owned()),
+            domain: truncate_name(name.to_owned()),
             health: vm.health,
             state: state.clone(),
         })
         .collect();
     // A migration of the same name and direction in another directory is the same VM's; only the newer one is kept.
     all.sort_by(|a, b| {
-        let key = |of: &MigrationMetrics| (of.domain.clone(), of.state.direction, of.state.started_ms);
+        let key = |metrics: &MigrationMetrics| {
+            (
+                metrics.domain.clone(),
+                metrics.state.direction,
+                metrics.state.started_ms,
+            )
+        };
         key(b).cmp(&key(a))
     });
     all.dedup_by(|one, other| one.domain == other.domain && one.state.direction == other.state.direction);
@@ -60,206 +67,244 @@ pub(super) fn seen(fleet: &Fleet) -> Vec<MigrationMetrics> {
 pub(super) const FAMILIES: &[Family] = &[
     family(
         "larder_migration",
-        Kind::Info,
+        MetricKind::Info,
         None,
         "VM that is being migrated, or was migrated recently",
-        Of::Migration(info),
+        FamilyScope::Migration(info),
     ),
     family(
         "larder_migration_up",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the migration process answers or has ended normally (1), or was killed or is stuck (0)",
-        Of::Migration(|of, put| put.flag(matches!(of.health, Health::Up | Health::Stopped | Health::New))),
+        FamilyScope::Migration(|metrics, put| {
+            put.bool_value(matches!(metrics.health, Health::Up | Health::Stopped | Health::New))
+        }),
     ),
     family(
         "larder_migration_phase",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Phase of the migration: 1 for the current phase",
-        Of::Migration(|of, put| {
+        FamilyScope::Migration(|metrics, put| {
             for phase in MigrationPhase::ALL {
-                put.value_of(&[("phase", phase.name())], u8::from(of.state.phase == phase));
+                put.labelled_value(&[("phase", phase.name())], u8::from(metrics.state.phase == phase));
             }
         }),
     ),
     family(
         "larder_migration_in_doubt",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the migration failed, and the VM does not simply continue on its source host",
-        Of::Migration(|of, put| put.flag(of.is_in_doubt())),
+        FamilyScope::Migration(|metrics, put| put.bool_value(metrics.has_unknown_location())),
     ),
     family(
         "larder_migration_start_time_seconds",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("seconds"),
         "Start time of the migration process, in seconds since 1970 (UTC)",
-        Of::Migration(|of, put| put.value(of.state.started_ms as f64 / 1e3)),
+        FamilyScope::Migration(|metrics, put| put.value(metrics.state.started_ms as f64 / 1e3)),
     ),
     family(
         "larder_migration_converges",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the migration can complete at the current rates (1) or not (0)",
-        Of::Migration(|of, put| course(of, put, |course| Some(u8::from(course.verdict.is_none()).into()))),
+        FamilyScope::Migration(|metrics, put| {
+            write_course_value(metrics, put, |course| Some(u8::from(course.verdict.is_none()).into()))
+        }),
     ),
     family(
         "larder_migration_round",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Current round of QEMU; the first round sends all memory",
-        Of::Migration(|of, put| course(of, put, |course| Some(course.round as f64))),
+        FamilyScope::Migration(|metrics, put| write_course_value(metrics, put, |course| Some(course.round as f64))),
     ),
     family(
         "larder_migration_memory_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Size of the guest's memory",
-        Of::Migration(|of, put| course(of, put, |course| Some(course.total_bytes as f64))),
+        FamilyScope::Migration(|metrics, put| {
+            write_course_value(metrics, put, |course| Some(course.total_bytes as f64))
+        }),
     ),
     family(
         "larder_migration_remaining_bytes",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("bytes"),
         "Memory that remains to be sent in this round",
-        Of::Migration(|of, put| course(of, put, |course| Some(course.remaining_bytes as f64))),
+        FamilyScope::Migration(|metrics, put| {
+            write_course_value(metrics, put, |course| Some(course.remaining_bytes as f64))
+        }),
     ),
     family(
         "larder_migration_dirty_bytes_per_second",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Memory that the guest changes per second",
-        Of::Migration(|of, put| course(of, put, |course| Some(course.dirty_bytes_per_s as f64))),
+        FamilyScope::Migration(|metrics, put| {
+            write_course_value(metrics, put, |course| Some(course.dirty_bytes_per_s as f64))
+        }),
     ),
     family(
         "larder_migration_expected_seconds",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("seconds"),
         "Expected remaining time at the current rates",
-        Of::Migration(|of, put| course(of, put, |course| course.expected_seconds)),
+        FamilyScope::Migration(|metrics, put| write_course_value(metrics, put, |course| course.expected_seconds)),
     ),
     family(
         "larder_migration_expected_downtime_seconds",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("seconds"),
         "Expected downtime if the guest were paused now",
-        Of::Migration(|of, put| course(of, put, |course| Some(course.expected_downtime_ms? as f64 / 1e3))),
+        FamilyScope::Migration(|metrics, put| {
+            write_course_value(metrics, put, |course| Some(course.expected_downtime_ms? as f64 / 1e3))
+        }),
     ),
     family(
         "larder_migration_downtime_seconds",
-        Kind::Gauge,
+        MetricKind::Gauge,
         Some("seconds"),
         "Downtime of the guest",
-        Of::Migration(|of, put| of.state.downtime_ms.iter().for_each(|ms| put.value(*ms as f64 / 1e3))),
+        FamilyScope::Migration(|metrics, put| {
+            metrics
+                .state
+                .downtime_ms
+                .iter()
+                .for_each(|ms| put.value(*ms as f64 / 1e3))
+        }),
     ),
     family(
         "larder_migration_stream_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes of QEMU's stream that were sent, or delivered to QEMU",
-        Of::Migration(|of, put| both(of, put, |sent| sent.raw_bytes, |delivered| delivered.0)),
+        FamilyScope::Migration(|metrics, put| {
+            write_either_side(metrics, put, |sent| sent.raw_bytes, |delivered| delivered.0)
+        }),
     ),
     family(
         "larder_migration_wire_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes on the link for them",
-        Of::Migration(|of, put| both(of, put, |sent| sent.wire_bytes, |delivered| delivered.1)),
+        FamilyScope::Migration(|metrics, put| {
+            write_either_side(metrics, put, |sent| sent.wire_bytes, |delivered| delivered.1)
+        }),
     ),
     family(
         "larder_migration_delivered_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes of QEMU's stream that the destination's QEMU has received",
-        Of::Migration(|of, put| both(of, put, |sent| sent.delivered_bytes, |delivered| delivered.0)),
+        FamilyScope::Migration(|metrics, put| {
+            write_either_side(metrics, put, |sent| sent.delivered_bytes, |delivered| delivered.0)
+        }),
     ),
     family(
         "larder_migration_link_up",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Whether the connections between the hosts are up (1), or were lost and are being re-established (0)",
-        Of::Migration(|of, put| {
-            if of.health == Health::Up && !of.state.phase.is_over() {
-                put.flag(of.state.link.lost_seconds.is_none());
+        FamilyScope::Migration(|metrics, put| {
+            if metrics.health == Health::Up && !metrics.state.phase.has_ended() {
+                put.bool_value(metrics.state.link.lost_seconds.is_none());
             }
         }),
     ),
     family(
         "larder_migration_link_losses",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Number of times that the connections were lost",
-        Of::Migration(|of, put| put.value(of.state.link.losses as f64)),
+        FamilyScope::Migration(|metrics, put| put.value(metrics.state.link.losses as f64)),
     ),
     family(
         "larder_migration_pages",
-        Kind::Counter,
+        MetricKind::Counter,
         None,
         "Pages sent, by method",
-        Of::Migration(|of, put| {
-            for way in of.sent().iter().flat_map(|sent| &sent.methods) {
-                put.value_of(&[("method", &way.method)], way.pages);
+        FamilyScope::Migration(|metrics, put| {
+            for entry in metrics.sent().iter().flat_map(|sent| &sent.methods) {
+                put.labelled_value(&[("method", &entry.method)], entry.pages);
             }
         }),
     ),
     family(
         "larder_migration_page_bytes",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("bytes"),
         "Bytes on the link for them",
-        Of::Migration(|of, put| {
-            for way in of.sent().iter().flat_map(|sent| &sent.methods) {
-                put.value_of(&[("method", &way.method)], way.bytes);
+        FamilyScope::Migration(|metrics, put| {
+            for entry in metrics.sent().iter().flat_map(|sent| &sent.methods) {
+                put.labelled_value(&[("method", &entry.method)], entry.bytes);
             }
         }),
     ),
     family(
         "larder_migration_cpu_seconds",
-        Kind::Counter,
+        MetricKind::Counter,
         Some("seconds"),
         "CPU time of the sender (encoding, other) or of the receiver (decoding, other)",
-        Of::Migration(|of, put| {
-            let sent = of.sent().map(|it| ("encoding", it.cpu_seconds, it.encode_cpu_seconds));
-            let taken_in = of.state.delivered.as_ref();
-            let taken_in = taken_in.map(|it| ("decoding", it.cpu_seconds, it.decode_cpu_seconds));
-            if let Some((work, all, seconds)) = sent.or(taken_in) {
-                put.value_of(&[("work", work)], seconds);
-                put.value_of(&[("work", "other")], (all - seconds).max(0.0));
+        FamilyScope::Migration(|metrics, put| {
+            let sent = metrics
+                .sent()
+                .map(|it| ("encoding", it.cpu_seconds, it.encode_cpu_seconds));
+            let received = metrics.state.delivered.as_ref();
+            let received = received.map(|it| ("decoding", it.cpu_seconds, it.decode_cpu_seconds));
+            if let Some((work, all, seconds)) = sent.or(received) {
+                put.labelled_value(&[("work", work)], seconds);
+                put.labelled_value(&[("work", "other")], (all - seconds).max(0.0));
             }
         }),
     ),
     family(
         "larder_migration_limit",
-        Kind::Gauge,
+        MetricKind::Gauge,
         None,
         "Limits of the migration",
-        Of::Migration(limits),
+        FamilyScope::Migration(limits),
     ),
 ];
 
-fn info(of: &MigrationMetrics, put: &mut Put<'_>) {
-    let peer = shortened(of.state.peer.clone().unwrap_or_default());
-    put.value_of(&[("peer", &peer), ("qemu", &shortened(of.state.qemu.clone()))], 1);
+fn info(metrics: &MigrationMetrics, put: &mut SampleWriter<'_>) {
+    let peer = truncate_name(metrics.state.peer.clone().unwrap_or_default());
+    put.labelled_value(
+        &[("peer", &peer), ("qemu", &truncate_name(metrics.state.qemu.clone()))],
+        1,
+    );
 }
 
-fn course(of: &MigrationMetrics, put: &mut Put<'_>, value: fn(&CourseState) -> Option<f64>) {
-    if let Some(value) = of.course().and_then(value) {
+fn write_course_value(
+    metrics: &MigrationMetrics,
+    put: &mut SampleWriter<'_>,
+    value: fn(&MigrationProgressState) -> Option<f64>,
+) {
+    if let Some(value) = metrics.course().and_then(value) {
         put.value(value);
     }
 }
 
 /// Writes a counter from the sending side's state, or from the receiving side's. `delivered` selects from (bytes of
 /// the stream, bytes on the wire).
-fn both(of: &MigrationMetrics, put: &mut Put<'_>, sent: fn(&SentState) -> u64, delivered: fn((u64, u64)) -> u64) {
-    let received = of.state.delivered.map(|it| (it.raw_bytes, it.wire_bytes));
-    if let Some(value) = of.sent().map(sent).or_else(|| received.map(delivered)) {
+fn write_either_side(
+    metrics: &MigrationMetrics,
+    put: &mut SampleWriter<'_>,
+    sent: fn(&SentState) -> u64,
+    delivered: fn((u64, u64)) -> u64,
+) {
+    let received = metrics.state.delivered.map(|it| (it.raw_bytes, it.wire_bytes));
+    if let Some(value) = metrics.sent().map(sent).or_else(|| received.map(delivered)) {
         put.value(value);
     }
 }
 
-fn limits(of: &MigrationMetrics, put: &mut Put<'_>) {
-    let Some(limits) = &of.state.limits else { return };
+fn limits(metrics: &MigrationMetrics, put: &mut SampleWriter<'_>) {
+    let Some(limits) = &metrics.state.limits else { return };
     let all = [
         ("bandwidth", limits.bandwidth.map(|rate| rate as f64)),
         ("processors", limits.processors),
@@ -268,7 +313,7 @@ fn limits(of: &MigrationMetrics, put: &mut Put<'_>) {
     ];
     for (name, value) in all {
         if let Some(value) = value {
-            put.value_of(&[("limit", name)], value);
+            put.labelled_value(&[("limit", name)], value);
         }
     }
 }

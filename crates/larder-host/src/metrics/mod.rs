@@ -13,23 +13,23 @@ use std::sync::Arc;
 use hyper::header::{ACCEPT, HeaderMap};
 use larder_vm::control::state::ServerState;
 
-use crate::balancing::{HostMemory, Moved};
-use crate::find::LeftOut;
+use crate::assembled_vm::assemble_vms;
+use crate::balance_loop::{BudgetChanges, HostMemory};
+use crate::discovery::UnwatchedCounts;
 use crate::fleet::Fleet;
-use crate::joined::joined;
-use crate::vm::{Health, Memory, NamedDisk, Sample};
-use families::{FAMILIES, Of};
+use crate::vm_process::{Health, MemorySample, NamedDisk, Sample};
+use families::{FAMILIES, FamilyScope};
 use migration::MigrationMetrics;
-use write::{Labels, Writer};
+use write::{ExpositionWriter, Labels};
 
 /// Exposition format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
+pub(crate) enum ExpositionFormat {
     OpenMetrics,
     Text,
 }
 
-impl Format {
+impl ExpositionFormat {
     /// Returns the format that the `Accept` headers ask for: OpenMetrics if they name it, otherwise text.
     pub(crate) fn accepted(headers: &HeaderMap) -> Self {
         let all = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
@@ -58,20 +58,20 @@ struct VmMetrics {
     /// Sample of the VM's disks, if their server answers.
     sample: Option<Arc<Sample>>,
     /// Sample of the VM's memory, if the process that manages it answers.
-    of_memory: Option<Arc<Sample>>,
-    moved: Moved,
+    memory_sample: Option<Arc<Sample>>,
+    budget_changes: BudgetChanges,
 }
 
 impl VmMetrics {
-    fn memory(&self) -> Option<&Memory> {
-        self.of_memory.as_ref()?.memory.as_ref()
+    fn memory(&self) -> Option<&MemorySample> {
+        self.memory_sample.as_ref()?.memory.as_ref()
     }
 }
 
 /// Data of a VM's memory for the metrics.
 struct MemoryMetrics<'a> {
-    memory: &'a Memory,
-    moved: &'a Moved,
+    memory: &'a MemorySample,
+    budget_changes: &'a BudgetChanges,
 }
 
 /// Data of the host for the metrics.
@@ -79,43 +79,43 @@ struct HostMetrics {
     /// Sockets by health.
     sockets: Vec<(&'static str, u64)>,
     /// Counts of control sockets that are not watched.
-    left_out: LeftOut,
+    unwatched: UnwatchedCounts,
     /// Memory of the host, while budgets are balanced.
     memory: Option<HostMemory>,
 }
 
 /// Collects the data of the host and of all VMs that have a server or whose server was killed.
-fn seen(fleet: &Fleet) -> (Vec<VmMetrics>, HostMetrics) {
+fn collect(fleet: &Fleet) -> (Vec<VmMetrics>, HostMetrics) {
     let vms = fleet.vms();
     let balance = fleet.balance();
     let sockets = Health::ALL.map(|(health, name)| {
         let count = vms.values().filter(|vm| vm.health == health).count();
         (name, count as u64)
     });
-    let all = joined(&vms).into_iter();
-    let told = all.filter(|vm| matches!(vm.health(), Health::Up | Health::Stuck | Health::Killed));
-    let all = told.map(|vm| VmMetrics {
-        uuid: vm.head().uuid().map(str::to_owned),
+    let all = assemble_vms(&vms).into_iter();
+    let shown = all.filter(|vm| matches!(vm.health(), Health::Up | Health::Stuck | Health::Killed));
+    let all = shown.map(|vm| VmMetrics {
+        uuid: vm.describing_process().uuid().map(str::to_owned),
         health: vm.health(),
-        server: vm.head().server.clone(),
-        sample: vm.disks_now().cloned(),
-        of_memory: vm.memory_now().cloned(),
-        moved: balance.moved(&vm.name),
+        server: vm.describing_process().server.clone(),
+        sample: vm.current_disks().cloned(),
+        memory_sample: vm.current_memory().cloned(),
+        budget_changes: balance.changes_of(&vm.name),
         domain: vm.name,
     });
     let host = HostMetrics {
         sockets: sockets.into(),
-        left_out: fleet.left_out(),
+        unwatched: fleet.unwatched(),
         memory: balance.host,
     };
     (all.collect(), host)
 }
 
 /// Makes names unique: the second `web` becomes `web#2`.
-pub(crate) fn names_of(names: impl Iterator<Item = String>) -> Vec<String> {
-    let mut seen: HashMap<String, u32> = HashMap::new();
+pub(crate) fn unique_names(names: impl Iterator<Item = String>) -> Vec<String> {
+    let mut counts: HashMap<String, u32> = HashMap::new();
     let unique = names.map(|name| {
-        let count = seen.entry(name.clone()).or_default();
+        let count = counts.entry(name.clone()).or_default();
         *count += 1;
         match *count {
             1 => name,
@@ -126,35 +126,40 @@ pub(crate) fn names_of(names: impl Iterator<Item = String>) -> Vec<String> {
 }
 
 /// Renders all metrics.
-pub(crate) fn render(fleet: &Fleet, format: Format) -> String {
-    let (vms, host) = seen(fleet);
-    let mut writer = Writer::new(format);
-    let of_vms: Vec<(Labels, &VmMetrics)> = vms
+pub(crate) fn render(fleet: &Fleet, format: ExpositionFormat) -> String {
+    let (vms, host) = collect(fleet);
+    let mut writer = ExpositionWriter::new(format);
+    let vm_rows: Vec<(Labels, &VmMetrics)> = vms
         .iter()
         .map(|vm| (Labels::new(&[("domain", &vm.domain)]), vm))
         .collect();
-    let mut of_disks: Vec<(Labels, &NamedDisk)> = Vec::new();
+    let mut disk_rows: Vec<(Labels, &NamedDisk)> = Vec::new();
     for vm in &vms {
         for disk in vm.sample.iter().flat_map(|sample| &sample.disks) {
             let labels = Labels::new(&[("domain", &vm.domain), ("target_device", &disk.name)]);
-            of_disks.push((labels, disk));
+            disk_rows.push((labels, disk));
         }
     }
-    let moves = migration::seen(fleet);
-    let of_moves: Vec<(Labels, &MigrationMetrics)> = moves.iter().map(|of| (of.labels(), of)).collect();
+    let migrations = migration::collect(fleet);
+    let migration_rows: Vec<(Labels, &MigrationMetrics)> =
+        migrations.iter().map(|metrics| (metrics.labels(), metrics)).collect();
     for family in FAMILIES.iter().chain(memory::FAMILIES).chain(migration::FAMILIES) {
         let mut put = writer.family(family);
-        match family.of {
-            Of::Host(tell) => tell(&host, &mut put),
-            Of::Vm(tell) => of_vms.iter().for_each(|(labels, vm)| tell(vm, put.of(labels))),
-            Of::Disk(tell) => of_disks
+        match family.scope {
+            FamilyScope::Host(emit) => emit(&host, &mut put),
+            FamilyScope::Vm(emit) => vm_rows
                 .iter()
-                .for_each(|(labels, disk)| tell(&disk.state, put.of(labels))),
-            Of::Migration(tell) => of_moves.iter().for_each(|(labels, of)| tell(of, put.of(labels))),
-            Of::Memory(tell) => of_vms.iter().for_each(|(labels, vm)| {
+                .for_each(|(labels, vm)| emit(vm, put.with_labels(labels))),
+            FamilyScope::Disk(emit) => disk_rows
+                .iter()
+                .for_each(|(labels, disk)| emit(&disk.state, put.with_labels(labels))),
+            FamilyScope::Migration(emit) => migration_rows
+                .iter()
+                .for_each(|(labels, metrics)| emit(metrics, put.with_labels(labels))),
+            FamilyScope::Memory(emit) => vm_rows.iter().for_each(|(labels, vm)| {
                 if let Some(memory) = vm.memory() {
-                    let moved = &vm.moved;
-                    tell(&MemoryMetrics { memory, moved }, put.of(labels));
+                    let budget_changes = &vm.budget_changes;
+                    emit(&MemoryMetrics { memory, budget_changes }, put.with_labels(labels));
                 }
             }),
         }
@@ -169,17 +174,17 @@ mod tests {
     #[test]
     fn vm_names_are_made_unique() {
         let names = ["web", "db", "web", "web"].map(str::to_owned);
-        assert_eq!(names_of(names.into_iter()), ["web", "db", "web#2", "web#3"]);
+        assert_eq!(unique_names(names.into_iter()), ["web", "db", "web#2", "web#3"]);
     }
 
     #[test]
     fn openmetrics_is_served_on_request() {
         let mut headers = HeaderMap::new();
-        assert_eq!(Format::accepted(&headers), Format::Text);
+        assert_eq!(ExpositionFormat::accepted(&headers), ExpositionFormat::Text);
         headers.insert(ACCEPT, "text/html, */*".parse().expect("a value"));
-        assert_eq!(Format::accepted(&headers), Format::Text);
+        assert_eq!(ExpositionFormat::accepted(&headers), ExpositionFormat::Text);
         let prometheus = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
         headers.insert(ACCEPT, prometheus.parse().expect("a value"));
-        assert_eq!(Format::accepted(&headers), Format::OpenMetrics);
+        assert_eq!(ExpositionFormat::accepted(&headers), ExpositionFormat::OpenMetrics);
     }
 }

@@ -5,8 +5,8 @@ use std::fmt::{Display, Write};
 
 use larder_vm::control::state::Latency;
 
-use super::Format;
-use super::families::{Family, Kind};
+use super::ExpositionFormat;
+use super::families::{Family, MetricKind};
 
 /// Bucket bounds as powers of two of nanoseconds: from 8 µs to 8.6 s, each twice the one before. They are bounds of
 /// the control socket's buckets, too, so that each of those lies within one of these.
@@ -40,13 +40,13 @@ impl Labels {
     }
 }
 
-pub(super) struct Writer {
+pub(super) struct ExpositionWriter {
     text: String,
-    format: Format,
+    format: ExpositionFormat,
 }
 
-impl Writer {
-    pub(super) fn new(format: Format) -> Self {
+impl ExpositionWriter {
+    pub(super) fn new(format: ExpositionFormat) -> Self {
         Self {
             text: String::new(),
             format,
@@ -54,24 +54,26 @@ impl Writer {
     }
 
     /// Begins a metric family.
-    pub(super) fn family<'a>(&'a mut self, family: &'a Family) -> Put<'a> {
+    pub(super) fn family<'a>(&'a mut self, family: &'a Family) -> SampleWriter<'a> {
         let (name, kind) = match (self.format, family.kind) {
-            (Format::OpenMetrics, kind) => (family.name.to_owned(), kind.name()),
-            (Format::Text, Kind::Info) => (format!("{}_info", family.name), Kind::Gauge.name()),
-            (Format::Text, Kind::Counter) => (format!("{}_total", family.name), Kind::Counter.name()),
-            (Format::Text, kind) => (family.name.to_owned(), kind.name()),
+            (ExpositionFormat::OpenMetrics, kind) => (family.name.to_owned(), kind.name()),
+            (ExpositionFormat::Text, MetricKind::Info) => (format!("{}_info", family.name), MetricKind::Gauge.name()),
+            (ExpositionFormat::Text, MetricKind::Counter) => {
+                (format!("{}_total", family.name), MetricKind::Counter.name())
+            }
+            (ExpositionFormat::Text, kind) => (family.name.to_owned(), kind.name()),
         };
         let _ = writeln!(self.text, "# HELP {name} {}.", family.help);
         let _ = writeln!(self.text, "# TYPE {name} {kind}");
-        if let (Format::OpenMetrics, Some(unit)) = (self.format, family.unit) {
+        if let (ExpositionFormat::OpenMetrics, Some(unit)) = (self.format, family.unit) {
             let _ = writeln!(self.text, "# UNIT {name} {unit}");
         }
         let suffix = match family.kind {
-            Kind::Counter => "_total",
-            Kind::Info => "_info",
-            Kind::Gauge | Kind::Histogram => "",
+            MetricKind::Counter => "_total",
+            MetricKind::Info => "_info",
+            MetricKind::Gauge | MetricKind::Histogram => "",
         };
-        Put {
+        SampleWriter {
             text: &mut self.text,
             name: family.name,
             suffix,
@@ -80,7 +82,7 @@ impl Writer {
     }
 
     pub(super) fn end(mut self) -> String {
-        if self.format == Format::OpenMetrics {
+        if self.format == ExpositionFormat::OpenMetrics {
             self.text.push_str("# EOF\n");
         }
         self.text
@@ -88,16 +90,16 @@ impl Writer {
 }
 
 /// Writer of the samples of one family.
-pub(super) struct Put<'a> {
+pub(super) struct SampleWriter<'a> {
     text: &'a mut String,
     name: &'a str,
     suffix: &'static str,
     labels: &'a str,
 }
 
-impl<'a> Put<'a> {
+impl<'a> SampleWriter<'a> {
     /// Sets the labels of the samples that follow.
-    pub(super) fn of(&mut self, labels: &'a Labels) -> &mut Self {
+    pub(super) fn with_labels(&mut self, labels: &'a Labels) -> &mut Self {
         self.labels = &labels.0;
         self
     }
@@ -106,27 +108,27 @@ impl<'a> Put<'a> {
         self.line(self.suffix, "", value);
     }
 
-    pub(super) fn flag(&mut self, is_so: bool) {
-        self.value(u8::from(is_so));
+    pub(super) fn bool_value(&mut self, value: bool) {
+        self.value(u8::from(value));
     }
 
     pub(super) fn seconds(&mut self, nanos: u64) {
         self.value(nanos as f64 / 1e9);
     }
 
-    pub(super) fn value_of(&mut self, labels: &[(&str, &str)], value: impl Display) {
+    pub(super) fn labelled_value(&mut self, labels: &[(&str, &str)], value: impl Display) {
         self.line(self.suffix, &Labels::new(labels).0, value);
     }
 
     pub(super) fn histogram(&mut self, times: &Latency) {
-        self.histogram_of(&[], times);
+        self.labelled_histogram(&[], times);
     }
 
-    pub(super) fn histogram_of(&mut self, labels: &[(&str, &str)], times: &Latency) {
-        let more = Labels::new(labels).0;
-        let with = |bound: &str| match more.is_empty() {
+    pub(super) fn labelled_histogram(&mut self, labels: &[(&str, &str)], times: &Latency) {
+        let extra_labels = Labels::new(labels).0;
+        let with = |bound: &str| match extra_labels.is_empty() {
             true => bound.to_owned(),
-            false => format!("{more},{bound}"),
+            false => format!("{extra_labels},{bound}"),
         };
         let mut buckets = times.buckets.iter().peekable();
         let mut below = 0;
@@ -139,20 +141,20 @@ impl<'a> Put<'a> {
         }
         let all = below + buckets.map(|bucket| bucket.count).sum::<u64>();
         self.line("_bucket", &with("le=\"+Inf\""), all);
-        self.line("_count", &more, all);
-        self.line("_sum", &more, times.sum_ns as f64 / 1e9);
+        self.line("_count", &extra_labels, all);
+        self.line("_sum", &extra_labels, times.sum_ns as f64 / 1e9);
     }
 
-    fn line(&mut self, suffix: &str, more: &str, value: impl Display) {
-        let comma = if self.labels.is_empty() || more.is_empty() {
+    fn line(&mut self, suffix: &str, extra_labels: &str, value: impl Display) {
+        let comma = if self.labels.is_empty() || extra_labels.is_empty() {
             ""
         } else {
             ","
         };
         let (name, labels) = (self.name, self.labels);
-        let _ = match labels.is_empty() && more.is_empty() {
+        let _ = match labels.is_empty() && extra_labels.is_empty() {
             true => writeln!(self.text, "{name}{suffix} {value}"),
-            false => writeln!(self.text, "{name}{suffix}{{{labels}{comma}{more}}} {value}"),
+            false => writeln!(self.text, "{name}{suffix}{{{labels}{comma}{extra_labels}}} {value}"),
         };
     }
 }
@@ -190,9 +192,9 @@ mod tests {
         };
         let family = FAMILIES
             .iter()
-            .find(|family| family.kind == Kind::Histogram)
+            .find(|family| family.kind == MetricKind::Histogram)
             .expect("one");
-        let mut writer = Writer::new(Format::OpenMetrics);
+        let mut writer = ExpositionWriter::new(ExpositionFormat::OpenMetrics);
         writer.family(family).histogram(&times);
         let text = writer.end();
         for line in [

@@ -11,7 +11,7 @@ use super::memory::{self, Mapping};
 const SEARCH_BYTES_MAX: u64 = 256 << 20;
 
 /// Bytes read at a time. Parts overlap by the length of the longest pattern, which may cross a boundary.
-const PART_BYTES: u64 = 128 << 10;
+const CHUNK_BYTES: u64 = 128 << 10;
 const OVERLAP_BYTES: u64 = 16;
 
 /// Addresses of the machine code.
@@ -20,31 +20,34 @@ pub(super) struct Code {
     /// A system call, followed by a return.
     pub(super) call: u64,
     /// A call of `rt_sigreturn`.
-    pub(super) give_back: u64,
+    pub(super) sigreturn: u64,
 }
 
 impl Code {
     /// Searches the mappings of a process.
     pub(super) fn find(pid: Pid, tid: Pid, mappings: &[Mapping]) -> Result<Self, InjectError> {
-        let mut places: Vec<&Mapping> = mappings.iter().filter(|mapping| mapping.is_code()).collect();
-        places.sort_by_key(|mapping| !is_libc(&mapping.path));
+        let mut code_mappings: Vec<&Mapping> = mappings.iter().filter(|mapping| mapping.is_code()).collect();
+        code_mappings.sort_by_key(|mapping| !is_libc(&mapping.path));
         let mut found = [None; INSTRUCTIONS.len()];
-        let mut left = SEARCH_BYTES_MAX;
-        for place in places {
-            let mut at = place.range.start;
-            while at < place.range.end && left > 0 {
-                let bytes = (place.range.end - at).min(PART_BYTES + OVERLAP_BYTES);
+        let mut bytes_left = SEARCH_BYTES_MAX;
+        for mapping in code_mappings {
+            let mut at = mapping.range.start;
+            while at < mapping.range.end && bytes_left > 0 {
+                let bytes = (mapping.range.end - at).min(CHUNK_BYTES + OVERLAP_BYTES);
                 let mut part = vec![0; usize::try_from(bytes).unwrap_or(0)];
                 // The range is past the end of its file, or was unmapped meanwhile.
                 if memory::read(tid, at, &mut part).is_err() {
                     break;
                 }
-                look_in(&part, at, &mut found);
+                search_in(&part, at, &mut found);
                 if let [Some(call), Some(give_back)] = found {
-                    return Ok(Self { call, give_back });
+                    return Ok(Self {
+                        call,
+                        sigreturn: give_back,
+                    });
                 }
-                at += PART_BYTES;
-                left = left.saturating_sub(PART_BYTES);
+                at += CHUNK_BYTES;
+                bytes_left = bytes_left.saturating_sub(CHUNK_BYTES);
             }
         }
         let missing = INSTRUCTIONS.iter().zip(found).find(|(_, found)| found.is_none());
@@ -55,20 +58,20 @@ impl Code {
     }
 
     /// Returns true if the code is still there.
-    pub(super) fn is_in(&self, tid: Pid) -> bool {
-        [self.call, self.give_back]
+    pub(super) fn is_present_in(&self, tid: Pid) -> bool {
+        [self.call, self.sigreturn]
             .iter()
             .zip(INSTRUCTIONS)
             .all(|(at, (variants, _))| {
                 variants.iter().any(|code| {
-                    let mut there = vec![0; code.len()];
-                    memory::read(tid, *at, &mut there).is_ok() && there == *code
+                    let mut current = vec![0; code.len()];
+                    memory::read(tid, *at, &mut current).is_ok() && current == *code
                 })
             })
     }
 }
 
-fn look_in(part: &[u8], at: u64, found: &mut [Option<u64>]) {
+fn search_in(part: &[u8], at: u64, found: &mut [Option<u64>]) {
     for (found, (variants, _)) in found.iter_mut().zip(INSTRUCTIONS) {
         let offset = variants
             .iter()

@@ -35,14 +35,14 @@ impl StoppedThread {
     ///
     /// # Errors
     /// If there are more than 253, or if the process cannot receive all of them. It has none of them then.
-    pub fn give_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<Vec<RawFd>, InjectError> {
-        let given = descriptors.len();
-        if given == 0 {
+    pub fn send_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<Vec<RawFd>, InjectError> {
+        let count = descriptors.len();
+        if count == 0 {
             return Ok(Vec::new());
         }
-        if given > DESCRIPTORS_MAX {
-            return Err(InjectError::TooMany {
-                given,
+        if count > DESCRIPTORS_MAX {
+            return Err(InjectError::TooManyDescriptors {
+                count,
                 max: DESCRIPTORS_MAX,
             });
         }
@@ -55,22 +55,22 @@ impl StoppedThread {
         let mut pair = [0; 8];
         self.read_scratch(0, &mut pair)?;
         let number = |at: usize| RawFd::from_ne_bytes([pair[at], pair[at + 1], pair[at + 2], pair[at + 3]]);
-        let (theirs, ours) = (number(0), number(4));
-        let received = self.hand_over(theirs, ours, descriptors);
-        let closed = self.close(theirs).and(self.close(ours));
+        let (receiving, sending) = (number(0), number(4));
+        let received = self.transfer(receiving, sending, descriptors);
+        let closed = self.close(receiving).and(self.close(sending));
         let received = received?;
         closed?;
-        if received.len() == given {
+        if received.len() == count {
             return Ok(received);
         }
         for number in &received {
             self.close(*number)?;
         }
         let (pid, tid, received) = (self.pid(), self.tid(), received.len());
-        Err(InjectError::NotReceived {
+        Err(InjectError::DescriptorsNotReceived {
             pid,
             tid,
-            given,
+            sent: count,
             received,
         })
     }
@@ -80,7 +80,7 @@ impl StoppedThread {
     ///
     /// # Errors
     /// If the process has no such descriptor, or this process has no right to it.
-    pub fn take_descriptor(&self, number: RawFd) -> Result<OwnedFd, InjectError> {
+    pub fn fetch_descriptor(&self, number: RawFd) -> Result<OwnedFd, InjectError> {
         let failed = |tried| {
             let (pid, tid) = (self.pid(), self.tid());
             move |errno| InjectError::Request { pid, tid, tried, errno }
@@ -107,26 +107,31 @@ impl StoppedThread {
 
     /// Sends descriptors through one end of a socket pair in the process, and makes the process receive them from the
     /// other end.
-    fn hand_over(
+    fn transfer(
         &mut self,
-        theirs: RawFd,
+        receiving: RawFd,
         ours: RawFd,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Vec<RawFd>, InjectError> {
-        let ours = self.take_descriptor(ours)?;
-        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-        let mut control = SendAncillaryBuffer::new(&mut room);
-        let has_room = control.push(SendAncillaryMessage::ScmRights(descriptors));
-        debug_assert!(has_room, "no more than DESCRIPTORS_MAX");
+        let sending = self.fetch_descriptor(ours)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let is_pushed = control.push(SendAncillaryMessage::ScmRights(descriptors));
+        debug_assert!(is_pushed, "no more than DESCRIPTORS_MAX");
         let (pid, tid) = (self.pid(), self.tid());
-        let sent = sendmsg(ours.as_fd(), &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL);
+        let sent = sendmsg(
+            sending.as_fd(),
+            &[IoSlice::new(&[0])],
+            &mut control,
+            SendFlags::NOSIGNAL,
+        );
         sent.map_err(|errno| InjectError::Request {
             pid,
             tid,
             tried: "send descriptors to it",
             errno,
         })?;
-        self.receive(theirs)
+        self.receive(receiving)
     }
 
     /// Makes the process receive descriptors from a socket of its own.

@@ -15,10 +15,10 @@ pub enum InjectError {
         "system calls in another process are supported only on x86_64, and this is {}",
         std::env::consts::ARCH
     )]
-    NotOnThisArchitecture,
+    UnsupportedArchitecture,
     /// The process has ended, or is exiting.
     #[error("process {pid} has ended", pid = .pid.as_raw_pid())]
-    Gone {
+    Exited {
         /// The process.
         pid: Pid,
     },
@@ -31,7 +31,7 @@ pub enum InjectError {
         group: String,
     },
     /// Another process traces all suitable threads.
-    #[error("process {pid}, thread {tid}: {by} (pid {by_pid}) traces it: detach that first",
+    #[error("process {pid}, thread {tid}: {tracer_name} (pid {tracer_pid}) traces it: detach that first",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Traced {
         /// The process.
@@ -39,14 +39,14 @@ pub enum InjectError {
         /// The first such thread.
         tid: Pid,
         /// Name of the tracer.
-        by: String,
+        tracer_name: String,
         /// PID of the tracer.
-        by_pid: i32,
+        tracer_pid: i32,
     },
     /// The kernel denies access.
-    #[error("process {pid}, thread {tid}: no permission to {tried}: this requires {takes}",
+    #[error("process {pid}, thread {tid}: no permission to {tried}: this requires {required}",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
-    NoRights {
+    PermissionDenied {
         /// The process.
         pid: Pid,
         /// The thread.
@@ -54,7 +54,7 @@ pub enum InjectError {
         /// The step that was denied.
         tried: &'static str,
         /// The missing rights.
-        takes: String,
+        required: String,
     },
     /// No thread has stopped in time.
     #[error("process {pid}: none of its {threads} threads could be stopped within {limit:?}: each is in an \
@@ -70,7 +70,7 @@ pub enum InjectError {
     },
     /// The program is for another processor mode than this one.
     #[error("process {pid} is a 32-bit program: only 64-bit ones are supported", pid = .pid.as_raw_pid())]
-    NotSixtyFourBit {
+    Not64Bit {
         /// The process.
         pid: Pid,
     },
@@ -119,7 +119,7 @@ pub enum InjectError {
     /// The thread was in a restartable sequence, which must not be interrupted, at each attempt.
     #[error("process {pid}, thread {tid} was in a restartable sequence (rseq) each time: try again",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
-    InSequence {
+    InRseq {
         /// The process.
         pid: Pid,
         /// The thread.
@@ -141,7 +141,7 @@ pub enum InjectError {
     /// The call has not returned. It is interrupted if possible; if not, the thread restores itself afterwards.
     #[error("process {pid}, thread {tid}: injected call {call} has not returned within {limit:?} (is the process frozen by \
         a cgroup?); the thread continues by itself once it does", pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
-    Hangs {
+    CallTimedOut {
         /// The process.
         pid: Pid,
         /// The thread.
@@ -165,24 +165,24 @@ pub enum InjectError {
         signal: i32,
     },
     /// Not all descriptors were received. Those that were have been closed again.
-    #[error("process {pid}, thread {tid} received {received} of {given} descriptors: it may have reached its limit (see \
+    #[error("process {pid}, thread {tid} received {received} of {sent} descriptors: it may have reached its limit (see \
         \"Max open files\" in /proc/{pid}/limits), or a security module (SELinux, AppArmor) forbids them",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
-    NotReceived {
+    DescriptorsNotReceived {
         /// The process.
         pid: Pid,
         /// The thread.
         tid: Pid,
         /// Number of descriptors sent.
-        given: usize,
+        sent: usize,
         /// Number of descriptors received.
         received: usize,
     },
     /// There are more descriptors than the kernel transfers at once.
-    #[error("{given} descriptors are too many to send at once; the kernel accepts up to {max}")]
-    TooMany {
+    #[error("{count} descriptors are too many to send at once; the kernel accepts up to {max}")]
+    TooManyDescriptors {
         /// Number of descriptors.
-        given: usize,
+        count: usize,
         /// Maximum number.
         max: usize,
     },

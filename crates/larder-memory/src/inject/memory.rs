@@ -14,7 +14,7 @@ use super::error::InjectError;
 pub(super) struct Mapping {
     pub(super) range: Range<u64>,
     /// Permissions, as in `rw-p`.
-    pub(super) rights: [u8; 4],
+    pub(super) permissions: [u8; 4],
     pub(super) is_of_file: bool,
     pub(super) path: String,
 }
@@ -23,11 +23,11 @@ impl Mapping {
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.splitn(6, ' ');
         let (start, end) = words.next()?.split_once('-')?;
-        let rights = words.next()?.as_bytes().try_into().ok()?;
+        let permissions = words.next()?.as_bytes().try_into().ok()?;
         let (_offset, _device, inode) = (words.next()?, words.next()?, words.next()?);
         Some(Self {
             range: u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?,
-            rights,
+            permissions,
             is_of_file: inode != "0",
             path: words.next().unwrap_or_default().trim_start().to_owned(),
         })
@@ -35,12 +35,12 @@ impl Mapping {
 
     /// Returns true if the mapping may contain a thread's stack.
     pub(super) fn is_private_and_writable(&self) -> bool {
-        self.rights.starts_with(b"rw") && self.rights[3] == b'p'
+        self.permissions.starts_with(b"rw") && self.permissions[3] == b'p'
     }
 
     /// Returns true if the mapping is code of a file, which does not change while it is mapped.
     pub(super) fn is_code(&self) -> bool {
-        self.rights == *b"r-xp" && self.is_of_file
+        self.permissions == *b"r-xp" && self.is_of_file
     }
 }
 
@@ -56,11 +56,11 @@ pub(super) fn mappings(pid: Pid, tid: Pid) -> Result<Vec<Mapping>, InjectError> 
             .collect()),
         Err(error) => match error.raw_os_error() {
             Some(libc::ENOENT | libc::ESRCH) => Ok(Vec::new()),
-            Some(libc::EACCES | libc::EPERM) => Err(InjectError::NoRights {
+            Some(libc::EACCES | libc::EPERM) => Err(InjectError::PermissionDenied {
                 pid,
                 tid,
                 tried: "read its memory map",
-                takes: super::threads::rights_needed(),
+                required: super::threads::rights_needed(),
             }),
             _ => Err(InjectError::Unreadable { path, error }),
         },
@@ -101,8 +101,8 @@ pub(super) fn write(tid: Pid, at: u64, from: &[u8]) -> Result<(), InjectError> {
     check(tid, "written", at, bytes, done)
 }
 
-fn check(pid: Pid, done: &'static str, at: u64, bytes: usize, moved: isize) -> Result<(), InjectError> {
-    let errno = match usize::try_from(moved) {
+fn check(pid: Pid, done: &'static str, at: u64, bytes: usize, copied: isize) -> Result<(), InjectError> {
+    let errno = match usize::try_from(copied) {
         Ok(moved) if moved == bytes => return Ok(()),
         // The range after the moved bytes is not mapped.
         Ok(_) => Errno::FAULT,

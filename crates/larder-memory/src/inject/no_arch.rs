@@ -11,7 +11,7 @@ pub(super) const INSTRUCTIONS: [(&[&[u8]], &str); 2] = [(&[], ""), (&[], "")];
 pub(super) struct Registers;
 
 impl Registers {
-    pub(super) fn of(_: &Tracee) -> Result<Self, InjectError> {
+    pub(super) fn read(_: &Tracee) -> Result<Self, InjectError> {
         Err(InjectError::NotOnThisArchitecture)
     }
 
@@ -31,31 +31,31 @@ impl Registers {
         0
     }
 
-    pub(super) fn returned(&self) -> Option<i64> {
+    pub(super) fn call_result(&self) -> Option<i64> {
         None
     }
 
-    pub(super) fn caught(&self, _: u64, _: u64) -> Self {
+    pub(super) fn at_frame(&self, _: u64, _: u64) -> Self {
         *self
     }
 
-    pub(super) fn go_on_by_note(&self) -> bool {
+    pub(super) fn needs_restart_block(&self) -> bool {
         false
     }
 
-    pub(super) fn without_note(&self) -> Self {
+    pub(super) fn without_restart_block(&self) -> Self {
         *self
     }
 
-    pub(super) fn calling(&self, _: i64, _: [u64; 6], _: u64, _: u64) -> Self {
+    pub(super) fn for_call(&self, _: i64, _: [u64; 6], _: u64, _: u64) -> Self {
         *self
     }
 }
 
-pub(super) struct Vectors;
+pub(super) struct VectorRegisters;
 
-impl Vectors {
-    pub(super) fn of(_: &Tracee) -> Result<Self, InjectError> {
+impl VectorRegisters {
+    pub(super) fn read(_: &Tracee) -> Result<Self, InjectError> {
         Err(InjectError::NotOnThisArchitecture)
     }
 }
@@ -66,7 +66,7 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    pub(super) fn new(_: &Registers, _: &Vectors, _: u64, _: u64, _: u64) -> Option<Self> {
+    pub(super) fn new(_: &Registers, _: &VectorRegisters, _: u64, _: u64, _: u64) -> Option<Self> {
         None
     }
 }

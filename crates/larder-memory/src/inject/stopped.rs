@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-use super::arch::{Frame, RED_ZONE_BYTES, Registers, Vectors};
+use super::arch::{Frame, RED_ZONE_BYTES, Registers, VectorRegisters};
 use super::code::Code;
 use super::error::{CallName, InjectError};
 use super::memory;
@@ -17,7 +17,7 @@ pub const SCRATCH_BYTES: usize = 2048;
 
 /// Minimum time to wait for an interrupted thread to stop again. The thread leaves its call as soon as it gets a
 /// processor, unless the call is uninterruptible. A thread that is detached during a waiting call would stay in it.
-const BRING_BACK_LIMIT: Duration = Duration::from_secs(30);
+const RESTORE_TIMEOUT_MIN: Duration = Duration::from_secs(30);
 
 /// Blocks all signals except SIGKILL and SIGSTOP, which the kernel excludes.
 const ALL_SIGNALS: u64 = u64::MAX;
@@ -29,39 +29,39 @@ pub struct StoppedThread {
     code: Code,
     original: Registers,
     mask: u64,
-    net: Net,
-    place: Place,
+    restore_area: RestoreArea,
+    position: ThreadPosition,
     limit: Duration,
-    since: Instant,
+    stopped_at: Instant,
     /// An injected call has overwritten the kernel's restart information of the thread's own call.
-    note_is_lost: bool,
+    restart_block_lost: bool,
 }
 
 /// State of the thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Place {
+enum ThreadPosition {
     /// Stopped at its own position, with its own registers.
-    Own,
+    Original,
     /// After an injected call, or before the next one. The restore frame is under it.
-    Caught,
+    AtFrame,
     /// In an injected call that has not returned.
-    Calling,
+    InCall,
     /// Stopped during an injected call.
-    Halted,
+    StoppedInCall,
     /// Not traced any more.
-    Gone,
+    Detached,
 }
 
 /// Data written below the thread's stack: from the lowest address on, scratch memory for arguments of calls, and the
 /// restore frame.
 #[derive(Debug)]
-struct Net {
+struct RestoreArea {
     /// Address of the scratch memory.
     scratch_at: u64,
     /// Address of the restore frame, which begins with the return address of a call.
     frame_at: u64,
     /// Previous content of the memory.
-    before: Vec<u8>,
+    saved: Vec<u8>,
 }
 
 impl std::fmt::Debug for Registers {
@@ -71,27 +71,27 @@ impl std::fmt::Debug for Registers {
 }
 
 impl StoppedThread {
-    /// Stops a thread within `patience`, and writes the restore frame.
+    /// Stops a thread within `stop_timeout`, and writes the restore frame.
     pub(super) fn stop(
         candidate: &Candidate,
-        patience: Duration,
+        stop_timeout: Duration,
         limit: Duration,
     ) -> Result<Result<Self, Refusal>, InjectError> {
         let (pid, tid) = (candidate.pid, candidate.tid);
         // All look-ups that are possible without it are made before the stop, so that the stop is short.
         let mappings = memory::mappings(pid, tid)?;
         if mappings.is_empty() {
-            return Ok(Err(Refusal::for_now(InjectError::Gone { pid })));
+            return Ok(Err(Refusal::temporary(InjectError::Exited { pid })));
         }
         let code = match Code::find(pid, tid, &mappings) {
             // A program that has just started has not loaded its libraries yet.
-            Err(error @ InjectError::NoInstruction { .. }) => return Ok(Err(Refusal::for_now(error))),
+            Err(error @ InjectError::NoInstruction { .. }) => return Ok(Err(Refusal::temporary(error))),
             found => found?,
         };
         let tracee = match Tracee::seize(pid, tid) {
             Ok(tracee) => tracee,
-            Err(Errno::SRCH) => return Ok(Err(Refusal::for_now(InjectError::Gone { pid }))),
-            Err(Errno::PERM | Errno::ACCESS) => return Ok(Err(candidate.why_not_traced())),
+            Err(Errno::SRCH) => return Ok(Err(Refusal::temporary(InjectError::Exited { pid }))),
+            Err(Errno::PERM | Errno::ACCESS) => return Ok(Err(candidate.trace_refusal())),
             Err(errno) => {
                 return Err(InjectError::Request {
                     pid,
@@ -103,11 +103,11 @@ impl StoppedThread {
         };
         let since = Instant::now();
         tracee.interrupt()?;
-        match first_stop(&tracee, since + patience)? {
+        match first_stop(&tracee, since + stop_timeout)? {
             Stop::Event => {}
-            Stop::Ended => return Ok(Err(Refusal::for_now(InjectError::Gone { pid }))),
+            Stop::Ended => return Ok(Err(Refusal::temporary(InjectError::Exited { pid }))),
             _ => {
-                return Ok(Err(Refusal::for_now(InjectError::NotStopped {
+                return Ok(Err(Refusal::temporary(InjectError::NotStopped {
                     pid,
                     threads: 1,
                     limit,
@@ -117,32 +117,32 @@ impl StoppedThread {
 
         // From here on an error ends this tracing thread, which resumes the other thread: its registers are still its
         // own.
-        let original = Registers::of(&tracee)?;
+        let original = Registers::read(&tracee)?;
         if !original.is_64_bit() {
-            return Ok(Err(Refusal::for_good(InjectError::NotSixtyFourBit { pid })));
+            return Ok(Err(Refusal::permanent(InjectError::Not64Bit { pid })));
         }
-        if !candidate.is_still_there() || !code.is_in(tid) {
-            return Ok(Err(Refusal::for_now(InjectError::Gone { pid })));
+        if !candidate.exists() || !code.is_present_in(tid) {
+            return Ok(Err(Refusal::temporary(InjectError::Exited { pid })));
         }
-        if tracee.is_in_sequence(original.instruction())? {
-            return Ok(Err(Refusal::for_now(InjectError::InSequence { pid, tid })));
+        if tracee.is_in_rseq(original.instruction())? {
+            return Ok(Err(Refusal::temporary(InjectError::InRseq { pid, tid })));
         }
-        if tracee.has_calls_dispatched() {
+        if tracee.has_syscall_user_dispatch() {
             return Ok(Err(candidate.filtered()));
         }
         let mask = tracee.signal_mask()?;
-        let vectors = Vectors::of(&tracee)?;
+        let vectors = VectorRegisters::read(&tracee)?;
         let stack = original.stack_pointer();
         let top = stack.saturating_sub(RED_ZONE_BYTES);
         let no_stack = |bytes| {
-            Ok(Err(Refusal::for_now(InjectError::NoStack {
+            Ok(Err(Refusal::temporary(InjectError::NoStack {
                 pid,
                 tid,
                 at: stack,
                 bytes,
             })))
         };
-        let Some(frame) = Frame::new(&original, &vectors, mask, top, code.give_back) else {
+        let Some(frame) = Frame::new(&original, &vectors, mask, top, code.sigreturn) else {
             return no_stack(0);
         };
         let scratch_at = frame.at.saturating_sub(SCRATCH_BYTES as u64) & !15;
@@ -156,25 +156,26 @@ impl StoppedThread {
         let mut before = vec![0; (frame.at - scratch_at) as usize + frame.bytes.len()];
         // No code may rely on memory below the red zone, because a signal would overwrite it too. So a crash here
         // does no harm, and the thread's registers do not refer to the frame yet.
-        let laid = memory::read(tid, scratch_at, &mut before).and_then(|()| memory::write(tid, frame.at, &frame.bytes));
-        if laid.is_err() {
+        let written =
+            memory::read(tid, scratch_at, &mut before).and_then(|()| memory::write(tid, frame.at, &frame.bytes));
+        if written.is_err() {
             return no_stack(stack - scratch_at);
         }
-        let net = Net {
+        let net = RestoreArea {
             scratch_at,
             frame_at: frame.at,
-            before,
+            saved: before,
         };
         Ok(Ok(Self {
             tracee,
             code,
             original,
             mask,
-            net,
-            place: Place::Own,
+            restore_area: net,
+            position: ThreadPosition::Original,
             limit,
-            since,
-            note_is_lost: false,
+            stopped_at: since,
+            restart_block_lost: false,
         }))
     }
 
@@ -189,7 +190,7 @@ impl StoppedThread {
     }
 
     /// Raises the time limit of calls to `limit`, if that is longer.
-    pub fn allow(&mut self, limit: Duration) {
+    pub fn raise_limit(&mut self, limit: Duration) {
         self.limit = self.limit.max(limit);
     }
 
@@ -201,29 +202,29 @@ impl StoppedThread {
     /// If the call fails ([`InjectError::errno`]) or does not return in time, or if the thread is killed.
     pub fn system_call(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, InjectError> {
         let (pid, tid, call) = (self.pid(), self.tid(), CallName(number));
-        match self.place {
-            Place::Own | Place::Caught => {}
-            Place::Calling | Place::Halted => {
-                return Err(InjectError::Hangs {
+        match self.position {
+            ThreadPosition::Original | ThreadPosition::AtFrame => {}
+            ThreadPosition::InCall | ThreadPosition::StoppedInCall => {
+                return Err(InjectError::CallTimedOut {
                     pid,
                     tid,
                     call,
                     limit: self.limit,
                 });
             }
-            Place::Gone => return Err(InjectError::Gone { pid }),
+            ThreadPosition::Detached => return Err(InjectError::Exited { pid }),
         }
-        let calling = self
+        let registers = self
             .original
-            .calling(number, arguments, self.code.call, self.net.frame_at);
-        if self.place == Place::Own {
-            self.step_onto_net()?;
+            .for_call(number, arguments, self.code.call, self.restore_area.frame_at);
+        if self.position == ThreadPosition::Original {
+            self.enter_restore_frame()?;
         }
         // After a kill from here on, the thread makes the call, and then the restore frame restores it.
-        calling.write(&self.tracee)?;
-        self.place = Place::Calling;
+        registers.write(&self.tracee)?;
+        self.position = ThreadPosition::InCall;
         let returned = self.run(call)?;
-        self.place = Place::Caught;
+        self.position = ThreadPosition::AtFrame;
         match u64::try_from(returned) {
             Ok(value) => Ok(value),
             // Error numbers are -4095 to -1; other values are addresses.
@@ -239,14 +240,14 @@ impl StoppedThread {
 
     /// Sets the registers so that the thread would restore itself if it were resumed, and then blocks its signals.
     /// After a kill between any two steps, the thread is unharmed.
-    fn step_onto_net(&mut self) -> Result<(), InjectError> {
+    fn enter_restore_frame(&mut self) -> Result<(), InjectError> {
         // In `sigsuspend` and similar calls the thread has a temporary mask until it takes a signal. It must not take
         // one now and then wait for another: with its own mask the call is restarted, and takes the signal.
         self.tracee.set_signal_mask(self.mask)?;
         // Not a call yet: a signal that arrives now is handled on top, and would overwrite arguments of a call.
-        let caught = self.original.caught(self.code.give_back, self.net.frame_at);
-        caught.write(&self.tracee)?;
-        self.place = Place::Caught;
+        let registers = self.original.at_frame(self.code.sigreturn, self.restore_area.frame_at);
+        registers.write(&self.tracee)?;
+        self.position = ThreadPosition::AtFrame;
         // Signals are blocked only now, because the restore frame unblocks them.
         self.tracee.set_signal_mask(ALL_SIGNALS)
     }
@@ -255,7 +256,7 @@ impl StoppedThread {
     fn run(&mut self, call: CallName) -> Result<i64, InjectError> {
         let (pid, tid) = (self.pid(), self.tid());
         let until = Instant::now() + self.limit;
-        let hangs = InjectError::Hangs {
+        let hangs = InjectError::CallTimedOut {
             pid,
             tid,
             call,
@@ -263,24 +264,24 @@ impl StoppedThread {
         };
         let mut signal = 0;
         loop {
-            self.tracee.resume(Resume::ToSystemCall, signal)?;
+            self.tracee.resume(Resume::ToSyscallStop, signal)?;
             signal = 0;
             match self.tracee.wait(until)? {
                 Stop::SystemCall if self.tracee.is_entering()? => {}
                 Stop::SystemCall => {
-                    let registers = Registers::of(&self.tracee)?;
-                    if let Some(returned) = registers.returned() {
+                    let registers = Registers::read(&self.tracee)?;
+                    if let Some(returned) = registers.call_result() {
                         return Ok(returned);
                     }
                     // The call was interrupted because the process is stopped or continued. The kernel restarts it.
-                    self.note_is_lost |= registers.go_on_by_note();
+                    self.restart_block_lost |= registers.needs_restart_block();
                 }
                 // A signal stops or continues the process. The thread finishes the injected call all the same, and
                 // follows the signal afterwards.
                 Stop::Event => {}
                 // The code is missing, or has a breakpoint. These are not sent signals, which are all blocked.
                 Stop::Signal(raised @ (libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGTRAP | libc::SIGSYS)) => {
-                    self.place = Place::Caught;
+                    self.position = ThreadPosition::AtFrame;
                     return Err(InjectError::Fault {
                         pid,
                         tid,
@@ -291,14 +292,14 @@ impl StoppedThread {
                 // SIGSTOP, which cannot be blocked.
                 Stop::Signal(sent) => signal = sent,
                 Stop::Ended => {
-                    self.place = Place::Gone;
-                    return Err(InjectError::Gone { pid });
+                    self.position = ThreadPosition::Detached;
+                    return Err(InjectError::Exited { pid });
                 }
                 Stop::NotYet => return Err(hangs),
             }
             // The process may be stopped and continued without end.
             if signal == 0 && Instant::now() > until {
-                self.place = Place::Halted;
+                self.position = ThreadPosition::StoppedInCall;
                 return Err(hangs);
             }
         }
@@ -306,7 +307,7 @@ impl StoppedThread {
 
     /// Returns the address of the scratch memory, [`SCRATCH_BYTES`] long, to which arguments of calls may point.
     pub fn scratch(&self) -> u64 {
-        self.net.scratch_at
+        self.restore_area.scratch_at
     }
 
     /// Writes to the scratch memory at offset `at`.
@@ -322,7 +323,7 @@ impl StoppedThread {
             "{} bytes at {at} are past the scratch memory",
             bytes.len()
         );
-        memory::write(self.tid(), self.net.scratch_at + at as u64, bytes)
+        memory::write(self.tid(), self.restore_area.scratch_at + at as u64, bytes)
     }
 
     /// Reads from the scratch memory at offset `at`.
@@ -338,25 +339,25 @@ impl StoppedThread {
             "{} bytes at {at} are past the scratch memory",
             to.len()
         );
-        memory::read(self.tid(), self.net.scratch_at + at as u64, to)
+        memory::read(self.tid(), self.restore_area.scratch_at + at as u64, to)
     }
 
     /// Restores the thread and resumes it. Returns the maximum time that it was stopped.
-    pub(super) fn let_go(mut self) -> Result<Duration, InjectError> {
-        self.bring_back()?;
-        Ok(self.since.elapsed())
+    pub(super) fn resume(mut self) -> Result<Duration, InjectError> {
+        self.restore()?;
+        Ok(self.stopped_at.elapsed())
     }
 
-    fn bring_back(&mut self) -> Result<(), InjectError> {
-        let place = std::mem::replace(&mut self.place, Place::Gone);
-        match place {
-            Place::Gone => return Ok(()),
-            Place::Own => {}
-            Place::Caught | Place::Calling | Place::Halted => {
-                self.come_to_event(place)?;
-                self.note_is_lost |= Registers::of(&self.tracee)?.go_on_by_note();
-                let original = if self.note_is_lost {
-                    self.original.without_note()
+    fn restore(&mut self) -> Result<(), InjectError> {
+        let position = std::mem::replace(&mut self.position, ThreadPosition::Detached);
+        match position {
+            ThreadPosition::Detached => return Ok(()),
+            ThreadPosition::Original => {}
+            ThreadPosition::AtFrame | ThreadPosition::InCall | ThreadPosition::StoppedInCall => {
+                self.run_to_event_stop(position)?;
+                self.restart_block_lost |= Registers::read(&self.tracee)?.needs_restart_block();
+                let original = if self.restart_block_lost {
+                    self.original.without_restart_block()
                 } else {
                     self.original
                 };
@@ -369,21 +370,21 @@ impl StoppedThread {
             }
         }
         // The memory comes last, when no register refers to it any more.
-        let restored = memory::write(self.tid(), self.net.scratch_at, &self.net.before);
+        let restored = memory::write(self.tid(), self.restore_area.scratch_at, &self.restore_area.saved);
         self.tracee.detach()?;
         restored
     }
 
     /// Runs the thread to a stop by [`Tracee::interrupt`], the kind of stop that it was in at first.
-    fn come_to_event(&self, from: Place) -> Result<(), InjectError> {
+    fn run_to_event_stop(&self, position: ThreadPosition) -> Result<(), InjectError> {
         let (pid, tid) = (self.pid(), self.tid());
         self.tracee.interrupt()?;
-        if from != Place::Calling {
-            self.tracee.resume(Resume::Freely, 0)?;
+        if position != ThreadPosition::InCall {
+            self.tracee.resume(Resume::Continue, 0)?;
         }
-        match first_stop(&self.tracee, Instant::now() + self.limit.max(BRING_BACK_LIMIT))? {
+        match first_stop(&self.tracee, Instant::now() + self.limit.max(RESTORE_TIMEOUT_MIN))? {
             Stop::Event => Ok(()),
-            Stop::Ended => Err(InjectError::Gone { pid }),
+            Stop::Ended => Err(InjectError::Exited { pid }),
             // The thread restores itself when this tracing thread ends.
             _ => Err(InjectError::Request {
                 pid,
@@ -397,7 +398,7 @@ impl StoppedThread {
 
 impl Drop for StoppedThread {
     fn drop(&mut self) {
-        if let Err(error) = self.bring_back() {
+        if let Err(error) = self.restore() {
             // Logged only, because the error or panic of the work is what the caller receives.
             tracing::warn!("{error}; the thread restores itself");
         }
@@ -415,6 +416,6 @@ fn first_stop(tracee: &Tracee, until: Instant) -> Result<Stop, InjectError> {
         };
         // Another stop cancels the one that was requested before.
         tracee.interrupt()?;
-        tracee.resume(Resume::Freely, signal)?;
+        tracee.resume(Resume::Continue, signal)?;
     }
 }

@@ -26,16 +26,22 @@ pub(super) struct Candidate {
 pub(super) struct Refusal {
     pub(super) error: InjectError,
     /// The reason is temporary: it may disappear soon, and without any action.
-    pub(super) passes: bool,
+    pub(super) is_temporary: bool,
 }
 
 impl Refusal {
-    pub(super) fn for_now(error: InjectError) -> Self {
-        Self { error, passes: true }
+    pub(super) fn temporary(error: InjectError) -> Self {
+        Self {
+            error,
+            is_temporary: true,
+        }
     }
 
-    pub(super) fn for_good(error: InjectError) -> Self {
-        Self { error, passes: false }
+    pub(super) fn permanent(error: InjectError) -> Self {
+        Self {
+            error,
+            is_temporary: false,
+        }
     }
 }
 
@@ -50,8 +56,8 @@ struct Status {
 
 impl Status {
     /// Reads the status of a thread. Returns `None` if the thread has ended.
-    fn read(folder: &str) -> Option<Self> {
-        let text = fs::read_to_string(format!("{folder}/status")).ok()?;
+    fn read(task_directory: &str) -> Option<Self> {
+        let text = fs::read_to_string(format!("{task_directory}/status")).ok()?;
         let mut status = Self::default();
         for (key, value) in text.lines().filter_map(|line| line.split_once(':')) {
             let value = value.trim();
@@ -70,14 +76,14 @@ impl Status {
 impl Candidate {
     /// Reads a thread. Returns `None` if it has ended, or is a kernel thread.
     fn read(pid: Pid, tid: Pid) -> Option<Self> {
-        let folder = folder(pid, tid);
-        let status = Status::read(&folder)?;
-        if is_of_kernel(&folder)? {
+        let task_directory = task_directory(pid, tid);
+        let status = Status::read(&task_directory)?;
+        if is_kernel_worker(&task_directory)? {
             return None;
         }
         let is_main = u8::from(pid == tid);
-        let call = call(&folder);
-        let waits_in = |name: &str| fs::read_to_string(format!("{folder}/wchan")).is_ok_and(|at| at == name);
+        let call = current_syscall(&task_directory);
+        let waits_in = |name: &str| fs::read_to_string(format!("{task_directory}/wchan")).is_ok_and(|at| at == name);
         let in_fault = status.state == b'S' && waits_in("handle_userfault");
         // A fault in the kernel, as during a read into such memory, cannot be interrupted: the thread would retry in
         // a busy loop until the fault is resolved. A fault of a vCPU can be interrupted (Linux 6.1).
@@ -108,51 +114,56 @@ impl Candidate {
             return Some(traced(pid, tid, self.status.tracer));
         }
         if self.status.has_shadow_stack {
-            return Some(Refusal::for_good(InjectError::ShadowStack { pid, tid }));
+            return Some(Refusal::permanent(InjectError::ShadowStack { pid, tid }));
         }
         if self.status.filters != 0 {
             // QEMU's filter (-sandbox on) is a list of forbidden calls, none of which is needed here. The filter of
             // Larder's own processes (larder vm --confine) allows the calls that are needed. Strict mode (1) kills
             // for any call.
             let is_known = |program: &str| ["qemu", "larder"].iter().any(|known| program.starts_with(known));
-            if self.status.filters != 2 || !is_known(&program(pid, tid)) {
+            if self.status.filters != 2 || !is_known(&program_name(pid, tid)) {
                 return Some(self.filtered());
             }
         }
         let (threads, limit) = (1, Duration::ZERO);
         self.is_in_fault
-            .then(|| Refusal::for_now(InjectError::NotStopped { pid, threads, limit }))
+            .then(|| Refusal::temporary(InjectError::NotStopped { pid, threads, limit }))
     }
 
     /// Returns the reason not to make calls in a thread with a filter.
     pub(super) fn filtered(&self) -> Refusal {
         let (pid, tid) = (self.pid, self.tid);
-        let program = program(pid, tid);
-        Refusal::for_good(InjectError::Filtered { pid, tid, program })
+        let program = program_name(pid, tid);
+        Refusal::permanent(InjectError::Filtered { pid, tid, program })
     }
 
     /// Returns true if the number still belongs to a thread of this process.
-    pub(super) fn is_still_there(&self) -> bool {
-        Path::new(&folder(self.pid, self.tid)).exists()
+    pub(super) fn exists(&self) -> bool {
+        Path::new(&task_directory(self.pid, self.tid)).exists()
     }
 
     /// Returns true if the thread has ended, even if its number is not free yet.
     pub(super) fn has_ended(&self) -> bool {
-        Status::read(&folder(self.pid, self.tid)).is_none()
+        Status::read(&task_directory(self.pid, self.tid)).is_none()
     }
 
     /// Returns the reason why the kernel refuses tracing (EPERM).
-    pub(super) fn why_not_traced(&self) -> Refusal {
+    pub(super) fn trace_refusal(&self) -> Refusal {
         let (pid, tid) = (self.pid, self.tid);
-        match Status::read(&folder(pid, tid)) {
+        match Status::read(&task_directory(pid, tid)) {
             Some(Status {
                 tracer: tracer @ 1.., ..
             }) => traced(pid, tid, tracer),
             Some(_) => {
                 let (tried, takes) = ("trace it", rights_needed());
-                Refusal::for_good(InjectError::NoRights { pid, tid, tried, takes })
+                Refusal::permanent(InjectError::PermissionDenied {
+                    pid,
+                    tid,
+                    tried,
+                    required: takes,
+                })
             }
-            None => Refusal::for_now(InjectError::Gone { pid }),
+            None => Refusal::temporary(InjectError::Exited { pid }),
         }
     }
 }
@@ -162,7 +173,7 @@ pub(super) fn candidates(pid: Pid) -> Result<Vec<Candidate>, InjectError> {
     let path = format!("/proc/{}/task", pid.as_raw_pid());
     let entries = match fs::read_dir(&path) {
         Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(InjectError::Gone { pid }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(InjectError::Exited { pid }),
         Err(error) => return Err(InjectError::Unreadable { path, error }),
     };
     // A read error within the list means that the process is ending.
@@ -170,16 +181,16 @@ pub(super) fn candidates(pid: Pid) -> Result<Vec<Candidate>, InjectError> {
     let mut found: Vec<Candidate> = tids.filter_map(|tid| Candidate::read(pid, tid)).collect();
     found.sort_by_key(|candidate| candidate.rank);
     let Some(first) = found.first() else {
-        return Err(InjectError::Gone { pid });
+        return Err(InjectError::Exited { pid });
     };
     if is_32_bit(pid, first.tid) {
-        return Err(InjectError::NotSixtyFourBit { pid });
+        return Err(InjectError::Not64Bit { pid });
     }
     Ok(found)
 }
 
 /// Returns the error to report after all threads have been refused.
-pub(super) fn worst(pid: Pid, limit: Duration, refusals: Vec<Refusal>) -> InjectError {
+pub(super) fn combined_error(pid: Pid, limit: Duration, refusals: Vec<Refusal>) -> InjectError {
     let threads = refusals.len();
     let is_busy = |refusal: &Refusal| matches!(refusal.error, InjectError::NotStopped { .. });
     if refusals.iter().any(is_busy) {
@@ -188,9 +199,9 @@ pub(super) fn worst(pid: Pid, limit: Duration, refusals: Vec<Refusal>) -> Inject
     // Each thread has its own reason; that of the best candidate is as good as any. An ended thread says the least.
     let (ended, others): (Vec<_>, Vec<_>) = refusals
         .into_iter()
-        .partition(|refusal| matches!(refusal.error, InjectError::Gone { .. }));
+        .partition(|refusal| matches!(refusal.error, InjectError::Exited { .. }));
     let first = others.into_iter().chain(ended).next();
-    first.map_or(InjectError::Gone { pid }, |refusal| refusal.error)
+    first.map_or(InjectError::Exited { pid }, |refusal| refusal.error)
 }
 
 /// Returns the rights that the kernel requires of a tracer (ptrace(2), "Ptrace access mode checking").
@@ -221,18 +232,23 @@ fn traced(pid: Pid, tid: Pid, tracer: i32) -> Refusal {
     } else {
         name.trim_end().to_owned()
     };
-    let error = InjectError::Traced { pid, tid, by, by_pid };
+    let error = InjectError::Traced {
+        pid,
+        tid,
+        tracer_name: by,
+        tracer_pid: by_pid,
+    };
     // Temporary if the tracer is this process: another injection, or an attempt whose thread has not quite ended. A
     // tracer that has disappeared is about to be detached.
-    let passes = by_pid == getpid().as_raw_pid() || status.is_empty();
-    Refusal { error, passes }
+    let is_temporary = by_pid == getpid().as_raw_pid() || status.is_empty();
+    Refusal { error, is_temporary }
 }
 
 /// Returns the name of the program file that a process runs or, if that is unavailable, the process's own name.
-fn program(pid: Pid, tid: Pid) -> String {
-    let folder = folder(pid, tid);
-    let of_file = fs::read_link(format!("{folder}/exe")).ok();
-    let of_file = of_file
+fn program_name(pid: Pid, tid: Pid) -> String {
+    let task_directory = task_directory(pid, tid);
+    let file_name = fs::read_link(format!("{task_directory}/exe")).ok();
+    let of_file = file_name
         .as_deref()
         .and_then(Path::file_name)
         .map(|name| name.to_string_lossy().into_owned());
@@ -246,19 +262,19 @@ fn program(pid: Pid, tid: Pid) -> String {
 /// later.
 fn is_32_bit(pid: Pid, tid: Pid) -> bool {
     let mut start = [0; 5];
-    let exe = File::open(format!("{}/exe", folder(pid, tid)));
+    let exe = File::open(format!("{}/exe", task_directory(pid, tid)));
     exe.and_then(|mut exe| exe.read_exact(&mut start)).is_ok() && start == *b"\x7fELF\x01"
 }
 
 /// Returns the number of the system call in which a thread waits, or `None` if it is in no call.
-fn call(folder: &str) -> Option<i64> {
+fn current_syscall(folder: &str) -> Option<i64> {
     let call = fs::read_to_string(format!("{folder}/syscall")).ok()?;
     let number = call.split(' ').next()?.trim_end().parse().ok()?;
     (number >= 0).then_some(number)
 }
 
 /// Returns true if the thread belongs to the process but never runs its code: a worker of io_uring or vhost.
-fn is_of_kernel(folder: &str) -> Option<bool> {
+fn is_kernel_worker(folder: &str) -> Option<bool> {
     const PF_IO_WORKER: u64 = 0x10;
     const PF_USER_WORKER: u64 = 0x4000;
     let stat = fs::read_to_string(format!("{folder}/stat")).ok()?;
@@ -269,6 +285,6 @@ fn is_of_kernel(folder: &str) -> Option<bool> {
     Some(flags & (PF_IO_WORKER | PF_USER_WORKER) != 0)
 }
 
-fn folder(pid: Pid, tid: Pid) -> String {
+fn task_directory(pid: Pid, tid: Pid) -> String {
     format!("/proc/{}/task/{}", pid.as_raw_pid(), tid.as_raw_pid())
 }

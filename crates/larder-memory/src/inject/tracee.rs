@@ -24,7 +24,7 @@ const PTRACE_SYSCALL_INFO_ENTRY: u8 = 1;
 const MASK_BYTES: usize = 8;
 
 /// Time to poll for a stop without a pause. A stop without delay comes within some 10 us.
-const SPIN: Duration = Duration::from_micros(100);
+const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// The traced thread. ptrace binds it to the thread of this process that has seized it, so the type is not `Send`.
 #[derive(Debug)]
@@ -53,14 +53,14 @@ pub(super) enum Stop {
 /// Mode of resuming a thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Resume {
-    Freely,
-    ToSystemCall,
+    Continue,
+    ToSyscallStop,
 }
 
 /// Location of a thread's restartable sequences (linux/ptrace.h).
 #[repr(C)]
 #[derive(Default)]
-struct SequenceSetup {
+struct RseqConfiguration {
     area: u64,
     area_bytes: u32,
     signature: u32,
@@ -71,7 +71,7 @@ struct SequenceSetup {
 /// Used part of the description of a restartable sequence (linux/rseq.h).
 #[repr(C)]
 #[derive(Default)]
-struct Sequence {
+struct RseqCriticalSection {
     version: u32,
     flags: u32,
     start: u64,
@@ -80,7 +80,7 @@ struct Sequence {
 }
 
 /// Offset of a thread's pointer to its current sequence (linux/rseq.h).
-const SEQUENCE_POINTER_AT: u64 = 8;
+const RSEQ_CS_AT: u64 = 8;
 
 impl Tracee {
     /// Starts to trace a thread, which keeps running. When the tracing thread or this process ends, the kernel
@@ -93,33 +93,33 @@ impl Tracee {
         };
         let options = libc::PTRACE_O_TRACESYSGOOD as *mut c_void;
         // SAFETY: PTRACE_SEIZE takes no pointers, but options in the place of one.
-        unsafe { tracee.raw(libc::PTRACE_SEIZE as _, ptr::null_mut(), options) }?;
+        unsafe { tracee.ptrace(libc::PTRACE_SEIZE as _, ptr::null_mut(), options) }?;
         Ok(tracee)
     }
 
     /// Makes the thread stop.
     pub(super) fn interrupt(&self) -> Result<(), InjectError> {
         // SAFETY: PTRACE_INTERRUPT takes no pointers.
-        let done = unsafe { self.raw(libc::PTRACE_INTERRUPT as _, ptr::null_mut(), ptr::null_mut()) };
-        self.explain("PTRACE_INTERRUPT", done)
+        let done = unsafe { self.ptrace(libc::PTRACE_INTERRUPT as _, ptr::null_mut(), ptr::null_mut()) };
+        self.map_errno("PTRACE_INTERRUPT", done)
     }
 
     /// Resumes the stopped thread, with a signal if `signal` is not 0.
-    pub(super) fn resume(&self, how: Resume, signal: i32) -> Result<(), InjectError> {
-        let (request, name) = match how {
-            Resume::Freely => (libc::PTRACE_CONT, "PTRACE_CONT"),
-            Resume::ToSystemCall => (libc::PTRACE_SYSCALL, "PTRACE_SYSCALL"),
+    pub(super) fn resume(&self, mode: Resume, signal: i32) -> Result<(), InjectError> {
+        let (request, name) = match mode {
+            Resume::Continue => (libc::PTRACE_CONT, "PTRACE_CONT"),
+            Resume::ToSyscallStop => (libc::PTRACE_SYSCALL, "PTRACE_SYSCALL"),
         };
         // SAFETY: these take no pointers, but a signal's number in the place of one.
-        let done = unsafe { self.raw(request as _, ptr::null_mut(), signal as usize as *mut c_void) };
-        self.explain(name, done)
+        let done = unsafe { self.ptrace(request as _, ptr::null_mut(), signal as usize as *mut c_void) };
+        self.map_errno(name, done)
     }
 
     /// Resumes the stopped thread, and ends tracing it.
     pub(super) fn detach(&self) -> Result<(), InjectError> {
         // SAFETY: PTRACE_DETACH takes no pointers, but a signal's number in the place of one, 0 for none.
-        let done = unsafe { self.raw(libc::PTRACE_DETACH as _, ptr::null_mut(), ptr::null_mut()) };
-        self.explain("PTRACE_DETACH", done)
+        let done = unsafe { self.ptrace(libc::PTRACE_DETACH as _, ptr::null_mut(), ptr::null_mut()) };
+        self.map_errno("PTRACE_DETACH", done)
     }
 
     /// Waits for the next stop.
@@ -137,7 +137,7 @@ impl Tracee {
             if now > until {
                 return Ok(Stop::NotYet);
             }
-            if now - began < SPIN {
+            if now - began < SPIN_TIME {
                 thread::yield_now();
             } else {
                 thread::sleep(pause);
@@ -154,9 +154,9 @@ impl Tracee {
     fn stop(&self) -> Result<Option<Stop>, InjectError> {
         // SAFETY: the kernel writes a siginfo_t, which is of plain numbers.
         let (done, told) = unsafe {
-            let mut told: libc::siginfo_t = std::mem::zeroed();
-            let to = ptr::from_mut(&mut told).cast();
-            (self.raw(libc::PTRACE_GETSIGINFO as _, ptr::null_mut(), to), told)
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let to = ptr::from_mut(&mut info).cast();
+            (self.ptrace(libc::PTRACE_GETSIGINFO as _, ptr::null_mut(), to), info)
         };
         match done {
             Ok(()) => Ok(Some(decode(told.si_signo, told.si_code))),
@@ -171,9 +171,9 @@ impl Tracee {
         let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL | libc::__WNOTHREAD;
         // SAFETY: the kernel writes a siginfo_t, which is of plain numbers.
         let (done, told) = unsafe {
-            let mut told: libc::siginfo_t = std::mem::zeroed();
-            let done = libc::waitid(libc::P_PID, self.tid.as_raw_pid() as _, &mut told, options);
-            (done, told)
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let done = libc::waitid(libc::P_PID, self.tid.as_raw_pid() as _, &mut info, options);
+            (done, info)
         };
         if done == 0 {
             // Any other code means a stop, or no change.
@@ -197,9 +197,9 @@ impl Tracee {
         // SAFETY: the kernel writes up to `size_of` bytes, the address argument, to `operation`.
         let done = unsafe {
             let (size, to) = (operation.len() as *mut c_void, operation.as_mut_ptr().cast());
-            self.raw(PTRACE_GET_SYSCALL_INFO, size, to)
+            self.ptrace(PTRACE_GET_SYSCALL_INFO, size, to)
         };
-        self.explain("PTRACE_GET_SYSCALL_INFO", done)?;
+        self.map_errno("PTRACE_GET_SYSCALL_INFO", done)?;
         Ok(operation[0] == PTRACE_SYSCALL_INFO_ENTRY)
     }
 
@@ -210,9 +210,9 @@ impl Tracee {
         // SAFETY: the kernel writes MASK_BYTES to `mask`.
         let done = unsafe {
             let to = ptr::from_mut(&mut mask).cast();
-            self.raw(libc::PTRACE_GETSIGMASK as _, MASK_BYTES as *mut c_void, to)
+            self.ptrace(libc::PTRACE_GETSIGMASK as _, MASK_BYTES as *mut c_void, to)
         };
-        self.explain("PTRACE_GETSIGMASK", done)?;
+        self.map_errno("PTRACE_GETSIGMASK", done)?;
         Ok(mask)
     }
 
@@ -221,9 +221,9 @@ impl Tracee {
         // SAFETY: the kernel reads MASK_BYTES from `mask`.
         let done = unsafe {
             let from = ptr::from_ref(&mask).cast_mut().cast();
-            self.raw(libc::PTRACE_SETSIGMASK as _, MASK_BYTES as *mut c_void, from)
+            self.ptrace(libc::PTRACE_SETSIGMASK as _, MASK_BYTES as *mut c_void, from)
         };
-        self.explain("PTRACE_SETSIGMASK", done)
+        self.map_errno("PTRACE_SETSIGMASK", done)
     }
 
     /// Reads a register set of the stopped thread, as much of it as exists, and returns the number of bytes.
@@ -236,9 +236,9 @@ impl Tracee {
         // `part`.
         let done = unsafe {
             let part = ptr::from_mut(&mut part).cast();
-            self.raw(libc::PTRACE_GETREGSET as _, kind as *mut c_void, part)
+            self.ptrace(libc::PTRACE_GETREGSET as _, kind as *mut c_void, part)
         };
-        self.explain("PTRACE_GETREGSET", done)?;
+        self.map_errno("PTRACE_GETREGSET", done)?;
         Ok(part.iov_len)
     }
 
@@ -252,21 +252,21 @@ impl Tracee {
         // `part`.
         let done = unsafe {
             let part = ptr::from_mut(&mut part).cast();
-            self.raw(libc::PTRACE_SETREGSET as _, kind as *mut c_void, part)
+            self.ptrace(libc::PTRACE_SETREGSET as _, kind as *mut c_void, part)
         };
-        self.explain("PTRACE_SETREGSET", done)
+        self.map_errno("PTRACE_SETREGSET", done)
     }
 
     /// Returns true if calls from some code raise signals in the stopped thread (syscall user dispatch), as in
     /// emulators.
-    pub(super) fn has_calls_dispatched(&self) -> bool {
+    pub(super) fn has_syscall_user_dispatch(&self) -> bool {
         // `struct ptrace_sud_config`: a mode, 0 for off, the address of a selector, and the range of code that may
         // call.
         let mut setup = [0_u64; 4];
         // SAFETY: the kernel writes `size_of` bytes, the address argument, to `setup`.
         let done = unsafe {
             let (size, to) = (size_of_val(&setup) as *mut c_void, setup.as_mut_ptr().cast());
-            self.raw(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, size, to)
+            self.ptrace(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, size, to)
         };
         // Unknown before Linux 6.4.
         done.is_ok() && setup[0] != 0
@@ -274,33 +274,36 @@ impl Tracee {
 
     /// Returns true if the stopped thread, about to continue at `instruction`, is in a restartable sequence. After
     /// any other code has run, the thread would continue in the middle of a sequence that it should restart.
-    pub(super) fn is_in_sequence(&self, instruction: u64) -> Result<bool, InjectError> {
-        let mut setup = SequenceSetup::default();
+    pub(super) fn is_in_rseq(&self, instruction: u64) -> Result<bool, InjectError> {
+        let mut setup = RseqConfiguration::default();
         // SAFETY: the kernel writes up to the size given to `setup`, which is of plain numbers.
         let done = unsafe {
             let (size, to) = (
-                size_of::<SequenceSetup>() as *mut c_void,
+                size_of::<RseqConfiguration>() as *mut c_void,
                 ptr::from_mut(&mut setup).cast(),
             );
-            self.raw(PTRACE_GET_RSEQ_CONFIGURATION, size, to)
+            self.ptrace(PTRACE_GET_RSEQ_CONFIGURATION, size, to)
         };
         // Unknown before Linux 5.13, and absent without rseq. libc itself has no such sequences.
         if done.is_err() || setup.area == 0 {
             return Ok(false);
         }
         let mut pointer = [0; 8];
-        memory::read(self.tid, setup.area + SEQUENCE_POINTER_AT, &mut pointer)?;
+        memory::read(self.tid, setup.area + RSEQ_CS_AT, &mut pointer)?;
         let pointer = u64::from_ne_bytes(pointer);
         if pointer == 0 {
             return Ok(false);
         }
-        let mut sequence = [0; size_of::<Sequence>()];
+        let mut sequence = [0; size_of::<RseqCriticalSection>()];
         memory::read(self.tid, pointer, &mut sequence)?;
         let number = |at: usize| {
             let bytes = sequence[at..at + 8].try_into();
             bytes.map_or(0, u64::from_ne_bytes)
         };
-        let (start, bytes) = (number(offset_of!(Sequence, start)), number(offset_of!(Sequence, bytes)));
+        let (start, bytes) = (
+            number(offset_of!(RseqCriticalSection, start)),
+            number(offset_of!(RseqCriticalSection, bytes)),
+        );
         Ok(instruction.wrapping_sub(start) < bytes)
     }
 
@@ -308,20 +311,20 @@ impl Tracee {
     ///
     /// # Safety
     /// `address` and `data` must be what the request takes.
-    unsafe fn raw(&self, request: libc::c_uint, address: *mut c_void, data: *mut c_void) -> Result<(), Errno> {
+    unsafe fn ptrace(&self, request: libc::c_uint, address: *mut c_void, data: *mut c_void) -> Result<(), Errno> {
         // SAFETY: as promised by the caller. Requests that return a value (PEEK*) are not made.
         let done = unsafe { libc::ptrace(request as _, self.tid.as_raw_pid(), address, data) };
         if done == -1 { Err(last_errno()) } else { Ok(()) }
     }
 
-    fn explain(&self, tried: &'static str, done: Result<(), Errno>) -> Result<(), InjectError> {
+    fn map_errno(&self, tried: &'static str, done: Result<(), Errno>) -> Result<(), InjectError> {
         done.map_err(|errno| self.failed(tried, errno))
     }
 
     fn failed(&self, tried: &'static str, errno: Errno) -> InjectError {
         match errno {
             // A stopped thread exists until it is killed.
-            Errno::SRCH => InjectError::Gone { pid: self.pid },
+            Errno::SRCH => InjectError::Exited { pid: self.pid },
             errno => InjectError::Request {
                 pid: self.pid,
                 tid: self.tid,

@@ -34,7 +34,7 @@ const NT_PRFPREG: usize = 2;
 const NT_X86_XSTATE: usize = 0x202;
 
 /// Upper bound of the size of the vector registers: AVX-512 and AMX have 11 KiB.
-const VECTORS_BYTES_MAX: usize = 32 << 10;
+const VECTOR_REGISTERS_BYTES_MAX: usize = 32 << 10;
 
 /// Code segment of 64-bit programs.
 const USER_CS: u64 = 0x33;
@@ -59,7 +59,7 @@ const _: () = assert!(size_of::<InOnePage>() == 256);
 pub(super) struct Registers(libc::user_regs_struct);
 
 impl Registers {
-    pub(super) fn of(tracee: &Tracee) -> Result<Self, InjectError> {
+    pub(super) fn read(tracee: &Tracee) -> Result<Self, InjectError> {
         let mut bytes = [0_u8; REGISTERS_BYTES];
         tracee.register_set(NT_PRSTATUS, &mut bytes)?;
         // SAFETY: the struct consists of plain numbers, for which any bytes are valid, and is as long as `bytes`. The
@@ -92,14 +92,14 @@ impl Registers {
     }
 
     /// Returns the result of a call, or `None` if the call was interrupted and will be restarted.
-    pub(super) fn returned(&self) -> Option<i64> {
-        let returned = self.0.rax as i64;
-        (!(-ERESTART_RESTARTBLOCK..=-ERESTARTSYS).contains(&returned)).then_some(returned)
+    pub(super) fn call_result(&self) -> Option<i64> {
+        let result = self.0.rax as i64;
+        (!(-ERESTART_RESTARTBLOCK..=-ERESTARTSYS).contains(&result)).then_some(result)
     }
 
     /// Returns these registers, set to make a call with the code at `instruction`, which returns to the address on
     /// the stack at `stack`.
-    pub(super) fn calling(&self, number: i64, arguments: [u64; 6], instruction: u64, stack: u64) -> Self {
+    pub(super) fn for_call(&self, number: i64, arguments: [u64; 6], instruction: u64, stack: u64) -> Self {
         let mut registers = self.0;
         registers.rip = instruction;
         registers.rsp = stack;
@@ -118,21 +118,21 @@ impl Registers {
     }
 
     /// Returns these registers, set as after a call that has returned to the frame at `frame_at`.
-    pub(super) fn caught(&self, give_back: u64, frame_at: u64) -> Self {
-        self.calling(0, [0; 6], give_back, frame_at + 8)
+    pub(super) fn at_frame(&self, sigreturn: u64, frame_at: u64) -> Self {
+        self.for_call(0, [0; 6], sigreturn, frame_at + 8)
     }
 
     /// Returns true if the call is restarted with restart information that the kernel keeps for the thread.
-    pub(super) fn go_on_by_note(&self) -> bool {
+    pub(super) fn needs_restart_block(&self) -> bool {
         self.0.orig_rax as i64 >= 0 && self.0.rax as i64 == -ERESTART_RESTARTBLOCK
     }
 
     /// Returns these registers, changed so that the call does not need that restart information.
-    pub(super) fn without_note(&self) -> Self {
-        if !self.go_on_by_note() {
+    pub(super) fn without_restart_block(&self) -> Self {
+        if !self.needs_restart_block() {
             return *self;
         }
-        let mut registers = self.on_return();
+        let mut registers = self.on_return_to_user();
         registers.orig_rax = u64::MAX;
         Self(registers)
     }
@@ -140,7 +140,7 @@ impl Registers {
     /// Returns the registers as the kernel leaves them on the way to user mode (`arch_do_signal_or_restart` in
     /// arch/x86/kernel/signal.c). A call that needs restart information is different: `rt_sigreturn` discards it, so
     /// the call ends as with a signal that is handled.
-    fn on_return(&self) -> libc::user_regs_struct {
+    fn on_return_to_user(&self) -> libc::user_regs_struct {
         let mut registers = self.0;
         if (registers.orig_rax as i64) < 0 {
             return registers;
@@ -151,7 +151,7 @@ impl Registers {
                 registers.rip -= 2;
             }
             // Its timeout is absolute (as in all waits for condition variables), so the call can begin again.
-            ERESTART_RESTARTBLOCK if is_futex_until(&registers) => {
+            ERESTART_RESTARTBLOCK if is_absolute_futex_wait(&registers) => {
                 registers.rax = registers.orig_rax;
                 registers.rip -= 2;
             }
@@ -162,13 +162,13 @@ impl Registers {
     }
 }
 
-fn is_futex_until(registers: &libc::user_regs_struct) -> bool {
+fn is_absolute_futex_wait(registers: &libc::user_regs_struct) -> bool {
     let operation = registers.rsi as i32 & !(libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME);
     registers.orig_rax == libc::SYS_futex as u64 && operation == libc::FUTEX_WAIT_BITSET
 }
 
 /// Vector registers of a stopped thread.
-pub(super) enum Vectors {
+pub(super) enum VectorRegisters {
     /// In the standard format of XSAVE (Intel SDM 1, 13.4), in a buffer large enough for all features of the
     /// processor.
     Xsave(Vec<u8>),
@@ -178,7 +178,7 @@ pub(super) enum Vectors {
 }
 
 /// Offsets of the bytes for software use, and of the bitmap in which XSAVE reports the features in use.
-const NOTES_AT: usize = 464;
+const SOFTWARE_BYTES_AT: usize = 464;
 const IN_USE_AT: usize = 512;
 const FXSAVE_BYTES: usize = 512;
 
@@ -189,30 +189,30 @@ const FP_XSTATE_MAGIC2: u32 = 0x4650_5845;
 /// Registers of AMX, for which the kernel allocates space only in threads that use them.
 const AMX_TILES: u64 = 1 << 18;
 
-impl Vectors {
-    pub(super) fn of(tracee: &Tracee) -> Result<Self, InjectError> {
-        match read_set(tracee, NT_X86_XSTATE, VECTORS_BYTES_MAX) {
+impl VectorRegisters {
+    pub(super) fn read(tracee: &Tracee) -> Result<Self, InjectError> {
+        match read_register_set(tracee, NT_X86_XSTATE, VECTOR_REGISTERS_BYTES_MAX) {
             // The processor has no XSAVE.
             Err(InjectError::Request {
                 errno: Errno::NODEV, ..
-            }) => Self::of_fxsave(tracee),
+            }) => Self::read_fxsave(tracee),
             read => Ok(Self::Xsave(read?)),
         }
     }
 
-    fn of_fxsave(tracee: &Tracee) -> Result<Self, InjectError> {
-        Ok(Self::Fxsave(read_set(tracee, NT_PRFPREG, FXSAVE_BYTES)?))
+    fn read_fxsave(tracee: &Tracee) -> Result<Self, InjectError> {
+        Ok(Self::Fxsave(read_register_set(tracee, NT_PRFPREG, FXSAVE_BYTES)?))
     }
 
     /// Returns the registers' part of a signal frame.
-    fn in_frame(&self) -> Vec<u8> {
+    fn to_frame(&self) -> Vec<u8> {
         match self {
-            Self::Xsave(bytes) => xsave_in_frame(bytes),
+            Self::Xsave(bytes) => xsave_to_frame(bytes),
             // The kernel takes a frame without software bytes for this form, on any processor.
             Self::Fxsave(bytes) => {
                 let mut bytes = bytes.clone();
                 bytes.resize(FXSAVE_BYTES, 0);
-                bytes[NOTES_AT..].fill(0);
+                bytes[SOFTWARE_BYTES_AT..].fill(0);
                 bytes
             }
         }
@@ -227,7 +227,7 @@ impl Vectors {
     }
 }
 
-fn read_set(tracee: &Tracee, kind: usize, bytes_max: usize) -> Result<Vec<u8>, InjectError> {
+fn read_register_set(tracee: &Tracee, kind: usize, bytes_max: usize) -> Result<Vec<u8>, InjectError> {
     let mut bytes = vec![0; bytes_max];
     let length = tracee.register_set(kind, &mut bytes)?;
     bytes.truncate(length);
@@ -235,30 +235,30 @@ fn read_set(tracee: &Tracee, kind: usize, bytes_max: usize) -> Result<Vec<u8>, I
 }
 
 /// Returns the registers, with software bytes that describe their features and length, and a magic number at the end.
-fn xsave_in_frame(bytes: &[u8]) -> Vec<u8> {
+fn xsave_to_frame(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     // The kernel reports the processor's features at the offset where a frame has its software bytes.
-    let all = number_at(&bytes, NOTES_AT);
+    let all = number_at(&bytes, SOFTWARE_BYTES_AT);
     let ordinary = all & !AMX_TILES;
     let uses_tiles = number_at(&bytes, IN_USE_AT) & AMX_TILES != 0;
     let features = if uses_tiles { all } else { ordinary };
     // The kernel expects the magic number where *this thread's* space for vector registers ends (since 6.8), or where
     // the software bytes say (before). A thread that has used AMX tiles before, but does not now, has the larger
     // space, so the magic number is written there, too.
-    let (shorter, longer) = (vectors_bytes(ordinary), bytes.len());
+    let (shorter, longer) = (xsave_bytes(ordinary), bytes.len());
     let length = if uses_tiles { longer } else { shorter.min(longer) };
     bytes.resize(longer + size_of::<u32>(), 0);
     for end in [length, longer] {
         bytes[end..end + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_ne_bytes());
     }
     let length = u32::try_from(length).unwrap_or(u32::MAX);
-    let mut notes = Vec::with_capacity(IN_USE_AT - NOTES_AT);
-    notes.extend(FP_XSTATE_MAGIC1.to_ne_bytes());
-    notes.extend((length + 4).to_ne_bytes());
-    notes.extend(features.to_ne_bytes());
-    notes.extend(length.to_ne_bytes());
-    notes.resize(IN_USE_AT - NOTES_AT, 0);
-    bytes[NOTES_AT..IN_USE_AT].copy_from_slice(&notes);
+    let mut software_bytes = Vec::with_capacity(IN_USE_AT - SOFTWARE_BYTES_AT);
+    software_bytes.extend(FP_XSTATE_MAGIC1.to_ne_bytes());
+    software_bytes.extend((length + 4).to_ne_bytes());
+    software_bytes.extend(features.to_ne_bytes());
+    software_bytes.extend(length.to_ne_bytes());
+    software_bytes.resize(IN_USE_AT - SOFTWARE_BYTES_AT, 0);
+    bytes[SOFTWARE_BYTES_AT..IN_USE_AT].copy_from_slice(&software_bytes);
     bytes
 }
 
@@ -270,7 +270,7 @@ fn number_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// Returns the length of the registers of these features in the standard format (CPUID leaf 0xd, Intel SDM 1, 13.2).
-fn vectors_bytes(features: u64) -> usize {
+fn xsave_bytes(features: u64) -> usize {
     let parts = (2..63).filter(|part| features & (1 << part) != 0).map(|part| {
         // SAFETY: leaf 0xd exists where XSAVE does, from which the features come.
         #[allow(unused_unsafe, reason = "safe in newer versions of Rust")]
@@ -301,37 +301,43 @@ const NO_STACK_MODE: u64 = 0x7fff_ffff;
 
 impl Frame {
     /// Makes a frame that ends at or below `top`, and that restores registers, vector registers and signal mask.
-    pub(super) fn new(registers: &Registers, vectors: &Vectors, mask: u64, top: u64, give_back: u64) -> Option<Self> {
-        let form = vectors.frame_flags();
-        let vectors = vectors.in_frame();
+    pub(super) fn new(
+        registers: &Registers,
+        vectors: &VectorRegisters,
+        mask: u64,
+        top: u64,
+        sigreturn: u64,
+    ) -> Option<Self> {
+        let format_flags = vectors.frame_flags();
+        let vectors = vectors.to_frame();
         // The alignment that the kernel uses: XRSTOR needs 64 bytes.
         let vectors_at = top.checked_sub(vectors.len() as u64)? & !63;
         let at = (vectors_at.checked_sub(FRAME_BYTES as u64)? & !15).checked_sub(8)?;
 
-        let back = registers.on_return();
-        let segments = (back.cs & 0xffff) | (back.ss & 0xffff) << 48;
-        let flags = form | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS;
-        let head = [give_back, flags, 0];
+        let restored = registers.on_return_to_user();
+        let segments = (restored.cs & 0xffff) | (restored.ss & 0xffff) << 48;
+        let flags = format_flags | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS;
+        let head = [sigreturn, flags, 0];
         let alternate_stack = [0, NO_STACK_MODE, 0];
         let general = [
-            back.r8,
-            back.r9,
-            back.r10,
-            back.r11,
-            back.r12,
-            back.r13,
-            back.r14,
-            back.r15,
-            back.rdi,
-            back.rsi,
-            back.rbp,
-            back.rbx,
-            back.rdx,
-            back.rax,
-            back.rcx,
-            back.rsp,
-            back.rip,
-            back.eflags,
+            restored.r8,
+            restored.r9,
+            restored.r10,
+            restored.r11,
+            restored.r12,
+            restored.r13,
+            restored.r14,
+            restored.r15,
+            restored.rdi,
+            restored.rsi,
+            restored.rbp,
+            restored.rbx,
+            restored.rdx,
+            restored.rax,
+            restored.rcx,
+            restored.rsp,
+            restored.rip,
+            restored.eflags,
         ];
         let others = [segments, 0, 0, 0, 0, vectors_at, 0, 0, 0, 0, 0, 0, 0, 0];
         let words = head
@@ -356,7 +362,7 @@ mod tests {
     /// Frame of a processor without XSAVE, where the kernel expects the registers alone.
     #[test]
     fn fxsave_frame_has_no_software_bytes() {
-        let vectors = Vectors::Fxsave(vec![0xff; FXSAVE_BYTES]);
+        let vectors = VectorRegisters::Fxsave(vec![0xff; FXSAVE_BYTES]);
         // SAFETY: the struct is of plain numbers.
         let registers = Registers(unsafe { std::mem::zeroed() });
         let top = 0x7fff_0000;
@@ -365,7 +371,7 @@ mod tests {
         assert_eq!(flags & UC_FP_XSTATE, 0);
         let in_frame = &frame.bytes[frame.bytes.len() - FXSAVE_BYTES..];
         assert_eq!((top - FXSAVE_BYTES as u64) % 64, 0);
-        assert!(in_frame[..NOTES_AT].iter().all(|byte| *byte == 0xff));
-        assert!(in_frame[NOTES_AT..].iter().all(|byte| *byte == 0));
+        assert!(in_frame[..SOFTWARE_BYTES_AT].iter().all(|byte| *byte == 0xff));
+        assert!(in_frame[SOFTWARE_BYTES_AT..].iter().all(|byte| *byte == 0));
     }
 }

@@ -1,33 +1,33 @@
 //! Adoption of the pages that an earlier pager has stored, and of those that were in memory before the first pager.
 
 use super::{Pager, Phase};
-use crate::entry::{Location, Tier, Word};
+use crate::entry::{CopyLocation, EntryWord, Tier};
 use crate::guest::GuestMemory;
-use crate::lists::Queue;
-use crate::log::SEGMENT;
-use crate::state::MESSAGES;
+use crate::resident_queues::ResidentQueue;
+use crate::segment_log::SEGMENT_BYTES;
+use crate::state::MESSAGES_MAX;
 use crate::units::{PageIndex, PageRun};
-use crate::userfaultfd::{Message, RawMessage};
+use crate::userfaultfd::{RawUffdMessage, UffdMessage};
 use crate::worker::Worker;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    pub(super) fn adopt(&mut self, present: &[PageRun]) {
-        for page in present.iter().flat_map(|run| run.pages()) {
+    pub(super) fn adopt(&mut self, resident: &[PageRun]) {
+        for page in resident.iter().flat_map(|run| run.pages()) {
             self.phases.set(page, Phase::Resident);
-            self.present += 1;
-            self.lists.push(Queue::Probation, page);
+            self.resident += 1;
+            self.queues.push(ResidentQueue::Probation, page);
         }
         for region in self.regions.clone() {
             for page in (0..region.pages).map(|offset| region.first.plus(offset)) {
-                match region.is_gone() {
-                    true => self.state.replace(page, Word::NOWHERE),
+                match region.is_unmapped() {
+                    true => self.state.replace(page, EntryWord::NOT_STORED),
                     false => self.adopt_entry(page),
                 }
             }
         }
         let compressed = &self.compressed;
-        self.ram.found_allocated(|segment| {
-            let takes_memory = compressed.takes_memory(segment.start() as usize, SEGMENT);
+        self.ram.adopt_allocated(|segment| {
+            let takes_memory = compressed.is_allocated(segment.start() as usize, SEGMENT_BYTES);
             takes_memory.unwrap_or(true)
         });
         self.adopt_messages();
@@ -49,43 +49,45 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     fn adopt_entry(&mut self, page: PageIndex) {
         let word = self.state.word(page);
-        if word == Word::NOWHERE {
+        if word == EntryWord::NOT_STORED {
             return;
         }
-        let is_there = self.phases.get(page) == Phase::Resident;
-        let is_lost = word.decode() == Some(Location::Lost);
-        if is_lost && !is_there && word.is_clean() {
+        let is_resident = self.phases.get(page) == Phase::Resident;
+        let is_lost = word.decode() == Some(CopyLocation::Lost);
+        if is_lost && !is_resident && word.is_clean() {
             // The page was given up after it was lost, and is still poisoned.
-            self.stored.change(Word::NOWHERE, word);
-            self.to_clear.push(page);
+            self.stored.change(EntryWord::NOT_STORED, word);
+            self.lost_then_discarded.push(page);
             return;
         }
-        if is_there && (is_lost || !word.is_clean()) {
+        if is_resident && (is_lost || !word.is_clean()) {
             // The page was paged in, or not yet removed, and may have been written to since.
-            self.state.replace(page, Word::NOWHERE);
+            self.state.replace(page, EntryWord::NOT_STORED);
             return;
         }
-        let is_sound = match word.decode() {
-            Some(Location::In {
+        let is_valid = match word.decode() {
+            Some(CopyLocation::InTier {
                 tier: Tier::Ram,
-                stored,
+                object: stored,
                 ..
-            }) => self.ram.found(stored),
-            Some(Location::In { tier, stored, .. }) => self.found_on_disk(tier, stored),
-            Some(Location::Uniform { .. } | Location::Lost) => true,
-            Some(Location::Nowhere) | None => false,
+            }) => self.ram.adopt(stored),
+            Some(CopyLocation::InTier {
+                tier, object: stored, ..
+            }) => self.adopt_on_disk(tier, stored),
+            Some(CopyLocation::Uniform { .. } | CopyLocation::Lost) => true,
+            Some(CopyLocation::NotStored) | None => false,
         };
         // A page in memory stays clean until the messages of the earlier pager are handled.
-        let word = word.with_clean(is_there && is_sound);
+        let word = word.with_clean(is_resident && is_valid);
         self.state.replace(page, word);
-        self.stored.change(Word::NOWHERE, word);
-        if !is_sound {
+        self.stored.change(EntryWord::NOT_STORED, word);
+        if !is_valid {
             tracing::error!(
                 ?page,
                 "invalid page entry {:#x}: a thread that touches the page gets a memory error",
                 word.0
             );
-            self.set_word(page, Word::of(Location::Lost));
+            self.set_word(page, EntryWord::encode(CopyLocation::Lost));
         }
     }
 
@@ -93,16 +95,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// that wait for a page fault again.
     fn adopt_messages(&mut self) {
         // SAFETY: as in `receive`.
-        let messages: &mut [RawMessage] = unsafe { self.state.messages().as_mut() };
-        let mut left = [RawMessage::default(); MESSAGES];
-        left.copy_from_slice(messages);
-        for raw in &left {
+        let messages: &mut [RawUffdMessage] = unsafe { self.state.messages().as_mut() };
+        let mut messages_copy = [RawUffdMessage::default(); MESSAGES_MAX];
+        messages_copy.copy_from_slice(messages);
+        for raw in &messages_copy {
             match raw.decode() {
-                Some(Message::Removed(range)) => self.removed(range, false),
-                Some(Message::Unmapped(range)) => self.removed(range, true),
+                Some(UffdMessage::Removed(range)) => self.on_removed(range, false),
+                Some(UffdMessage::Unmapped(range)) => self.on_removed(range, true),
                 _ => {}
             }
         }
-        messages.fill(RawMessage::default());
+        messages.fill(RawUffdMessage::default());
     }
 }

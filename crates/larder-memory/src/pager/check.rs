@@ -1,9 +1,9 @@
 //! Consistency check of the pager's counters, for simulators and tests.
 
 use super::{Pager, Phase, StoredPages};
-use crate::entry::{Location, Tier, Word};
+use crate::entry::{CopyLocation, EntryWord, Tier};
 use crate::guest::GuestMemory;
-use crate::log::Segments;
+use crate::segment_log::SegmentTable;
 use crate::units::PageIndex;
 use crate::worker::Worker;
 
@@ -16,36 +16,39 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let mut stored = StoredPages::default();
         let mut logs: Vec<Vec<u64>> = vec![vec![0; self.ram.count() as usize]];
         logs.extend(self.disks.all.iter().map(|disk| vec![0; disk.log.count() as usize]));
-        let (mut present, mut punching, mut reading) = (0, 0, 0);
+        let (mut resident, mut punching, mut reading) = (0, 0, 0);
         for page in (0..self.pages()).map(PageIndex::new) {
             let word = self.state.word(page);
-            stored.change(Word::NOWHERE, word);
+            stored.change(EntryWord::NOT_STORED, word);
             let phase = self.phases.get(page);
             match phase {
                 Phase::Absent => {}
                 Phase::Reading => reading += 1,
-                Phase::Punching => (present, punching) = (present + 1, punching + 1),
-                Phase::Resident | Phase::Leaving(_) => present += 1,
+                Phase::Punching => (resident, punching) = (resident + 1, punching + 1),
+                Phase::Resident | Phase::Evicting(_) => resident += 1,
             }
-            let has_copy = !matches!(word.decode(), Some(Location::Nowhere | Location::Lost));
+            let has_copy = !matches!(word.decode(), Some(CopyLocation::NotStored | CopyLocation::Lost));
             if has_copy && word.is_clean() && phase != Phase::Resident {
                 return Err(format!("{page:?} is {phase:?}, but its entry is marked as clean"));
             }
-            if has_copy && !word.is_clean() && matches!(phase, Phase::Resident | Phase::Leaving(_)) {
+            if has_copy && !word.is_clean() && matches!(phase, Phase::Resident | Phase::Evicting(_)) {
                 return Err(format!("{page:?} is {phase:?}, but its entry is {:#x}", word.0));
             }
-            if let Some(Location::In { tier, stored, .. }) = word.decode() {
+            if let Some(CopyLocation::InTier {
+                tier, object: stored, ..
+            }) = word.decode()
+            {
                 let log = match tier {
                     Tier::Ram => Some(0),
                     Tier::Ssd | Tier::Slow => self.disks.index_of(tier).map(|disk| disk + 1),
                 };
                 let log = log.ok_or_else(|| format!("{page:?} is in {tier:?}, which does not exist"))?;
-                logs[log][Segments::index_of(stored)] += Segments::bytes_of(stored);
+                logs[log][SegmentTable::index_of(stored)] += SegmentTable::bytes_of(stored);
             }
         }
-        same("pages stored", &self.stored, &stored)?;
-        same("pages in memory", &self.present, &present)?;
-        same("pages being read", &self.reading, &reading)?;
+        check_equal("pages stored", &self.stored, &stored)?;
+        check_equal("pages in memory", &self.resident, &resident)?;
+        check_equal("pages being read", &self.reading, &reading)?;
         if punching > self.punching {
             return Err(format!(
                 "{punching} pages are being removed, but {} are counted",
@@ -57,7 +60,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: &T, found: &T) -> Result<(), String> {
+fn check_equal<T: PartialEq + std::fmt::Debug>(what: &str, counted: &T, found: &T) -> Result<(), String> {
     match counted == found {
         true => Ok(()),
         false => Err(format!("{what}: counted {counted:?}, found {found:?}")),

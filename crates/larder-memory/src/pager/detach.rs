@@ -7,9 +7,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::fault::Put;
+use super::fault::PageInResult;
 use super::{Pager, Phase};
-use crate::entry::Word;
+use crate::entry::EntryWord;
 use crate::guest::GuestMemory;
 use crate::units::PageIndex;
 use crate::worker::Worker;
@@ -18,19 +18,19 @@ use crate::worker::Worker;
 const READS_MAX: usize = 8;
 
 /// Time within which a process reports a hole that it has punched, also on a busy host.
-pub const REPORTED_WITHIN: Duration = Duration::from_secs(1);
+pub const HOLE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// Stops evicting, and starts to page everything in ([`Self::bring_back`]).
+    /// Stops evicting, and starts to page everything in ([`Self::page_in_step`]).
     pub fn begin_detach(&mut self) {
-        self.is_leaving = true;
-        self.brought_back = 0;
-        self.stay_all();
+        self.is_detaching = true;
+        self.detach_cursor = 0;
+        self.cancel_all_evictions();
     }
 
     /// Enforces the limit again. Pages that have been paged in are evicted like any other.
     pub fn cancel_detach(&mut self) {
-        self.is_leaving = false;
+        self.is_detaching = false;
     }
 
     /// Returns true if the kernel had no memory for the last page that was paged in.
@@ -45,7 +45,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Updates the time since which nothing is stored, at the beginning of a turn.
-    pub(super) fn note_stored(&mut self, now: Instant) {
+    pub(super) fn update_nothing_stored(&mut self, now: Instant) {
         self.nothing_stored_since = match self.stored_bytes() {
             0 => self.nothing_stored_since.or(Some(now)),
             _ => None,
@@ -54,47 +54,47 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Returns true if no page has been paged in from a copy for so long that every hole from before that is
     /// reported, and the report was received.
-    fn has_heard_reports(&self) -> bool {
+    fn has_received_reports(&self) -> bool {
         // The current turn has received the messages after its beginning.
         self.nothing_stored_since
-            .is_some_and(|since| self.now.saturating_duration_since(since) >= REPORTED_WITHIN)
+            .is_some_and(|since| self.now.saturating_duration_since(since) >= HOLE_REPORT_DELAY_MAX)
     }
 
     /// Pages in up to `count` pages. Returns true if none is left, and the process has reported the holes that it
     /// has punched before that. The caller must handle messages between the calls.
-    pub fn bring_back(&mut self, count: u32) -> bool {
-        if self.jobs > 0 || self.stored_bytes() == 0 && !self.has_heard_reports() {
+    pub fn page_in_step(&mut self, count: u32) -> bool {
+        if self.jobs > 0 || self.stored_bytes() == 0 && !self.has_received_reports() {
             return false;
         }
         let pages = self.pages();
-        let mut left = count;
+        let mut pages_left = count;
         if self.disks.reads() >= READS_MAX {
             return false;
         }
-        while self.brought_back < pages {
-            if left == 0 {
+        while self.detach_cursor < pages {
+            if pages_left == 0 {
                 return false;
             }
-            let page = PageIndex::new(self.brought_back);
+            let page = PageIndex::new(self.detach_cursor);
             let word = self.state.word(page);
-            if self.phases.get(page) == Phase::Absent && word != Word::NOWHERE {
-                left -= 1;
-                match self.put_in_place(page, false) {
-                    Put::Changing | Put::NoMemory => return false,
-                    Put::Reading if self.disks.reads() >= READS_MAX => left = 0,
+            if self.phases.get(page) == Phase::Absent && word != EntryWord::NOT_STORED {
+                pages_left -= 1;
+                match self.install(page, false) {
+                    PageInResult::MappingChanged | PageInResult::NoMemory => return false,
+                    PageInResult::Reading if self.disks.reads() >= READS_MAX => pages_left = 0,
                     _ => {}
                 }
             }
-            self.brought_back += 1;
+            self.detach_cursor += 1;
         }
         if self.disks.reads() > 0 {
             return false;
         }
         // Pages that were given up and stored again, or could not be put in place, are found in the next pass.
-        self.brought_back = 0;
-        if std::mem::take(&mut self.is_unmarked) {
+        self.detach_cursor = 0;
+        if std::mem::take(&mut self.poison_pending) {
             return false;
         }
-        self.stored_bytes() == 0 && self.has_heard_reports() && self.stalled.is_empty() && self.waiting.is_empty()
+        self.stored_bytes() == 0 && self.has_received_reports() && self.stalled.is_empty() && self.waiters.is_empty()
     }
 }

@@ -23,57 +23,57 @@ use std::time::{Duration, Instant};
 
 use larder_block::{AlignedBuf, Failure, IoError};
 
-use super::{Pager, Stuck};
-use crate::entry::{Location, Stored, Tier, Word};
+use super::{Pager, StuckReason};
+use crate::entry::{CopyLocation, EntryWord, StoredObject, Tier};
 use crate::guest::GuestMemory;
-use crate::log::{SEGMENT, SegmentIndex, Segments, data_at};
-use crate::store::{Finished, Store, Ticket};
+use crate::segment_log::{SEGMENT_BYTES, SegmentIndex, SegmentTable, data_at};
+use crate::store::{ReadId, SegmentStore, StoreCompletion};
 use crate::units::PageIndex;
-use crate::worker::{Copied, DiskLease, Job, Lease, Origin, Worker};
+use crate::worker::{CopiedObject, DemotionSource, DiskLease, Job, SegmentLease, Worker};
 
 /// Maximum number of segments being written at a time.
 const WRITES_MAX: usize = 2;
 /// Number of free segments reserved for cleaning.
-const KEPT_FOR_CLEANING: u32 = 2;
+const CLEANING_SEGMENTS_RESERVED: u32 = 2;
 /// A disk is cleaned when less than this share of it is free.
-const FREE_SHARE: u32 = 32;
+const FREE_SHARE_MIN: u32 = 32;
 /// A segment with more live bytes than this frees too little to be cleaned.
-const WORTH_CLEANING: u32 = (SEGMENT - SEGMENT / 8) as u32;
+const CLEANABLE_LIVE_BYTES_MAX: u32 = (SEGMENT_BYTES - SEGMENT_BYTES / 8) as u32;
 /// Time without writes after a write has failed.
-const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(1);
+const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Number of consecutive failed writes after which the disk is not written to any more.
 const WRITE_FAILURES_MAX: u32 = 8;
 
 /// Maximum number of prefetched pages that are put in place with one call.
-pub(super) const AHEAD_PAGES: usize = 32;
+pub(super) const PREFETCH_FILL_PAGES_MAX: usize = 32;
 
 /// Contents of a buffer that becomes a segment of a disk.
 #[derive(Default)]
-struct Filling {
-    copied: Vec<Copied>,
+struct SegmentContents {
+    copied: Vec<CopiedObject>,
     /// Segments whose last live objects are in this buffer.
-    origins: Vec<Moved>,
+    sources: Vec<SourceSegment>,
 }
 
 /// A segment that is released once the new copies of its objects are valid.
 #[derive(Clone, Copy)]
-enum Moved {
+enum SourceSegment {
     Ram(SegmentIndex),
     Disk(Tier, SegmentIndex),
 }
 
 /// A read in progress, or waiting to be retried.
-struct Reading {
+struct DiskRead {
     disk: usize,
     start: u64,
     len: usize,
-    tries: u32,
-    what: Wanted,
+    attempts: u32,
+    target: ReadTarget,
 }
 
-enum Wanted {
+enum ReadTarget {
     /// These pages, with the first words of their entries.
-    Pages(Vec<(PageIndex, Word)>),
+    Pages(Vec<(PageIndex, EntryWord)>),
     /// A whole segment, whose live objects are moved to the disk with this index.
     Segment(SegmentIndex, usize),
 }
@@ -81,14 +81,14 @@ enum Wanted {
 /// A tier on a disk.
 pub(super) struct Disk {
     tier: Tier,
-    store: Box<dyn Store>,
-    pub(super) log: Segments,
-    filling: Option<(DiskLease, Filling)>,
+    store: Box<dyn SegmentStore>,
+    pub(super) log: SegmentTable,
+    filling: Option<(DiskLease, SegmentContents)>,
     /// Contents of the buffer that the worker fills.
-    with_worker: Option<Filling>,
+    worker_contents: Option<SegmentContents>,
     /// Segments to be moved to this disk, each with the offset of its next object in bytes.
-    queue: VecDeque<(Origin, usize)>,
-    writes: HashMap<SegmentIndex, Filling>,
+    queue: VecDeque<(DemotionSource, usize)>,
+    writes: HashMap<SegmentIndex, SegmentContents>,
     /// A segment of this disk is being read or copied, to free space.
     is_cleaning: bool,
     failures: u32,
@@ -101,13 +101,13 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    fn new(tier: Tier, store: Box<dyn Store>) -> Self {
+    fn new(tier: Tier, store: Box<dyn SegmentStore>) -> Self {
         Self {
             tier,
-            log: Segments::new(store.segments()),
+            log: SegmentTable::new(store.segments()),
             store,
             filling: None,
-            with_worker: None,
+            worker_contents: None,
             queue: VecDeque::new(),
             writes: HashMap::new(),
             is_cleaning: false,
@@ -120,8 +120,8 @@ impl Disk {
     }
 
     /// Returns true if few segments are free.
-    fn is_short(&self) -> bool {
-        self.log.available() <= (self.log.count() / FREE_SHARE).max(KEPT_FOR_CLEANING)
+    fn is_low_on_space(&self) -> bool {
+        self.log.available() <= (self.log.count() / FREE_SHARE_MIN).max(CLEANING_SEGMENTS_RESERVED)
     }
 
     /// Returns true if the disk is not written to any more.
@@ -130,12 +130,12 @@ impl Disk {
     }
 
     /// Returns true if the disk is not written to now.
-    fn rests(&self, now: Instant) -> bool {
+    fn is_backing_off(&self, now: Instant) -> bool {
         self.has_failed() || self.failed_until.is_some_and(|until| until > now)
     }
 
     /// Returns true if a request failed because the disk is unreachable. Logs each change.
-    fn is_out_of_reach(&mut self, failed: Option<&IoError>) -> bool {
+    fn update_reachability(&mut self, failed: Option<&IoError>) -> bool {
         let is_unreachable = failed.is_some_and(|error| error.failure() == Failure::Unreachable);
         if is_unreachable != self.is_unreachable {
             self.is_unreachable = is_unreachable;
@@ -180,17 +180,17 @@ pub struct DiskStatus {
 #[derive(Default)]
 pub(super) struct Disks {
     pub(super) all: Vec<Disk>,
-    reads: BTreeMap<Ticket, Reading>,
-    again: Vec<(Instant, Reading)>,
-    ticket: u64,
-    spare: Vec<AlignedBuf>,
+    reads: BTreeMap<ReadId, DiskRead>,
+    retries: Vec<(Instant, DiskRead)>,
+    last_read_id: u64,
+    spare_buffers: Vec<AlignedBuf>,
 }
 
 /// Maximum number of spare buffers.
 const SPARE_MAX: usize = 8;
 
 impl Disks {
-    pub(super) fn new(stores: Vec<(Tier, Box<dyn Store>)>) -> Self {
+    pub(super) fn new(stores: Vec<(Tier, Box<dyn SegmentStore>)>) -> Self {
         Self {
             all: stores.into_iter().map(|(tier, store)| Disk::new(tier, store)).collect(),
             ..Self::default()
@@ -203,7 +203,7 @@ impl Disks {
 
     /// Returns the number of reads in progress or waiting to be retried.
     pub(super) fn reads(&self) -> usize {
-        self.reads.len() + self.again.len()
+        self.reads.len() + self.retries.len()
     }
 
     /// Returns the memory that buffers use, in bytes.
@@ -212,32 +212,32 @@ impl Disks {
             .all
             .iter()
             .map(|disk| {
-                let filled = usize::from(disk.filling.is_some() || disk.with_worker.is_some());
+                let filled = usize::from(disk.filling.is_some() || disk.worker_contents.is_some());
                 filled + disk.writes.len() + usize::from(disk.is_cleaning)
             })
             .sum();
         let reads: usize = self.reads.values().map(|reading| reading.len).sum();
-        let spare: usize = self.spare.iter().map(|bytes| bytes.len()).sum();
-        (segments * SEGMENT + reads + spare) as u64
+        let spare: usize = self.spare_buffers.iter().map(|bytes| bytes.len()).sum();
+        (segments * SEGMENT_BYTES + reads + spare) as u64
     }
 
     fn buffer(&mut self, len: usize) -> AlignedBuf {
         let fits = |bytes: &AlignedBuf| bytes.len() >= len && bytes.len() <= len.next_power_of_two();
-        match self.spare.iter().position(fits) {
-            Some(index) => self.spare.swap_remove(index),
-            None => AlignedBuf::zeroed(len.next_power_of_two().min(SEGMENT)),
+        match self.spare_buffers.iter().position(fits) {
+            Some(index) => self.spare_buffers.swap_remove(index),
+            None => AlignedBuf::zeroed(len.next_power_of_two().min(SEGMENT_BYTES)),
         }
     }
 
-    fn give_back(&mut self, bytes: AlignedBuf) {
-        if self.spare.len() < SPARE_MAX {
-            self.spare.push(bytes);
+    fn recycle(&mut self, bytes: AlignedBuf) {
+        if self.spare_buffers.len() < SPARE_MAX {
+            self.spare_buffers.push(bytes);
         }
     }
 
-    fn begin(&mut self, reading: Reading) {
-        self.ticket += 1;
-        let ticket = Ticket(self.ticket);
+    fn start_read(&mut self, reading: DiskRead) {
+        self.last_read_id += 1;
+        let ticket = ReadId(self.last_read_id);
         let bytes = self.buffer(reading.len);
         self.all[reading.disk]
             .store
@@ -246,11 +246,15 @@ impl Disks {
     }
 
     /// Returns the pages of a read in progress that covers the object `stored`.
-    fn reading_of(&mut self, disk: usize, stored: Stored) -> Option<&mut Vec<(PageIndex, Word)>> {
-        let from = stored.place.bytes();
-        let to = data_at(stored.place) + u64::from(stored.len);
-        self.reads.values_mut().find_map(|reading| match &mut reading.what {
-            Wanted::Pages(pages)
+    fn pages_of_covering_read(
+        &mut self,
+        disk: usize,
+        stored: StoredObject,
+    ) -> Option<&mut Vec<(PageIndex, EntryWord)>> {
+        let from = stored.offset.bytes();
+        let to = data_at(stored.offset) + u64::from(stored.len);
+        self.reads.values_mut().find_map(|reading| match &mut reading.target {
+            ReadTarget::Pages(pages)
                 if reading.disk == disk && reading.start <= from && to <= reading.start + reading.len as u64 =>
             {
                 Some(pages)
@@ -262,24 +266,28 @@ impl Disks {
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Handles all finished requests of the disks, and retries reads that are due. Returns true if there was any.
-    pub(super) fn take_from_disks(&mut self) -> bool {
+    pub(super) fn handle_disk_completions(&mut self) -> bool {
         let mut worked = false;
         for index in 0..self.disks.all.len() {
-            while let Some(finished) = self.disks.all[index].store.take() {
+            while let Some(finished) = self.disks.all[index].store.next_completion() {
                 worked = true;
                 match finished {
-                    Finished::Written { segment, bytes, failed } => {
-                        self.disks.give_back(bytes);
-                        self.written_to_disk(index, segment, failed);
+                    StoreCompletion::Written { segment, bytes, failed } => {
+                        self.disks.recycle(bytes);
+                        self.on_disk_written(index, segment, failed);
                     }
-                    Finished::Read { ticket, bytes, failed } => {
-                        self.disks.all[index].is_out_of_reach(failed.as_ref());
+                    StoreCompletion::Read {
+                        read_id: ticket,
+                        bytes,
+                        failed,
+                    } => {
+                        self.disks.all[index].update_reachability(failed.as_ref());
                         if let Some(reading) = self.disks.reads.remove(&ticket) {
                             match failed {
-                                None => self.read_from_disk(reading, bytes),
+                                None => self.on_disk_read(reading, bytes),
                                 Some(error) => {
-                                    self.disks.give_back(bytes);
-                                    self.read_failed(reading, &error);
+                                    self.disks.recycle(bytes);
+                                    self.on_read_failed(reading, &error);
                                 }
                             }
                         }
@@ -287,11 +295,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 }
             }
         }
-        if self.disks.again.iter().any(|(at, _)| *at <= self.now) {
-            let due = self.disks.again.extract_if(.., |(at, _)| *at <= self.now);
-            let due: Vec<Reading> = due.map(|(_, reading)| reading).collect();
+        if self.disks.retries.iter().any(|(at, _)| *at <= self.now) {
+            let due = self.disks.retries.extract_if(.., |(at, _)| *at <= self.now);
+            let due: Vec<DiskRead> = due.map(|(_, reading)| reading).collect();
             for reading in due {
-                self.disks.begin(reading);
+                self.disks.start_read(reading);
             }
             worked = true;
         }
@@ -299,8 +307,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Returns the time at which the next failed read is retried.
-    pub(super) fn next_read_again(&self) -> Option<Instant> {
-        self.disks.again.iter().map(|(at, _)| *at).min()
+    pub(super) fn next_read_retry(&self) -> Option<Instant> {
+        self.disks.retries.iter().map(|(at, _)| *at).min()
     }
 
     /// Returns true if a demotion or a cleaning in progress will free space.
@@ -309,47 +317,50 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.disks
             .all
             .iter()
-            .any(|disk| disk.with_worker.is_some() || !disk.writes.is_empty())
+            .any(|disk| disk.worker_contents.is_some() || !disk.writes.is_empty())
             || reads
-                .chain(self.disks.again.iter().map(|(_, reading)| reading))
-                .any(|reading| matches!(reading.what, Wanted::Segment(..)))
+                .chain(self.disks.retries.iter().map(|(_, reading)| reading))
+                .any(|reading| matches!(reading.target, ReadTarget::Segment(..)))
     }
 
     /// Demotes pages to the disks, and cleans the disks. Returns true if there was anything to do.
     pub(super) fn demote(&mut self, now: Instant) -> bool {
         let mut worked = false;
         for index in 0..self.disks.all.len() {
-            worked |= self.fill_disk(index, now);
+            worked |= self.demote_to_disk(index, now);
             worked |= self.clean_disk(index, now);
         }
         worked
     }
 
     /// Returns the number of segments of compressed RAM above which the oldest is demoted.
-    fn ram_target(&self) -> u32 {
+    fn ram_segments_target(&self) -> u32 {
         let max = self.segments_max();
         max - (max / 8).clamp(2, 16).min(max)
     }
 
-    fn fill_disk(&mut self, index: usize, now: Instant) -> bool {
-        let ram_is_over = index == 0 && self.ram.used() > self.ram_target();
+    fn demote_to_disk(&mut self, index: usize, now: Instant) -> bool {
+        let ram_is_over = index == 0 && self.ram.used() > self.ram_segments_target();
         if self.disks.all[index].has_failed() {
-            self.leave_failed(index);
+            self.stop_demotion(index);
             return false;
         }
         let disk = &mut self.disks.all[index];
-        if disk.with_worker.is_some() || disk.failed_until.is_some_and(|until| until > now) {
+        if disk.worker_contents.is_some() || disk.failed_until.is_some_and(|until| until > now) {
             return false;
         }
-        let has_room = disk.filling.is_some() || disk.log.available() > KEPT_FOR_CLEANING;
+        let has_room = disk.filling.is_some() || disk.log.available() > CLEANING_SEGMENTS_RESERVED;
         if disk.queue.is_empty() && ram_is_over && has_room {
-            let from = crate::log::SEGMENT_HEADER;
-            let oldest = self.ram.oldest();
-            disk.queue.extend(oldest.map(|segment| (Origin::Ram(segment), from)));
+            let from = crate::segment_log::SEGMENT_HEADER_BYTES;
+            let oldest = self.ram.reserve_oldest();
+            disk.queue
+                .extend(oldest.map(|segment| (DemotionSource::Ram(segment), from)));
         }
         // The reserved free segments are only for moving objects within this disk.
-        let may = |origin: &Origin| has_room || matches!(origin, Origin::Disk { tier, .. } if *tier == disk.tier);
-        let Some(next) = disk.queue.iter().position(|(origin, _)| may(origin)) else {
+        let is_allowed = |origin: &DemotionSource| {
+            has_room || matches!(origin, DemotionSource::Disk { tier, .. } if *tier == disk.tier)
+        };
+        let Some(next) = disk.queue.iter().position(|(origin, _)| is_allowed(origin)) else {
             return false;
         };
         let (into, filling) = match disk.filling.take() {
@@ -360,37 +371,37 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 }
                 // Data of a read that began before the segment became free must not be taken for its new contents.
                 let reads = self.disks.reads.values();
-                let reads = reads.chain(self.disks.again.iter().map(|(_, reading)| reading));
-                let is_read = |segment: SegmentIndex| {
+                let reads = reads.chain(self.disks.retries.iter().map(|(_, reading)| reading));
+                let is_being_read = |segment: SegmentIndex| {
                     let mut reads = reads.clone().filter(|reading| reading.disk == index);
-                    reads.any(|reading| reading.start / SEGMENT as u64 == u64::from(segment.get()))
+                    reads.any(|reading| reading.start / SEGMENT_BYTES as u64 == u64::from(segment.get()))
                 };
-                let Some((segment, number)) = disk.log.take_but(is_read) else {
+                let Some((segment, number)) = disk.log.allocate_except(is_being_read) else {
                     return false;
                 };
-                let (tier, bytes) = (disk.tier, self.disks.buffer(SEGMENT));
-                let lease = Lease {
+                let (tier, bytes) = (disk.tier, self.disks.buffer(SEGMENT_BYTES));
+                let lease = SegmentLease {
                     segment,
                     from: 0,
-                    filling: number,
+                    generation: number,
                 };
-                (DiskLease { tier, lease, bytes }, Filling::default())
+                (DiskLease { tier, lease, bytes }, SegmentContents::default())
             }
         };
         let disk = &mut self.disks.all[index];
         let Some((origin, at)) = disk.queue.remove(next) else {
             unreachable!("the index was found above");
         };
-        disk.with_worker = Some(filling);
-        self.give(Job::Demote { origin, at, into });
+        disk.worker_contents = Some(filling);
+        self.submit(Job::Demote { origin, at, into });
         true
     }
 
-    pub(super) fn demoted(
+    pub(super) fn on_demoted(
         &mut self,
-        origin: Origin,
+        origin: DemotionSource,
         next_at: Option<usize>,
-        copied: Vec<Copied>,
+        copied: Vec<CopiedObject>,
         into: DiskLease,
         is_full: bool,
     ) {
@@ -398,17 +409,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             unreachable!("the job belongs to an existing disk");
         };
         let disk = &mut self.disks.all[index];
-        let mut filling = disk.with_worker.take().unwrap_or_default();
+        let mut filling = disk.worker_contents.take().unwrap_or_default();
         filling.copied.extend(copied);
         match next_at {
             Some(at) => disk.queue.push_front((origin, at)),
             None => match origin {
-                Origin::Ram(segment) => filling.origins.push(Moved::Ram(segment)),
-                Origin::Disk {
+                DemotionSource::Ram(segment) => filling.sources.push(SourceSegment::Ram(segment)),
+                DemotionSource::Disk {
                     tier, segment, bytes, ..
                 } => {
-                    filling.origins.push(Moved::Disk(tier, segment));
-                    self.disks.give_back(bytes);
+                    filling.sources.push(SourceSegment::Disk(tier, segment));
+                    self.disks.recycle(bytes);
                     // The next segment to be cleaned may fill the rest of the buffer.
                     if let Some(of) = self.disks.index_of(tier) {
                         self.disks.all[of].is_cleaning = false;
@@ -422,25 +433,25 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return;
         }
         let DiskLease { lease, bytes, .. } = into;
-        disk.written_bytes += SEGMENT as u64;
+        disk.written_bytes += SEGMENT_BYTES as u64;
         disk.writes.insert(lease.segment, filling);
         disk.store.write(lease.segment, bytes);
     }
 
-    fn written_to_disk(&mut self, index: usize, segment: SegmentIndex, failed: Option<IoError>) {
+    fn on_disk_written(&mut self, index: usize, segment: SegmentIndex, failed: Option<IoError>) {
         let disk = &mut self.disks.all[index];
         let Some(filling) = disk.writes.remove(&segment) else {
             return;
         };
         let tier = disk.tier;
-        if disk.is_out_of_reach(failed.as_ref()) {
+        if disk.update_reachability(failed.as_ref()) {
             // The disk has no fault: the same segment is retried later.
-            disk.log.untake(segment);
-            disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
+            disk.log.undo_allocate(segment);
+            disk.failed_until = Some(self.now + WRITE_RETRY_DELAY);
         } else if let Some(error) = failed {
-            disk.log.spoil(segment);
+            disk.log.mark_bad(segment);
             disk.failures += 1;
-            disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
+            disk.failed_until = Some(self.now + WRITE_RETRY_DELAY);
             let what = match disk.has_failed() {
                 true => "the disk is not written to any more; its pages can still be read",
                 false => "nothing is lost; another segment is tried",
@@ -448,33 +459,33 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             tracing::error!("{error}: {what}");
         } else {
             disk.failures = 0;
-            for Copied { page, from, to } in filling.copied {
+            for CopiedObject { page, from, to } in filling.copied {
                 let word = self.state.word(page);
                 if word.with_clean(false) != from.with_clean(false) {
                     continue;
                 }
-                let there = Location::In {
+                let location = CopyLocation::InTier {
                     tier,
-                    stored: to,
+                    object: to,
                     // The page may have been paged in meanwhile.
                     clean: word.is_clean(),
                 };
-                self.set_word(page, Word::of(there));
-                self.disks.all[index].log.add(to);
-                self.forget_copy(word);
+                self.set_word(page, EntryWord::encode(location));
+                self.disks.all[index].log.add_live(to);
+                self.release_copy(word);
             }
             self.disks.all[index].log.seal(segment);
         }
-        self.moved_out(filling.origins);
+        self.release_sources(filling.sources);
     }
 
-    fn moved_out(&mut self, origins: Vec<Moved>) {
+    fn release_sources(&mut self, origins: Vec<SourceSegment>) {
         for origin in origins {
             match origin {
-                Moved::Ram(segment) => self.ram.left(segment),
-                Moved::Disk(tier, segment) => {
+                SourceSegment::Ram(segment) => self.ram.unreserve(segment),
+                SourceSegment::Disk(tier, segment) => {
                     if let Some(of) = self.disks.index_of(tier) {
-                        self.disks.all[of].log.left(segment);
+                        self.disks.all[of].log.unreserve(segment);
                     }
                 }
             }
@@ -482,60 +493,68 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Stops demotion to a failed disk. Objects that were waiting to be moved there stay where they are.
-    fn leave_failed(&mut self, index: usize) {
+    fn stop_demotion(&mut self, index: usize) {
         let disk = &mut self.disks.all[index];
-        if disk.with_worker.is_some() {
+        if disk.worker_contents.is_some() {
             return;
         }
         let mut origins = Vec::new();
         if let Some((into, filling)) = disk.filling.take() {
-            disk.log.spoil(into.lease.segment);
-            origins.extend(filling.origins);
-            self.disks.give_back(into.bytes);
+            disk.log.mark_bad(into.lease.segment);
+            origins.extend(filling.sources);
+            self.disks.recycle(into.bytes);
         }
         for (origin, _) in std::mem::take(&mut self.disks.all[index].queue) {
             match origin {
-                Origin::Ram(segment) => origins.push(Moved::Ram(segment)),
-                Origin::Disk {
+                DemotionSource::Ram(segment) => origins.push(SourceSegment::Ram(segment)),
+                DemotionSource::Disk {
                     tier, segment, bytes, ..
                 } => {
-                    origins.push(Moved::Disk(tier, segment));
-                    self.disks.give_back(bytes);
+                    origins.push(SourceSegment::Disk(tier, segment));
+                    self.disks.recycle(bytes);
                     if let Some(of) = self.disks.index_of(tier) {
                         self.disks.all[of].is_cleaning = false;
                     }
                 }
             }
         }
-        self.moved_out(origins);
+        self.release_sources(origins);
     }
 
     /// Starts to read a segment whose live objects are to be moved, if the disk is short of space.
     fn clean_disk(&mut self, index: usize, now: Instant) -> bool {
         let has_next = self.disks.all.get(index + 1).is_some_and(|next| !next.has_failed());
         let disk = &mut self.disks.all[index];
-        if disk.is_cleaning || disk.rests(now) || !disk.is_short() {
+        if disk.is_cleaning || disk.is_backing_off(now) || !disk.is_low_on_space() {
             return false;
         }
         // With a next disk, only a segment that is at least half dead is moved within this disk.
-        let limit = if has_next { SEGMENT as u32 / 2 } else { WORTH_CLEANING };
+        let limit = if has_next {
+            SEGMENT_BYTES as u32 / 2
+        } else {
+            CLEANABLE_LIVE_BYTES_MAX
+        };
         let is_stuck = disk.log.available() == 0 && disk.filling.is_none();
-        let emptiest = if is_stuck { None } else { disk.log.emptiest(limit) };
+        let emptiest = if is_stuck {
+            None
+        } else {
+            disk.log.reserve_emptiest(limit)
+        };
         let (segment, to) = match emptiest {
             Some(segment) => (segment, index),
-            None if has_next => match disk.log.oldest() {
+            None if has_next => match disk.log.reserve_oldest() {
                 Some(segment) => (segment, index + 1),
                 None => return false,
             },
             None => return false,
         };
         disk.is_cleaning = true;
-        self.disks.begin(Reading {
+        self.disks.start_read(DiskRead {
             disk: index,
             start: segment.start(),
-            len: SEGMENT,
-            tries: 0,
-            what: Wanted::Segment(segment, to),
+            len: SEGMENT_BYTES,
+            attempts: 0,
+            target: ReadTarget::Segment(segment, to),
         });
         true
     }
@@ -545,14 +564,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.disks
             .all
             .first()
-            .is_some_and(|disk| !disk.rests(self.now) && disk.log.available() > KEPT_FOR_CLEANING)
+            .is_some_and(|disk| !disk.is_backing_off(self.now) && disk.log.available() > CLEANING_SEGMENTS_RESERVED)
     }
 
     /// Adopts an object on a disk that an earlier pager has stored. Returns false if there is no such disk, or the
     /// object cannot be on it.
-    pub(super) fn found_on_disk(&mut self, tier: Tier, stored: Stored) -> bool {
+    pub(super) fn adopt_on_disk(&mut self, tier: Tier, stored: StoredObject) -> bool {
         match self.disks.index_of(tier) {
-            Some(index) => self.disks.all[index].log.found(stored),
+            Some(index) => self.disks.all[index].log.adopt(stored),
             None => false,
         }
     }
@@ -562,8 +581,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let of = |disk: &Disk| DiskStatus {
             tier: disk.tier,
             name: disk.store.name().to_owned(),
-            limit_bytes: u64::from(disk.log.count()) * SEGMENT as u64,
-            used_bytes: u64::from(disk.log.used()) * SEGMENT as u64,
+            limit_bytes: u64::from(disk.log.count()) * SEGMENT_BYTES as u64,
+            used_bytes: u64::from(disk.log.used()) * SEGMENT_BYTES as u64,
             live_bytes: disk.log.live_bytes(),
             written_bytes: disk.written_bytes,
             read_bytes: disk.read_bytes,
@@ -575,10 +594,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Returns the reason why nothing can be demoted.
-    pub(super) fn why_full(&self) -> Stuck {
+    pub(super) fn full_reason(&self) -> StuckReason {
         match self.disks.all.first() {
-            Some(disk) if disk.rests(self.now) || disk.is_unreachable => Stuck::DiskFailed,
-            _ => Stuck::TiersFull,
+            Some(disk) if disk.is_backing_off(self.now) || disk.is_unreachable => StuckReason::DiskFailed,
+            _ => StuckReason::TiersFull,
         }
     }
 }

@@ -5,11 +5,11 @@ use std::io;
 use std::os::unix::ffi::OsStringExt as _;
 use std::time::Duration;
 
-use larder_export::view::{MARK_AT, VIEW_NAME};
+use larder_export::external_mapping::{MANAGED_LOCK_OFFSET, MEMFD_NAME};
 use rustix::process::Pid;
 
-use super::error::Device;
-use super::{LeftState, Obstacle, printable};
+use super::error::DmaDevice;
+use super::{Obstacle, OrphanedDescriptors, printable};
 use crate::locked_ring::{RING_LINK, RING_NAME};
 use crate::state::{COMPRESSED_NAME, PAGES_NAME};
 use crate::userfaultfd;
@@ -54,10 +54,10 @@ impl Descriptors {
     }
 
     /// Returns true if a file is open for direct I/O, in which the device accesses memory itself.
-    pub(super) fn direct_io(&self) -> bool {
+    pub(super) fn uses_direct_io(&self) -> bool {
         let files = self.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
         files
-            .filter_map(|file| flags(&self.info(file.number)?))
+            .filter_map(|file| open_flags(&self.info(file.number)?))
             .any(|flags| flags & libc::O_DIRECT as u32 != 0)
     }
 
@@ -67,37 +67,40 @@ impl Descriptors {
     }
 
     /// Returns the descriptors that an earlier pager has left.
-    pub(super) fn left_state(&self) -> Option<LeftState> {
+    pub(super) fn orphaned(&self) -> Option<OrphanedDescriptors> {
         let memfd = |name: &str| self.first(|path| path == format!("/memfd:{name} (deleted)").as_bytes());
-        Some(LeftState {
+        Some(OrphanedDescriptors {
             pages: memfd(PAGES_NAME)?,
             compressed: memfd(COMPRESSED_NAME),
-            unnoted: self.userfaultfds().filter(|number| self.is_ours(*number)).collect(),
+            unrecorded_userfaultfds: self
+                .userfaultfds()
+                .filter(|number| self.may_be_from_pager(*number))
+                .collect(),
             ring_memories: self.ring_memories().collect(),
         })
     }
 
     /// Returns the descriptor of the view memory, if the process is a disk server of Larder.
-    pub(super) fn view(&self) -> Option<i32> {
-        self.first(|path| path == format!("/memfd:{VIEW_NAME} (deleted)").as_bytes())
+    pub(super) fn view_memory(&self) -> Option<i32> {
+        self.first(|path| path == format!("/memfd:{MEMFD_NAME} (deleted)").as_bytes())
     }
 
     /// Returns the descriptors that mark memory as managed.
-    pub(super) fn marks(&self) -> Vec<i32> {
-        let is_mark = |number: &i32| self.info(*number).is_some_and(|info| has_mark(&info));
+    pub(super) fn markers(&self) -> Vec<i32> {
+        let is_marker = |number: &i32| self.info(*number).is_some_and(|info| has_marker_lock(&info));
         let numbers = self.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
-        numbers.map(|descriptor| descriptor.number).filter(is_mark).collect()
+        numbers.map(|descriptor| descriptor.number).filter(is_marker).collect()
     }
 
     pub(super) fn userfaultfds(&self) -> impl Iterator<Item = i32> {
-        self.numbers_of(userfaultfd::LINK.to_owned())
+        self.numbers_with_path(userfaultfd::PROC_LINK.to_owned())
     }
 
     fn ring_memories(&self) -> impl Iterator<Item = i32> {
-        self.numbers_of(format!("/memfd:{RING_NAME} (deleted)"))
+        self.numbers_with_path(format!("/memfd:{RING_NAME} (deleted)"))
     }
 
-    fn numbers_of(&self, path: String) -> impl Iterator<Item = i32> {
+    fn numbers_with_path(&self, path: String) -> impl Iterator<Item = i32> {
         let is_one = move |descriptor: &&Descriptor| descriptor.path == path.as_bytes();
         self.all.iter().filter(is_one).map(|descriptor| descriptor.number)
     }
@@ -110,18 +113,23 @@ impl Descriptors {
 
     /// Returns true if a pager may have made the userfaultfd: it has exactly the features that a pager enables, or
     /// none yet.
-    fn is_ours(&self, number: i32) -> bool {
-        self.info(number).as_deref().and_then(agreed).is_some_and(|features| {
-            features == 0 || features & !(userfaultfd::feature::POISON | INITIALIZED) == userfaultfd::NEEDED_ALL
-        })
+    fn may_be_from_pager(&self, number: i32) -> bool {
+        self.info(number)
+            .as_deref()
+            .and_then(enabled_features)
+            .is_some_and(|features| {
+                features == 0
+                    || features & !(userfaultfd::feature::POISON | FEATURE_INITIALIZED)
+                        == userfaultfd::REQUIRED_FEATURE_BITS
+            })
     }
 
     /// Returns the descriptors that are obstacles.
-    pub(super) fn obstacles(&self, cautions: &mut Vec<String>) -> Vec<Obstacle> {
+    pub(super) fn obstacles(&self, warnings: &mut Vec<String>) -> Vec<Obstacle> {
         let mut found = Vec::new();
         for Descriptor { number, path } in &self.all {
             let descriptor = *number;
-            if let Some(device) = device(path) {
+            if let Some(device) = dma_device(path) {
                 let path = printable(path);
                 found.push(Obstacle::Device {
                     descriptor,
@@ -133,7 +141,7 @@ impl Descriptors {
                 match self.registered_buffers(descriptor) {
                     Some(0) => {}
                     Some(count) => found.push(Obstacle::RegisteredBuffers { descriptor, count }),
-                    None => cautions.push(format!(
+                    None => warnings.push(format!(
                         "descriptor {descriptor} is an io_uring, and the kernel does not report whether it has \
                          registered buffers (UserBufs): it must have none (QEMU itself has none)"
                     )),
@@ -141,9 +149,9 @@ impl Descriptors {
             }
         }
         let userfaultfd = self.userfaultfds().next();
-        match self.left_state() {
+        match self.orphaned() {
             None => found.extend(userfaultfd.map(|descriptor| Obstacle::Userfaultfd { descriptor })),
-            Some(left) if !self.has_userfaultfd() => cautions.push(format!(
+            Some(left) if !self.has_userfaultfd() => warnings.push(format!(
                 "an earlier pager has left its state (descriptor {}) but no userfaultfd: it ended during the attach, or \
                  the userfaultfd was closed",
                 left.pages
@@ -168,28 +176,28 @@ impl Descriptors {
 }
 
 /// Flag of the kernel for an initialized userfaultfd (`UFFD_FEATURE_INITIALIZED`).
-const INITIALIZED: u64 = 1 << 31;
+const FEATURE_INITIALIZED: u64 = 1 << 31;
 
 /// Returns the enabled features of a userfaultfd: the second number of the line `API`, in hexadecimal digits.
-fn agreed(info: &str) -> Option<u64> {
+fn enabled_features(info: &str) -> Option<u64> {
     let line = info.lines().find_map(|line| line.strip_prefix("API:"))?;
     u64::from_str_radix(line.trim().split(':').nth(1)?, 16).ok()
 }
 
 /// Returns the open flags, as of open(2), written in octal digits.
-fn flags(info: &str) -> Option<u32> {
+fn open_flags(info: &str) -> Option<u32> {
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
     u32::from_str_radix(flags.trim(), 8).ok()
 }
 
 /// Returns true if the open file holds the lock that marks memory as managed: a line such as `lock:  1: OFDLCK
 /// ADVISORY  WRITE -1 00:01:1037 5492683083379965952 5492683083379965952`.
-fn has_mark(info: &str) -> bool {
+fn has_marker_lock(info: &str) -> bool {
     let locks = info.lines().filter_map(|line| line.strip_prefix("lock:"));
     let mut locks = locks.filter(|lock| lock.contains("OFDLCK"));
     locks.any(|lock| {
         let start = lock.split_whitespace().rev().nth(1);
-        start.and_then(|start| start.parse().ok()) == Some(MARK_AT)
+        start.and_then(|start| start.parse().ok()) == Some(MANAGED_LOCK_OFFSET)
     })
 }
 
@@ -199,17 +207,17 @@ fn user_buffers(info: &str) -> Option<u64> {
 }
 
 /// Returns the kind of device behind `path`, if it accesses memory without page faults.
-fn device(path: &[u8]) -> Option<Device> {
-    let kinds: [(&[u8], Device); 9] = [
-        (b"/dev/vfio/", Device::Vfio),
-        (b"/dev/iommu", Device::Vfio),
-        (b"anon_inode:[vfio", Device::Vfio),
-        (b"/dev/vhost-vdpa-", Device::Vdpa),
-        (b"/dev/infiniband/", Device::Rdma),
-        (b"/dev/udmabuf", Device::Udmabuf),
-        (b"/dev/sev", Device::Sev),
-        (b"anon_inode:[kvm-gmem]", Device::GuestMemfd),
-        (b"/[guest_memfd]", Device::GuestMemfd),
+fn dma_device(path: &[u8]) -> Option<DmaDevice> {
+    let kinds: [(&[u8], DmaDevice); 9] = [
+        (b"/dev/vfio/", DmaDevice::Vfio),
+        (b"/dev/iommu", DmaDevice::Vfio),
+        (b"anon_inode:[vfio", DmaDevice::Vfio),
+        (b"/dev/vhost-vdpa-", DmaDevice::Vdpa),
+        (b"/dev/infiniband/", DmaDevice::Rdma),
+        (b"/dev/udmabuf", DmaDevice::Udmabuf),
+        (b"/dev/sev", DmaDevice::Sev),
+        (b"anon_inode:[kvm-gmem]", DmaDevice::GuestMemfd),
+        (b"/[guest_memfd]", DmaDevice::GuestMemfd),
     ];
     let kind = kinds.iter().find(|(start, _)| path.starts_with(start));
     kind.map(|(_, device)| *device)
@@ -221,25 +229,25 @@ mod tests {
 
     #[test]
     fn dma_devices_are_recognized_by_path() {
-        assert_eq!(device(b"/dev/vfio/vfio"), Some(Device::Vfio));
-        assert_eq!(device(b"/dev/vfio/devices/vfio0"), Some(Device::Vfio));
-        assert_eq!(device(b"anon_inode:[vfio-device]"), Some(Device::Vfio));
-        assert_eq!(device(b"/dev/vhost-vdpa-0"), Some(Device::Vdpa));
-        assert_eq!(device(b"/dev/infiniband/uverbs0"), Some(Device::Rdma));
+        assert_eq!(dma_device(b"/dev/vfio/vfio"), Some(DmaDevice::Vfio));
+        assert_eq!(dma_device(b"/dev/vfio/devices/vfio0"), Some(DmaDevice::Vfio));
+        assert_eq!(dma_device(b"anon_inode:[vfio-device]"), Some(DmaDevice::Vfio));
+        assert_eq!(dma_device(b"/dev/vhost-vdpa-0"), Some(DmaDevice::Vdpa));
+        assert_eq!(dma_device(b"/dev/infiniband/uverbs0"), Some(DmaDevice::Rdma));
         for harmless in [
             &b"/dev/vhost-net"[..],
             b"/dev/kvm",
             b"anon_inode:kvm-vm",
             b"/srv/dev/vfio/1",
         ] {
-            assert_eq!(device(harmless), None);
+            assert_eq!(dma_device(harmless), None);
         }
     }
 
     #[test]
     fn fdinfo_flags_and_buffers_are_parsed() {
         let info = "pos:\t0\nflags:\t02140002\nmnt_id:\t17\nUserFiles:\t3\nUserBufs:\t2\n    0: 0x7f73a7b39000/8192\n";
-        assert_eq!(flags(info), Some(0o2140002));
+        assert_eq!(open_flags(info), Some(0o2140002));
         assert_eq!(user_buffers(info), Some(2));
         assert_eq!(user_buffers("pos:\t0\nflags:\t02\n"), None);
     }

@@ -5,7 +5,7 @@ use std::io;
 
 use rustix::process::Pid;
 
-use super::Place;
+use super::MappingLocation;
 
 /// Error of inspecting a process, or refusal of it.
 #[derive(Debug, thiserror::Error)]
@@ -33,7 +33,7 @@ pub enum TargetError {
         "process {pid}: no permission to {tried}: run as root, with CAP_SYS_PTRACE, or as the same user as a process that \
         is dumpable"
     )]
-    NoRights {
+    PermissionDenied {
         /// The process.
         pid: Pid,
         /// The step that was denied.
@@ -103,31 +103,31 @@ pub enum Obstacle {
         "shared memory may be in huge pages ({path} is '{mode}'), of which no part can be removed safely: write \
         'never' to that file, and restart the VM"
     )]
-    LargePages {
+    HugePagesAllowed {
         /// The file of the setting.
         path: String,
         /// The value of the setting.
         mode: String,
     },
     /// The file system that contains the memory's file allows huge pages.
-    #[error("its memory at {:#x} ({name}, {}) may be in huge pages, of which no part can be removed safely: its tmpfs {at} is \
-        mounted with huge={mode}; mount that with huge=never, and restart the VM", .place.address, Size(.place.bytes))]
-    LargePagesOfMount {
+    #[error("its memory at {:#x} ({name}, {}) may be in huge pages, of which no part can be removed safely: its tmpfs {mount_point} is \
+        mounted with huge={mode}; mount that with huge=never, and restart the VM", .location.address, Size(.location.bytes))]
+    HugePagesAllowedByMount {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
         /// Mount point of the file system.
-        at: String,
+        mount_point: String,
         /// The value of the mount option.
         mode: String,
     },
     /// Some of the memory is in huge pages.
     #[error("{} of its memory at {:#x} ({name}, {}) are in huge pages, of which no part can be removed safely: restart the \
-        VM, which then gets no huge pages", Size(*.bytes), .place.address, Size(.place.bytes))]
-    LargePagesInUse {
+        VM, which then gets no huge pages", Size(*.bytes), .location.address, Size(.location.bytes))]
+    HugePagesInUse {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
         /// Bytes in huge pages.
@@ -137,10 +137,10 @@ pub enum Obstacle {
     #[error("its memory is private, {} at {:#x}{}: it must be shared, so start QEMU with -object \
         memory-backend-memfd,id=m,size=SIZE,share=on -machine TYPE,memory-backend=m (SIZE as with -m), or set in \
         libvirt's domain <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>",
-        Size(.place.bytes), .place.address, Of(.name))]
+        Size(.location.bytes), .location.address, InBrackets(.name))]
     Private {
         /// Location of the largest private mapping.
-        place: Place,
+        location: MappingLocation,
         /// Name of its file, or empty.
         name: String,
     },
@@ -154,66 +154,66 @@ pub enum Obstacle {
     /// The memory's file is on a disk or in persistent memory.
     #[error("its memory, {} at {:#x}, is the file {name} of a file system that is not tmpfs: evicted pages \
         would be lost from the file, so put it into tmpfs (mem-path=/dev/shm/NAME), or use memory-backend-memfd",
-        Size(.place.bytes), .place.address)]
+        Size(.location.bytes), .location.address)]
     OnDisk {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
     },
     /// The memory is not known to be guest RAM, and other programs may use it.
     #[error("its memory, {} at {:#x} ({name}), is not among the guest's RAM in QEMU's command line (-machine \
         memory-backend, -numa memdev, pc-dimm, virtio-mem): other programs may map it (ivshmem), and would read zeros where \
-        pages are evicted", Size(.place.bytes), .place.address)]
+        pages are evicted", Size(.location.bytes), .location.address)]
     NotRam {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
     },
     /// The memory is in hugetlbfs.
     #[error("its memory, {} at {:#x} ({name}), is in huge pages of hugetlbfs, which cannot be evicted one by one: start \
         QEMU without hugetlb=on (memory-backend-memfd), mem-path on hugetlbfs, or libvirt's <hugepages/>; transparent \
-        huge pages can be used instead", Size(.place.bytes), .place.address)]
-    HugePages {
+        huge pages can be used instead", Size(.location.bytes), .location.address)]
+    Hugetlbfs {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
     },
     /// The process has mapped the same pages twice, and accesses through one mapping would not be reported.
-    #[error("its memory at {:#x} ({name}, {}) is mapped a second time at {again:#x} ({rights}), where accesses to it \
-        would not be detected: map each part of memory only once", .place.address, Size(.place.bytes))]
+    #[error("its memory at {:#x} ({name}, {}) is mapped a second time at {second_address:#x} ({permissions}), where accesses to it \
+        would not be detected: map each part of memory only once", .location.address, Size(.location.bytes))]
     MappedTwice {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
         /// Address of the other mapping.
-        again: u64,
+        second_address: u64,
         /// Permissions of the other mapping, as in `rw-s`.
-        rights: String,
+        permissions: String,
     },
     /// Another process has the memory mapped.
-    #[error("its memory at {:#x} ({name}, {}) is also mapped by process {pid} ({by}), which would read zeros where pages \
+    #[error("its memory at {:#x} ({name}, {}) is also mapped by process {pid} ({process_name}), which would read zeros where pages \
         are evicted: end that process (a vhost-user device, such as virtiofsd), and use a device within QEMU",
-        .place.address, Size(.place.bytes))]
+        .location.address, Size(.location.bytes))]
     MappedByOther {
         /// Location of the memory in the target.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
         /// The other process.
         pid: Pid,
         /// Name of the other process.
-        by: String,
+        process_name: String,
     },
     /// The memory's file cannot be opened.
     #[error("its memory at {:#x} ({name}, {}) cannot be opened: {error}: run as root, or let Larder's user write to the \
-        file", .place.address, Size(.place.bytes))]
+        file", .location.address, Size(.location.bytes))]
     NotOpened {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
         /// Error of open(2).
@@ -221,10 +221,10 @@ pub enum Obstacle {
     },
     /// The file ends within the mapping.
     #[error("its memory at {:#x} ({name}, {}) extends past the end of its file, which has {file_bytes} bytes: make the \
-        file as long as size= specifies", .place.address, Size(.place.bytes))]
+        file as long as size= specifies", .location.address, Size(.location.bytes))]
     PastEnd {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
         /// Length of the file, in bytes.
@@ -232,10 +232,10 @@ pub enum Obstacle {
     },
     /// A seal forbids removing pages from the memfd.
     #[error("its memory at {:#x} ({name}, {}) is sealed with {seals}, so that no page can be removed from it: start the \
-        process without that seal", .place.address, Size(.place.bytes))]
+        process without that seal", .location.address, Size(.location.bytes))]
     Sealed {
         /// Location of the memory.
-        place: Place,
+        location: MappingLocation,
         /// Name of the file.
         name: String,
         /// Names of the seals.
@@ -249,7 +249,7 @@ pub enum Obstacle {
         /// Target of the descriptor.
         path: String,
         /// Kind of the device.
-        device: Device,
+        device: DmaDevice,
     },
     /// An io_uring has registered buffers, and writes to their pages.
     #[error(
@@ -277,14 +277,14 @@ pub enum Obstacle {
         bytes: u64,
     },
     /// Another process traces a thread.
-    #[error("process {by_pid} ({by}) traces its thread {tid}: detach that (a debugger, strace) first")]
+    #[error("process {tracer_pid} ({tracer_name}) traces its thread {tid}: detach that (a debugger, strace) first")]
     Traced {
         /// The first traced thread.
         tid: Pid,
         /// Name of the tracer.
-        by: String,
+        tracer_name: String,
         /// PID of the tracer.
-        by_pid: i32,
+        tracer_pid: i32,
     },
     /// The process has a userfaultfd of its own, or of another pager.
     #[error(
@@ -299,13 +299,13 @@ pub enum Obstacle {
 
 impl Obstacle {
     /// Returns true if the mapping may have disappeared after the list of mappings was read.
-    pub(super) fn may_have_gone(&self) -> bool {
+    pub(super) fn may_have_vanished(&self) -> bool {
         matches!(self, Self::NotOpened { error, .. } if error.kind() == io::ErrorKind::NotFound)
     }
 
     /// Returns true if this obstacle concerns the successor of a pager, too. All others concern only a first attach:
     /// the successor finds the memory managed, and the guest waits for it. Memory that cannot be opened stops a
-    /// successor only if it was managed, which the state shows ([`crate::attach::Found::find`]).
+    /// successor only if it was managed, which the state shows ([`crate::attach::AttachCandidate::open`]).
     pub(super) fn forbids_successor(&self) -> bool {
         matches!(
             self,
@@ -319,19 +319,19 @@ impl Obstacle {
     }
 
     /// Returns the location of the memory that the obstacle concerns, if it concerns one.
-    pub fn place(&self) -> Option<Place> {
+    pub fn location(&self) -> Option<MappingLocation> {
         match self {
-            Self::Private { place, .. }
-            | Self::OnDisk { place, .. }
-            | Self::NotRam { place, .. }
-            | Self::HugePages { place, .. }
-            | Self::LargePagesOfMount { place, .. }
-            | Self::LargePagesInUse { place, .. }
-            | Self::MappedTwice { place, .. }
-            | Self::MappedByOther { place, .. }
-            | Self::NotOpened { place, .. }
-            | Self::PastEnd { place, .. }
-            | Self::Sealed { place, .. } => Some(*place),
+            Self::Private { location: place, .. }
+            | Self::OnDisk { location: place, .. }
+            | Self::NotRam { location: place, .. }
+            | Self::Hugetlbfs { location: place, .. }
+            | Self::HugePagesAllowedByMount { location: place, .. }
+            | Self::HugePagesInUse { location: place, .. }
+            | Self::MappedTwice { location: place, .. }
+            | Self::MappedByOther { location: place, .. }
+            | Self::NotOpened { location: place, .. }
+            | Self::PastEnd { location: place, .. }
+            | Self::Sealed { location: place, .. } => Some(*place),
             _ => None,
         }
     }
@@ -339,7 +339,7 @@ impl Obstacle {
 
 /// Device that accesses memory without page faults.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Device {
+pub enum DmaDevice {
     /// A device of the host that is assigned to the guest.
     Vfio,
     /// A vDPA network or block device of the host.
@@ -354,7 +354,7 @@ pub enum Device {
     GuestMemfd,
 }
 
-impl fmt::Display for Device {
+impl fmt::Display for DmaDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Vfio => {
@@ -388,9 +388,9 @@ impl fmt::Display for Size {
 }
 
 /// Formats the name of a file in brackets, or nothing if it is empty.
-struct Of<'a>(&'a str);
+struct InBrackets<'a>(&'a str);
 
-impl fmt::Display for Of<'_> {
+impl fmt::Display for InBrackets<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
             return Ok(());

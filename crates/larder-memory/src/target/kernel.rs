@@ -7,7 +7,7 @@ use std::ptr;
 
 use rustix::fs::SeekFrom;
 
-use super::{Memory, Obstacle};
+use super::{Obstacle, RamMapping};
 use crate::units::PAGE_BYTES;
 use crate::userfaultfd;
 
@@ -34,11 +34,11 @@ const PAGEMAP_SCAN: libc::c_ulong =
     (3 << 30 | size_of::<ScanArgument>() << 16 | (b'f' as usize) << 8 | 16) as libc::c_ulong;
 
 /// Returns missing features as obstacles, and missing optional features as warnings.
-pub(super) fn obstacles(cautions: &mut Vec<String>) -> Vec<Obstacle> {
+pub(super) fn obstacles(warnings: &mut Vec<String>) -> Vec<Obstacle> {
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = kernel.trim_end().to_owned();
     if !has_pagemap_scan() {
-        cautions.push(format!(
+        warnings.push(format!(
             "Linux {kernel} lacks PAGEMAP_SCAN (6.7 or later has it): writes to pages are not tracked, and \
              cold pages are found by evicting some"
         ));
@@ -49,8 +49,10 @@ pub(super) fn obstacles(cautions: &mut Vec<String>) -> Vec<Obstacle> {
     if page != PAGE_BYTES {
         found.push(Obstacle::PageSize { bytes: page });
     }
-    match userfaultfd::available() {
-        Ok(features) => found.extend(lacking(features).map(|missing| Obstacle::KernelLacks { kernel, missing })),
+    match userfaultfd::available_features() {
+        Ok(features) => {
+            found.extend(missing_features(features).map(|missing| Obstacle::KernelLacks { kernel, missing }))
+        }
         Err(error) => found.push(Obstacle::NoUserfaultfd { kernel, error }),
     }
     found.extend(large_pages());
@@ -65,29 +67,39 @@ fn large_pages() -> Option<Obstacle> {
     let mut files = vec![format!("{HUGE_PAGES}/shmem_enabled")];
     let sizes = fs::read_dir(HUGE_PAGES).into_iter().flatten().flatten();
     files.extend(sizes.map(|size| format!("{}/shmem_enabled", size.path().display())));
-    let mode = |path: &String| chosen(&fs::read_to_string(path).ok()?);
+    let mode = |path: &String| selected_mode(&fs::read_to_string(path).ok()?);
     let allowed = files.iter().find_map(|path| match mode(path)?.as_str() {
         // The setting of a page size may be `inherit`: then the first file applies.
         "never" | "deny" | "inherit" => None,
         mode => Some((path.clone(), mode.to_owned())),
     });
-    allowed.map(|(path, mode)| Obstacle::LargePages { path, mode })
+    allowed.map(|(path, mode)| Obstacle::HugePagesAllowed { path, mode })
 }
 
 /// Finds memory in huge pages, and memory in file systems that allow them.
-pub(super) fn large_pages_of(memories: &[Memory]) -> Vec<Obstacle> {
+pub(super) fn huge_page_obstacles(memories: &[RamMapping]) -> Vec<Obstacle> {
     let mut found = Vec::new();
     // This saves the scan if the host has no huge pages at all.
     let has_any = huge_bytes_of_host() != Some(0);
-    for Memory { place, name, file } in memories {
-        let (place, name) = (*place, name.clone());
-        if let Some((at, mode)) = mode_of_mount(place.device) {
-            found.push(Obstacle::LargePagesOfMount { place, name, at, mode });
+    for RamMapping {
+        location: place,
+        name,
+        file,
+    } in memories
+    {
+        let (location, name) = (*place, name.clone());
+        if let Some((at, mode)) = huge_mode_of_device(location.device) {
+            found.push(Obstacle::HugePagesAllowedByMount {
+                location,
+                name,
+                mount_point: at,
+                mode,
+            });
         } else if has_any {
-            match huge_bytes(file, place.offset, place.bytes) {
+            match huge_bytes(file, location.offset, location.bytes) {
                 Ok(0) => {}
-                Ok(bytes) => found.push(Obstacle::LargePagesInUse { place, name, bytes }),
-                Err(error) => found.push(Obstacle::NotOpened { place, name, error }),
+                Ok(bytes) => found.push(Obstacle::HugePagesInUse { location, name, bytes }),
+                Err(error) => found.push(Obstacle::NotOpened { location, name, error }),
             }
         }
     }
@@ -95,34 +107,34 @@ pub(super) fn large_pages_of(memories: &[Memory]) -> Vec<Obstacle> {
 }
 
 fn huge_bytes_of_host() -> Option<u64> {
-    kilobytes(&fs::read_to_string("/proc/meminfo").ok()?, "ShmemHugePages:")
+    bytes_of_key(&fs::read_to_string("/proc/meminfo").ok()?, "ShmemHugePages:")
 }
 
 /// Returns the number on the first line with this key, in bytes.
-fn kilobytes(text: &str, key: &str) -> Option<u64> {
+fn bytes_of_key(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
     let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
     Some(kib << 10)
 }
 
 /// Returns the mount point of the tmpfs with this device number and its `huge` option, if that allows huge pages.
-fn mode_of_mount(device: u64) -> Option<(String, String)> {
+fn huge_mode_of_device(device: u64) -> Option<(String, String)> {
     let numbers = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
     mode_of(&fs::read_to_string("/proc/self/mountinfo").ok()?, &numbers)
 }
 
 fn mode_of(mounts: &str, device: &str) -> Option<(String, String)> {
     mounts.lines().find_map(|line| {
-        let (of_mount, of_system) = line.split_once(" - ")?;
-        let mut of_mount = of_mount.split(' ').skip(2);
-        let (number, at) = (of_mount.next()?, of_mount.nth(1)?);
-        let mut options = of_system.split(' ').nth(2)?.split(',');
+        let (of_mount, fs_fields) = line.split_once(" - ")?;
+        let mut mount_fields = of_mount.split(' ').skip(2);
+        let (number, at) = (mount_fields.next()?, mount_fields.nth(1)?);
+        let mut options = fs_fields.split(' ').nth(2)?.split(',');
         let mode = options.find_map(|option| option.strip_prefix("huge="))?;
         (number == device && mode != "never").then(|| (at.to_owned(), mode.to_owned()))
     })
 }
 
-const HUGE_BYTES: u64 = 2 << 20;
+const HUGE_PAGE_BYTES: u64 = 2 << 20;
 /// Bytes that are mapped at a time. Their page tables use 2 MiB.
 const WINDOW_BYTES: u64 = 1 << 30;
 
@@ -131,39 +143,39 @@ const WINDOW_BYTES: u64 = 1 << 30;
 fn huge_bytes(file: &File, offset: u64, bytes: u64) -> io::Result<u64> {
     let end = offset + bytes;
     let mut found = 0;
-    let mut from = offset / HUGE_BYTES * HUGE_BYTES;
+    let mut from = offset / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     while from < end {
         let to = (from + WINDOW_BYTES).min(end);
-        found += Window::map(file, from, to - from)?.huge_bytes(file)?;
+        found += MappedWindow::map(file, from, to - from)?.huge_bytes(file)?;
         from = to;
     }
     Ok(found)
 }
 
 /// A part of a file, mapped at an address that is aligned for huge pages.
-struct Window {
-    /// The whole reserved range, which is `HUGE_BYTES` longer.
+struct MappedWindow {
+    /// The whole reserved range, which is `HUGE_PAGE_BYTES` longer.
     reserved: *mut libc::c_void,
     at: *mut libc::c_void,
     offset: u64,
     bytes: usize,
 }
 
-impl Window {
+impl MappedWindow {
     fn map(file: &File, offset: u64, bytes: u64) -> io::Result<Self> {
         let too_large = |_| io::Error::from(io::ErrorKind::OutOfMemory);
         let (from, bytes) = (
             i64::try_from(offset).map_err(too_large)?,
             usize::try_from(bytes).map_err(too_large)?,
         );
-        let all = bytes + HUGE_BYTES as usize;
+        let all = bytes + HUGE_PAGE_BYTES as usize;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping at an address that the kernel chooses.
         let reserved = unsafe { libc::mmap(ptr::null_mut(), all, libc::PROT_NONE, flags, -1, 0) };
         if reserved == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let at = reserved.map_addr(|address| address.next_multiple_of(HUGE_BYTES as usize));
+        let at = reserved.map_addr(|address| address.next_multiple_of(HUGE_PAGE_BYTES as usize));
         // From here on, dropping the window unmaps the range.
         let window = Self {
             reserved,
@@ -194,17 +206,17 @@ impl Window {
             self.map_resident(start - self.offset, from - self.offset)?;
         }
         let smaps = fs::read_to_string("/proc/self/smaps")?;
-        Ok(mapped_huge(&smaps, self.at.addr() as u64))
+        Ok(parse_huge_bytes(&smaps, self.at.addr() as u64))
     }
 }
 
-impl Window {
+impl MappedWindow {
     /// Maps the 2 MiB parts, from byte `start` to `end` of the window, whose pages are all resident, as those of a
     /// huge page are. Mapping other parts would read pages from the kernel's swap.
     fn map_resident(&self, start: u64, end: u64) -> io::Result<()> {
-        let mut resident = [0_u8; (HUGE_BYTES / PAGE_BYTES) as usize];
-        for part in (start / HUGE_BYTES * HUGE_BYTES..end).step_by(HUGE_BYTES as usize) {
-            let bytes = (self.bytes as u64 - part).min(HUGE_BYTES) as usize;
+        let mut resident = [0_u8; (HUGE_PAGE_BYTES / PAGE_BYTES) as usize];
+        for part in (start / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES..end).step_by(HUGE_PAGE_BYTES as usize) {
+            let bytes = (self.bytes as u64 - part).min(HUGE_PAGE_BYTES) as usize;
             let at = self.at.wrapping_byte_add(part as usize);
             // SAFETY: within the mapping; the kernel writes one byte for each page of it, which fit in the buffer.
             if unsafe { libc::mincore(at, bytes, resident.as_mut_ptr()) } < 0 {
@@ -220,15 +232,15 @@ impl Window {
     }
 }
 
-impl Drop for Window {
+impl Drop for MappedWindow {
     fn drop(&mut self) {
         // SAFETY: the range was mapped by this window, and nothing refers to it.
-        unsafe { libc::munmap(self.reserved, self.bytes + HUGE_BYTES as usize) };
+        unsafe { libc::munmap(self.reserved, self.bytes + HUGE_PAGE_BYTES as usize) };
     }
 }
 
 /// Returns the bytes of the mapping at `at` that are in huge pages (proc_pid_smaps(5)).
-fn mapped_huge(smaps: &str, at: u64) -> u64 {
+fn parse_huge_bytes(smaps: &str, at: u64) -> u64 {
     let start = format!("{at:x}-");
     let lines = smaps.lines().skip_while(|line| !line.starts_with(&start)).skip(1);
     // The first line of a mapping begins with its addresses, and each other line with a key and a colon.
@@ -236,18 +248,20 @@ fn mapped_huge(smaps: &str, at: u64) -> u64 {
     let lines: Vec<&str> = lines.collect();
     let text = lines.join("\n");
     let keys = ["ShmemPmdMapped:", "FilePmdMapped:"];
-    keys.iter().filter_map(|key| kilobytes(&text, key)).sum()
+    keys.iter().filter_map(|key| bytes_of_key(&text, key)).sum()
 }
 
 /// Returns the word in brackets.
-fn chosen(modes: &str) -> Option<String> {
+fn selected_mode(modes: &str) -> Option<String> {
     let (_, rest) = modes.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())
 }
 
 /// Returns the names of the required features that `features` lacks, if any.
-fn lacking(features: u64) -> Option<String> {
-    let missing = userfaultfd::NEEDED.iter().filter(|(bit, _)| features & bit == 0);
+fn missing_features(features: u64) -> Option<String> {
+    let missing = userfaultfd::REQUIRED_FEATURES
+        .iter()
+        .filter(|(bit, _)| features & bit == 0);
     let missing: Vec<&str> = missing.map(|(_, name)| *name).collect();
     (!missing.is_empty()).then(|| missing.join(", "))
 }
@@ -273,8 +287,8 @@ mod tests {
     #[test]
     fn selected_mode_is_in_brackets() {
         let modes = "always within_size [advise] never deny force\n";
-        assert_eq!(chosen(modes).as_deref(), Some("advise"));
-        assert_eq!(chosen("never"), None);
+        assert_eq!(selected_mode(modes).as_deref(), Some("advise"));
+        assert_eq!(selected_mode("never"), None);
     }
 
     #[test]
@@ -293,9 +307,9 @@ mod tests {
     fn huge_mappings_are_read_from_smaps() {
         let smaps = "7f00-8000 r--s 0 00:01 3 /memfd:m\nRss: 9 kB\nShmemPmdMapped:     2048 kB\nFilePmdMapped: 0 kB\n\
             9000-a000 r--s 0 00:01 3 /x\nShmemPmdMapped: 4096 kB\n";
-        assert_eq!(mapped_huge(smaps, 0x7f00), 2 << 20);
-        assert_eq!(mapped_huge(smaps, 0x9000), 4 << 20);
-        assert_eq!(mapped_huge(smaps, 0x1000), 0);
+        assert_eq!(parse_huge_bytes(smaps, 0x7f00), 2 << 20);
+        assert_eq!(parse_huge_bytes(smaps, 0x9000), 4 << 20);
+        assert_eq!(parse_huge_bytes(smaps, 0x1000), 0);
     }
 
     #[test]
@@ -312,10 +326,13 @@ mod tests {
 
     #[test]
     fn missing_features_are_named() {
-        let all = userfaultfd::NEEDED.iter().fold(0, |all, (bit, _)| all | bit);
-        assert_eq!(lacking(all | feature::POISON), None);
+        let all = userfaultfd::REQUIRED_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
+        assert_eq!(missing_features(all | feature::POISON), None);
         let without = all & !feature::THREAD_ID & !feature::WP_HUGETLBFS_SHMEM;
-        assert_eq!(lacking(without).as_deref(), Some("THREAD_ID, WP_HUGETLBFS_SHMEM"));
+        assert_eq!(
+            missing_features(without).as_deref(),
+            Some("THREAD_ID, WP_HUGETLBFS_SHMEM")
+        );
     }
 
     #[test]

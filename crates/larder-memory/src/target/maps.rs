@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use rustix::process::Pid;
 
-use super::Place;
+use super::MappingLocation;
 
 /// A mapping, or several that are adjacent both in the process and in their file.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -14,9 +14,9 @@ pub(super) struct Mapping {
     /// Address range.
     pub(super) range: Range<u64>,
     /// Address range of the first of the mappings, which is its name in map_files.
-    pub(super) first: Range<u64>,
+    pub(super) first_range: Range<u64>,
     /// Permissions, as in `rw-p`.
-    pub(super) rights: [u8; 4],
+    pub(super) permissions: [u8; 4],
     /// Offset in the file, in bytes.
     pub(super) offset: u64,
     /// Device number of the file, as in fstat(2).
@@ -34,7 +34,7 @@ impl Mapping {
         let text = |bytes| std::str::from_utf8(bytes).ok();
         let hex = |text| u64::from_str_radix(text, 16).ok();
         let (start, end) = text(word()?)?.split_once('-')?;
-        let rights = word()?.try_into().ok()?;
+        let permissions = word()?.try_into().ok()?;
         let offset = hex(text(word()?)?)?;
         let (major, minor) = text(word()?)?.split_once(':')?;
         let device = |text| u32::from_str_radix(text, 16).ok();
@@ -45,9 +45,9 @@ impl Mapping {
             return None;
         }
         Some(Self {
-            first: range.clone(),
+            first_range: range.clone(),
             range,
-            rights,
+            permissions,
             offset,
             device,
             inode,
@@ -60,8 +60,8 @@ impl Mapping {
         self.range.end - self.range.start
     }
 
-    pub(super) fn place(&self) -> Place {
-        Place {
+    pub(super) fn location(&self) -> MappingLocation {
+        MappingLocation {
             address: self.range.start,
             offset: self.offset,
             bytes: self.bytes(),
@@ -71,24 +71,24 @@ impl Mapping {
     }
 
     pub(super) fn is_writable(&self) -> bool {
-        self.rights.starts_with(b"rw")
+        self.permissions.starts_with(b"rw")
     }
 
     pub(super) fn is_shared(&self) -> bool {
-        self.rights[3] == b's'
+        self.permissions[3] == b's'
     }
 
-    /// Returns true if this mapping has any bytes of the file at `place`.
-    pub(super) fn has_of(&self, place: &Place) -> bool {
-        (self.device, self.inode) == (place.device, place.inode)
-            && self.offset < place.offset + place.bytes
-            && place.offset < self.offset + self.bytes()
+    /// Returns true if this mapping has any bytes of the file at `location`.
+    pub(super) fn overlaps(&self, location: &MappingLocation) -> bool {
+        (self.device, self.inode) == (location.device, location.inode)
+            && self.offset < location.offset + location.bytes
+            && location.offset < self.offset + self.bytes()
     }
 
     /// Returns true if the mapping may be private memory of a guest: not a heap, a stack, or code generated at run
     /// time (TCG).
     pub(super) fn may_be_private_memory(&self) -> bool {
-        self.rights == *b"rw-p" && self.path != b"[heap]" && self.path != b"[stack]"
+        self.permissions == *b"rw-p" && self.path != b"[heap]" && self.path != b"[stack]"
     }
 
     /// Returns the name of the file for messages; for a memfd, its name without a prefix.
@@ -106,15 +106,15 @@ impl Mapping {
     /// Extends this mapping by `next` if it is adjacent. The kernel splits a mapping when a part of it gets another
     /// flag (madvise(2)), which does not matter here.
     fn join(&mut self, next: &Self) -> bool {
-        let goes_on = self.range.end == next.range.start
-            && (self.rights, self.device, self.inode) == (next.rights, next.device, next.inode)
+        let is_adjacent = self.range.end == next.range.start
+            && (self.permissions, self.device, self.inode) == (next.permissions, next.device, next.inode)
             && self.path == next.path
             && self.inode != 0
             && self.offset + self.bytes() == next.offset;
-        if goes_on {
+        if is_adjacent {
             self.range.end = next.range.end;
         }
-        goes_on
+        is_adjacent
     }
 }
 
@@ -148,7 +148,7 @@ mod tests {
             "{:08x}-{:08x} {} {:08x} {major:02x}:{minor:02x} {} ",
             mapping.range.start,
             mapping.range.end,
-            std::str::from_utf8(&mapping.rights).unwrap(),
+            std::str::from_utf8(&mapping.permissions).unwrap(),
             mapping.offset,
             mapping.inode
         )
@@ -172,9 +172,9 @@ mod tests {
                 name.insert(0, b'/');
             }
             Mapping {
-                first: range.clone(),
+                first_range: range.clone(),
                 range,
-                rights: [b'r', if write { b'w' } else { b'-' }, b'-', if shared { b's' } else { b'p' }],
+                permissions: [b'r', if write { b'w' } else { b'-' }, b'-', if shared { b's' } else { b'p' }],
                 offset: offset << 12,
                 device: rustix::fs::makedev(major, minor),
                 inode,
@@ -198,7 +198,7 @@ mod tests {
             text.splice(at..at, bytes);
             for mapping in parse(&text) {
                 mapping.name();
-                mapping.place();
+                mapping.location();
                 prop_assert!(mapping.bytes() > 0);
             }
         }
@@ -212,8 +212,8 @@ mod tests {
             right.offset += at << 12;
             let found = parse(&[line(&left), line(&right)].join(&b'\n'));
             prop_assert_eq!(found.len(), 1);
-            prop_assert_eq!(found[0].place(), mapping.place());
-            prop_assert_eq!(&found[0].first, &left.range);
+            prop_assert_eq!(found[0].location(), mapping.location());
+            prop_assert_eq!(&found[0].first_range, &left.range);
         }
     }
 

@@ -3,18 +3,18 @@
 //! In post-copy, QEMU registers all of its RAM with a userfaultfd of its own (QEMU,
 //! docs/devel/migration/postcopy.rst). The kernel refuses that with `EBUSY` if a pager has registered the same
 //! memory, at a time when neither QEMU has a complete VM. So the receiver claims the faults of the memory first, and
-//! a pager does the same before it registers memory ([`larder_export::view::claim_faults`]). The second of the two is
-//! refused.
+//! a pager does the same before it registers memory ([`larder_export::external_mapping::claim_faults`]). The second of
+//! the two is refused.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
 
-use larder_export::view::claim_faults;
+use larder_export::external_mapping::claim_faults;
 use rustix::process::Pid;
 
-use super::files::Opened;
-use super::{Mapping, Options, TargetError, read_descriptors, read_maps, wanted};
+use super::files::ClassifiedMappings;
+use super::{InspectOptions, Mapping, TargetError, candidate_mappings, read_descriptors, read_maps};
 
 /// Claim to the faults of a process's memory. Dropping it releases the memory.
 #[derive(Debug)]
@@ -43,14 +43,14 @@ pub enum FaultClaimError {
 /// # Errors
 /// See [`FaultClaimError`]. Nothing is claimed then.
 pub fn claim_faults_for_postcopy(pid: Pid) -> Result<FaultClaim, FaultClaimError> {
-    let options = Options::default();
+    let options = InspectOptions::default();
     let mappings = read_maps(pid)?;
-    let wanted: Vec<&Mapping> = wanted(&mappings, &options);
-    let opened = Opened::of(pid, &wanted, &mappings, &read_descriptors(pid)?, None);
+    let candidates: Vec<&Mapping> = candidate_mappings(&mappings, &options);
+    let opened = ClassifiedMappings::classify(pid, &candidates, &mappings, &read_descriptors(pid)?, None);
     // A file that is mapped twice is claimed once, because each mapping has an open file description of its own here.
     let mut memories = opened.memories;
-    memories.sort_by_key(|memory| (memory.place.device, memory.place.inode));
-    memories.dedup_by_key(|memory| (memory.place.device, memory.place.inode));
+    memories.sort_by_key(|memory| (memory.location.device, memory.location.inode));
+    memories.dedup_by_key(|memory| (memory.location.device, memory.location.inode));
     let files: Vec<File> = memories.into_iter().map(|memory| memory.file).collect();
     for file in &files {
         let claimed = claim_faults(file.as_fd()).map_err(|source| FaultClaimError::Lock { pid, source })?;

@@ -12,25 +12,29 @@ use super::{Obstacle, TargetError, printable};
 
 /// A process, identified even if its PID is reused.
 #[derive(Debug)]
-pub(super) struct Process {
+pub(super) struct TargetProcess {
     pub(super) pid: Pid,
     pub(super) pidfd: OwnedFd,
     /// Start time, in clock ticks after the host's boot (field 22 of /proc/PID/stat).
-    pub(super) started: u64,
+    pub(super) start_time: u64,
 }
 
-impl Process {
+impl TargetProcess {
     pub(super) fn open(pid: Pid) -> Result<Self, TargetError> {
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| match error {
             // INVAL and NOENT: the number is that of a thread, not of a process.
             Errno::SRCH | Errno::INVAL | Errno::NOENT => TargetError::NoSuchProcess { pid },
             error => failed(pid, "open a pidfd of it", error.into()),
         })?;
-        let Stat { state, flags, started } = match stat(pid) {
+        let Stat {
+            state,
+            flags,
+            start_time: started,
+        } = match stat(pid) {
             Ok(stat) => stat,
             Err(error) if error.kind() == io::ErrorKind::NotFound && !has_ended(pid, &pidfd)? => {
                 let tried = "see it in /proc (which is mounted with hidepid)";
-                return Err(TargetError::NoRights { pid, tried });
+                return Err(TargetError::PermissionDenied { pid, tried });
             }
             Err(error) => return Err(failed(pid, "read its stat", error)),
         };
@@ -41,23 +45,27 @@ impl Process {
         if matches!(state, b'Z' | b'X') {
             return Err(TargetError::Ended { pid });
         }
-        Ok(Self { pid, pidfd, started })
+        Ok(Self {
+            pid,
+            pidfd,
+            start_time: started,
+        })
     }
 
     /// Checks that everything read by the PID since [`Self::open`] belongs to this process.
     pub(super) fn check(&self) -> Result<(), TargetError> {
         let pid = self.pid;
         let ended = has_ended(pid, &self.pidfd)?;
-        match !ended && is_alive(pid, self.started) {
+        match !ended && is_alive(pid, self.start_time) {
             true => Ok(()),
             false => Err(TargetError::Ended { pid }),
         }
     }
 }
 
-/// Returns true if process `pid` is alive and was started at `started` ([`super::Target::started`]).
-pub fn is_alive(pid: Pid, started: u64) -> bool {
-    stat(pid).is_ok_and(|stat| stat.started == started && !matches!(stat.state, b'Z' | b'X'))
+/// Returns true if process `pid` is alive and was started at `start_time` ([`super::Target::start_time`]).
+pub fn is_alive(pid: Pid, start_time: u64) -> bool {
+    stat(pid).is_ok_and(|stat| stat.start_time == start_time && !matches!(stat.state, b'Z' | b'X'))
 }
 
 fn has_ended(pid: Pid, pidfd: &OwnedFd) -> Result<bool, TargetError> {
@@ -68,15 +76,15 @@ fn has_ended(pid: Pid, pidfd: &OwnedFd) -> Result<bool, TargetError> {
 }
 
 /// Returns true if this error, of reading a process's files in /proc, means that the process has ended.
-pub(super) fn has_gone(error: &io::Error) -> bool {
+pub(super) fn is_exit_error(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
 
 /// Converts an error of reading /proc files of `pid`. `tried` completes "no right to ..." or "could not ...".
 pub(super) fn failed(pid: Pid, tried: &'static str, error: io::Error) -> TargetError {
     match error.raw_os_error() {
-        _ if has_gone(&error) => TargetError::Ended { pid },
-        Some(libc::EACCES | libc::EPERM) => TargetError::NoRights { pid, tried },
+        _ if is_exit_error(&error) => TargetError::Ended { pid },
+        Some(libc::EACCES | libc::EPERM) => TargetError::PermissionDenied { pid, tried },
         _ => TargetError::Unreadable { pid, tried, error },
     }
 }
@@ -89,7 +97,7 @@ const PF_KTHREAD: u64 = 0x0020_0000;
 struct Stat {
     state: u8,
     flags: u64,
-    started: u64,
+    start_time: u64,
 }
 
 fn stat(pid: Pid) -> io::Result<Stat> {
@@ -104,7 +112,11 @@ fn parse_stat(stat: &[u8]) -> Option<Stat> {
     let state = *fields.next()?.as_bytes().first()?;
     let flags = fields.nth(9 - 4)?.parse().ok()?;
     let started = fields.nth(22 - 10)?.parse().ok()?;
-    Some(Stat { state, flags, started })
+    Some(Stat {
+        state,
+        flags,
+        start_time: started,
+    })
 }
 
 /// Returns the name of process or thread `pid`, or an empty string if it has ended.
@@ -155,13 +167,13 @@ impl Status {
 
 /// Returns the obstacles that concern the process as a whole. Locked memory of less than `bytes_min` is a warning,
 /// since libraries lock a few pages for keys.
-pub(super) fn obstacles(pid: Pid, bytes_min: u64, cautions: &mut Vec<String>) -> Result<Vec<Obstacle>, TargetError> {
+pub(super) fn obstacles(pid: Pid, bytes_min: u64, warnings: &mut Vec<String>) -> Result<Vec<Obstacle>, TargetError> {
     let status = fs::read(format!("/proc/{pid}/status")).map_err(|error| failed(pid, "read its status", error))?;
     let status = Status::parse(&status);
     let mut found: Vec<Obstacle> = traced(pid).into_iter().collect();
     match status.locked_bytes {
         0 => {}
-        bytes if bytes < bytes_min => cautions.push(format!(
+        bytes if bytes < bytes_min => warnings.push(format!(
             "{bytes} bytes of the process are locked in memory (VmLck), too little to be a guest's memory: guest pages \
              among them are evicted like all others"
         )),
@@ -186,7 +198,11 @@ fn traced(pid: Pid) -> Option<Obstacle> {
         let by_pid = fs::read(format!("/proc/{tracer}/status")).map_or(0, |text| Status::parse(&text).process);
         let by_pid = if by_pid == 0 { status.tracer } else { by_pid };
         let by = name(by_pid);
-        Some(Obstacle::Traced { tid, by, by_pid })
+        Some(Obstacle::Traced {
+            tid,
+            tracer_name: by,
+            tracer_pid: by_pid,
+        })
     })
 }
 
@@ -201,7 +217,7 @@ mod tests {
         let expected = Stat {
             state: b'R',
             flags: 9,
-            started: 22,
+            start_time: 22,
         };
         assert_eq!(parse_stat(&stat), Some(expected));
         assert_eq!(parse_stat(b"1234 (a) R 4 5"), None);

@@ -35,19 +35,21 @@ pub enum QmpError {
         "{path}: no process listens on it ({unreadable} processes could not be inspected, which requires root or \
         CAP_SYS_PTRACE): has QEMU ended, or does it connect instead (server=on is missing)?"
     )]
-    NobodyListens {
+    NoListener {
         /// The path, as given.
         path: PathBuf,
         /// Number of processes that could not be inspected.
         unreadable: usize,
     },
     /// Several processes hold the socket, and not exactly one of them is QEMU.
-    #[error("{path}: several processes hold the listening socket: {holders}: give the one that runs the VM with --pid")]
-    SeveralListen {
+    #[error(
+        "{path}: several processes hold the listening socket: {listeners}: give the one that runs the VM with --pid"
+    )]
+    SeveralListeners {
         /// The path, as given.
         path: PathBuf,
         /// PIDs and names.
-        holders: String,
+        listeners: String,
     },
 }
 
@@ -64,16 +66,16 @@ pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
         return Err(QmpError::NoSocket { path: path.into() });
     }
-    let ours = fs::read("/proc/self/net/unix")
-        .map(|table| listening(&table))
+    let own_sockets = fs::read("/proc/self/net/unix")
+        .map(|table| parse_listening(&table))
         .unwrap_or_default();
-    let mut holders = Vec::new();
+    let mut listeners = Vec::new();
     let mut unreadable = 0;
     for pid in process::all() {
         match Descriptors::read(pid) {
             Ok(descriptors) => {
-                if holds(pid, &descriptors, &ours, &stat) {
-                    holders.push(pid);
+                if has_listener(pid, &descriptors, &own_sockets, &stat) {
+                    listeners.push(pid);
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => unreadable += 1,
@@ -81,66 +83,69 @@ pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
             Err(_) => {}
         }
     }
-    let qemus: Vec<Pid> = holders.iter().copied().filter(|pid| is_qemu(*pid)).collect();
-    match (&holders[..], &qemus[..]) {
+    let qemus: Vec<Pid> = listeners.iter().copied().filter(|pid| is_qemu(*pid)).collect();
+    match (&listeners[..], &qemus[..]) {
         ([only], _) | (_, [only]) => Ok(*only),
-        ([], _) => Err(QmpError::NobodyListens {
+        ([], _) => Err(QmpError::NoListener {
             path: path.into(),
             unreadable,
         }),
         _ => {
-            let names = holders
+            let names = listeners
                 .iter()
                 .map(|pid| format!("{pid} ({})", process::name(pid.as_raw_pid())));
-            Err(QmpError::SeveralListen {
+            Err(QmpError::SeveralListeners {
                 path: path.into(),
-                holders: names.collect::<Vec<_>>().join(", "),
+                listeners: names.collect::<Vec<_>>().join(", "),
             })
         }
     }
 }
 
-/// Returns true if `pid` has a socket that listens at the file of `wanted`. `ours` are the sockets of this network
-/// namespace.
-fn holds(pid: Pid, descriptors: &Descriptors, ours: &BTreeMap<u64, Vec<u8>>, wanted: &Stat) -> bool {
+/// Returns true if `pid` has a socket that listens at the file of `socket_stat`. `own_sockets` are the sockets of this
+/// network namespace.
+fn has_listener(pid: Pid, descriptors: &Descriptors, own_sockets: &BTreeMap<u64, Vec<u8>>, socket_stat: &Stat) -> bool {
     let sockets: Vec<u64> = descriptors
         .all
         .iter()
-        .filter_map(|descriptor| socket(&descriptor.path))
+        .filter_map(|descriptor| socket_inode(&descriptor.path))
         .collect();
-    if sockets
-        .iter()
-        .any(|inode| ours.get(inode).is_some_and(|at| leads_to(pid, at, wanted)))
-    {
+    if sockets.iter().any(|inode| {
+        own_sockets
+            .get(inode)
+            .is_some_and(|at| resolves_to(pid, at, socket_stat))
+    }) {
         return true;
     }
     // Sockets of another network namespace are only in the table of that namespace.
     if sockets.is_empty() || !is_qemu(pid) {
         return false;
     }
-    let theirs = fs::read(format!("/proc/{pid}/net/unix"))
-        .map(|table| listening(&table))
+    let process_sockets = fs::read(format!("/proc/{pid}/net/unix"))
+        .map(|table| parse_listening(&table))
         .unwrap_or_default();
-    sockets
-        .iter()
-        .any(|inode| theirs.get(inode).is_some_and(|at| leads_to(pid, at, wanted)))
+    sockets.iter().any(|inode| {
+        process_sockets
+            .get(inode)
+            .is_some_and(|at| resolves_to(pid, at, socket_stat))
+    })
 }
 
-/// Returns true if `at`, to which a socket of `pid` was bound, is the file of `wanted`. The path is resolved as that
-/// process sees it (it may have its own directory or mount namespace), and as this process does.
-fn leads_to(pid: Pid, at: &[u8], wanted: &Stat) -> bool {
+/// Returns true if `at`, to which a socket of `pid` was bound, is the file of `socket_stat`. The path is resolved as
+/// that process sees it (it may have its own directory or mount namespace), and as this process does.
+fn resolves_to(pid: Pid, at: &[u8], socket_stat: &Stat) -> bool {
     let at = OsStr::from_bytes(at);
-    let seen = match Path::new(at).strip_prefix("/") {
+    let candidates = match Path::new(at).strip_prefix("/") {
         Ok(below_root) => [Path::new(&format!("/proc/{pid}/root")).join(below_root), at.into()],
         Err(_) => [Path::new(&format!("/proc/{pid}/cwd")).join(at), at.into()],
     };
-    seen.iter().any(|path| {
-        rustix::fs::stat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (wanted.st_dev, wanted.st_ino))
+    candidates.iter().any(|path| {
+        rustix::fs::stat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (socket_stat.st_dev, socket_stat.st_ino))
     })
 }
 
 /// Returns the inode number of the socket that a descriptor refers to.
-fn socket(path: &[u8]) -> Option<u64> {
+fn socket_inode(path: &[u8]) -> Option<u64> {
     let number = path.strip_prefix(b"socket:[")?.strip_suffix(b"]")?;
     std::str::from_utf8(number).ok()?.parse().ok()
 }
@@ -156,7 +161,7 @@ fn is_qemu(pid: Pid) -> bool {
 
 /// Parses `/proc/net/unix`, and returns the listening sockets with their paths (unix(7), proc_pid_net(5)). Skips
 /// sockets without a path.
-pub(super) fn listening(table: &[u8]) -> BTreeMap<u64, Vec<u8>> {
+pub(super) fn parse_listening(table: &[u8]) -> BTreeMap<u64, Vec<u8>> {
     /// `__SO_ACCEPTCON` of linux/net.h.
     const LISTENS: u64 = 1 << 16;
     let lines = table.split(|byte| *byte == b'\n').skip(1);
@@ -192,7 +197,7 @@ mod tests {
             0000000037a4050c: 00000003 00000000 00000000 0001 03   575 /tmp/a b.sock\n\
             0000000037a4050d: 00000002 00000000 00010000 0001 01     7 @hidden\n\
             nonsense\n";
-        let found = listening(table);
+        let found = parse_listening(table);
         assert_eq!(found.get(&499203).unwrap(), b"/tmp/a b \xff.sock");
         assert_eq!(found.keys().copied().collect::<Vec<_>>(), [7, 499203]);
     }

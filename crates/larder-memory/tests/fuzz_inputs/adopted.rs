@@ -7,12 +7,12 @@ use std::time::Instant;
 
 use larder_codec::PAGE;
 use larder_memory::entry::Tier;
-use larder_memory::log::SEGMENT;
 use larder_memory::pager::Pager;
+use larder_memory::segment_log::SEGMENT_BYTES;
 use larder_memory::shared::SharedMemory;
-use larder_memory::state::State;
+use larder_memory::state::PagerState;
 use larder_memory::units::{PageIndex, PageRun};
-use larder_memory::worker::Hands;
+use larder_memory::worker::WorkerState;
 
 use super::Input;
 use super::guest::{AtOnce, Disk, Guest};
@@ -22,7 +22,7 @@ use super::stored::{fault, options};
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let there = u32::from(input.byte()) % 8;
-    let Ok(state) = State::open(memory(&mut input), 1) else {
+    let Ok(state) = PagerState::open(memory(&mut input), 1) else {
         return;
     };
     let regions = state.regions();
@@ -35,10 +35,10 @@ pub fn run(data: &[u8]) {
     for run in &present {
         larder_memory::guest::GuestMemory::fill(&guest, run.first, &[7; PAGE], false);
     }
-    let compressed = Arc::new(SharedMemory::create(c"fuzz-compressed", 2 * SEGMENT).expect("memory"));
+    let compressed = Arc::new(SharedMemory::create(c"fuzz-compressed", 2 * SEGMENT_BYTES).expect("memory"));
     let state = Arc::new(state);
-    let hands = Hands::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
-    let disk = Disk::new(Rc::new(RefCell::new(vec![0x5a; 2 * SEGMENT])));
+    let hands = WorkerState::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
+    let disk = Disk::new(Rc::new(RefCell::new(vec![0x5a; 2 * SEGMENT_BYTES])));
     let mut pager = Pager::new(
         guest.clone(),
         AtOnce::new(hands),
@@ -48,7 +48,7 @@ pub fn run(data: &[u8]) {
         &present,
         options(),
     );
-    for region in regions.iter().filter(|region| !region.is_gone()) {
+    for region in regions.iter().filter(|region| !region.is_unmapped()) {
         for page in 0..region.pages.min(CAPACITY) {
             guest.tell(fault(region.address + u64::from(page) * PAGE as u64, page % 3 == 0));
         }

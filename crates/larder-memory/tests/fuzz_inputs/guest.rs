@@ -10,12 +10,12 @@ use std::task::Waker;
 use larder_block::AlignedBuf;
 use larder_codec::PAGE;
 use larder_memory::guest::{Backing, GuestMemory};
-use larder_memory::log::{SEGMENT, SegmentIndex};
+use larder_memory::segment_log::{SEGMENT_BYTES, SegmentIndex};
 use larder_memory::state::Region;
-use larder_memory::store::{Finished, Store, Ticket};
+use larder_memory::store::{ReadId, SegmentStore, StoreCompletion};
 use larder_memory::units::{PageIndex, PageRun};
-use larder_memory::userfaultfd::{Filled, RawMessage};
-use larder_memory::worker::{Done, Hands, Job, Worker};
+use larder_memory::userfaultfd::{FillResult, RawUffdMessage};
+use larder_memory::worker::{Job, Worker, WorkerResult, WorkerState};
 
 #[derive(Clone, PartialEq)]
 pub enum Page {
@@ -29,7 +29,7 @@ pub struct Guest(Arc<Mutex<Inner>>);
 
 struct Inner {
     pages: Vec<Page>,
-    messages: VecDeque<RawMessage>,
+    messages: VecDeque<RawUffdMessage>,
 }
 
 impl Guest {
@@ -49,23 +49,23 @@ impl Guest {
     }
 
     pub fn tell(&self, message: [u8; 32]) {
-        self.inner().messages.push_back(RawMessage::from_bytes(message));
+        self.inner().messages.push_back(RawUffdMessage::from_bytes(message));
     }
 
-    fn put(&self, page: PageIndex, content: &[u8; PAGE]) -> Filled {
+    fn put(&self, page: PageIndex, content: &[u8; PAGE]) -> FillResult {
         match self.inner().pages.get_mut(page.as_usize()) {
             Some(place @ Page::Missing) => {
                 *place = Page::There(Box::new(*content));
-                Filled::Done
+                FillResult::Done
             }
-            Some(_) => Filled::Present,
-            None => Filled::Gone,
+            Some(_) => FillResult::AlreadyPresent,
+            None => FillResult::Unmapped,
         }
     }
 }
 
 impl GuestMemory for Guest {
-    fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
+    fn receive(&self, buffer: &mut [RawUffdMessage]) -> io::Result<usize> {
         let mut inner = self.inner();
         let count = inner.messages.len().min(buffer.len());
         for (into, message) in buffer.iter_mut().zip(inner.messages.drain(..count)) {
@@ -74,29 +74,29 @@ impl GuestMemory for Guest {
         Ok(count)
     }
 
-    fn fill(&self, first: PageIndex, content: &[u8], _protect: bool) -> (usize, Filled) {
+    fn fill(&self, first: PageIndex, content: &[u8], _protect: bool) -> (usize, FillResult) {
         let (pages, _) = content.as_chunks::<PAGE>();
         for (index, content) in pages.iter().enumerate() {
             match self.put(first.plus(index as u32), content) {
-                Filled::Done => {}
+                FillResult::Done => {}
                 other => return (index, other),
             }
         }
-        (pages.len(), Filled::Done)
+        (pages.len(), FillResult::Done)
     }
 
-    fn fill_zero(&self, page: PageIndex) -> Filled {
+    fn fill_zero(&self, page: PageIndex) -> FillResult {
         self.put(page, &[0; PAGE])
     }
 
-    fn poison(&self, page: PageIndex) -> Filled {
+    fn poison(&self, page: PageIndex) -> FillResult {
         match self.inner().pages.get_mut(page.as_usize()) {
             Some(place @ Page::Missing) => {
                 *place = Page::Poisoned;
-                Filled::Done
+                FillResult::Done
             }
-            Some(_) => Filled::Present,
-            None => Filled::Gone,
+            Some(_) => FillResult::AlreadyPresent,
+            None => FillResult::Unmapped,
         }
     }
 
@@ -112,7 +112,7 @@ impl GuestMemory for Guest {
 
     fn wake(&self, _run: PageRun) {}
 
-    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+    fn visit_resident(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
         let there: Vec<PageIndex> = {
             let inner = self.inner();
             let is_there = |page: &PageIndex| matches!(inner.pages.get(page.as_usize()), Some(Page::There(_)));
@@ -126,11 +126,11 @@ impl GuestMemory for Guest {
         Backing::read(self, PageRun::one(page), into)
     }
 
-    fn take_out(&self, run: PageRun) -> io::Result<()> {
+    fn remove_pages(&self, run: PageRun) -> io::Result<()> {
         self.punch(run)
     }
 
-    fn forget(&self, _region: &Region) {}
+    fn drop_region(&self, _region: &Region) {}
 }
 
 impl Backing for Guest {
@@ -154,19 +154,19 @@ impl Backing for Guest {
         Ok(())
     }
 
-    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
-        GuestMemory::present(self, run, found)
+    fn visit_resident(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+        GuestMemory::visit_resident(self, run, found)
     }
 }
 
 /// Worker that does every job immediately.
 pub struct AtOnce {
-    hands: RefCell<Hands>,
-    done: RefCell<VecDeque<Done>>,
+    hands: RefCell<WorkerState>,
+    done: RefCell<VecDeque<WorkerResult>>,
 }
 
 impl AtOnce {
-    pub fn new(hands: Hands) -> Self {
+    pub fn new(hands: WorkerState) -> Self {
         Self {
             hands: RefCell::new(hands),
             done: RefCell::default(),
@@ -175,12 +175,12 @@ impl AtOnce {
 }
 
 impl Worker for AtOnce {
-    fn give(&self, job: Job) {
-        let done = self.hands.borrow_mut().work(job);
+    fn submit(&self, job: Job) {
+        let done = self.hands.borrow_mut().run_job(job);
         self.done.borrow_mut().push_back(done);
     }
 
-    fn take(&self, _waker: Option<&Waker>) -> Option<Done> {
+    fn next_result(&self, _waker: Option<&Waker>) -> Option<WorkerResult> {
         self.done.borrow_mut().pop_front()
     }
 }
@@ -188,7 +188,7 @@ impl Worker for AtOnce {
 /// A disk in memory.
 pub struct Disk {
     pub bytes: Rc<RefCell<Vec<u8>>>,
-    finished: RefCell<VecDeque<Finished>>,
+    finished: RefCell<VecDeque<StoreCompletion>>,
 }
 
 impl Disk {
@@ -200,13 +200,13 @@ impl Disk {
     }
 }
 
-impl Store for Disk {
+impl SegmentStore for Disk {
     fn name(&self) -> &str {
         "a disk"
     }
 
     fn segments(&self) -> u32 {
-        (self.bytes.borrow().len() / SEGMENT) as u32
+        (self.bytes.borrow().len() / SEGMENT_BYTES) as u32
     }
 
     fn block_bytes(&self) -> usize {
@@ -215,25 +215,25 @@ impl Store for Disk {
 
     fn write(&self, segment: SegmentIndex, bytes: AlignedBuf) {
         let at = segment.start() as usize;
-        self.bytes.borrow_mut()[at..at + SEGMENT].copy_from_slice(&bytes);
-        self.finished.borrow_mut().push_back(Finished::Written {
+        self.bytes.borrow_mut()[at..at + SEGMENT_BYTES].copy_from_slice(&bytes);
+        self.finished.borrow_mut().push_back(StoreCompletion::Written {
             segment,
             bytes,
             failed: None,
         });
     }
 
-    fn read(&self, start: u64, len: usize, mut bytes: AlignedBuf, ticket: Ticket) {
+    fn read(&self, start: u64, len: usize, mut bytes: AlignedBuf, ticket: ReadId) {
         let at = start as usize;
         bytes[..len].copy_from_slice(&self.bytes.borrow()[at..at + len]);
-        self.finished.borrow_mut().push_back(Finished::Read {
-            ticket,
+        self.finished.borrow_mut().push_back(StoreCompletion::Read {
+            read_id: ticket,
             bytes,
             failed: None,
         });
     }
 
-    fn take(&self) -> Option<Finished> {
+    fn next_completion(&self) -> Option<StoreCompletion> {
         self.finished.borrow_mut().pop_front()
     }
 }

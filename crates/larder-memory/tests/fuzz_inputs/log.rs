@@ -1,8 +1,8 @@
 //! Segments, entries and encoded pages of arbitrary bytes.
 
 use larder_codec::{Codec, Decoder, PAGE};
-use larder_memory::entry::{Location, Word};
-use larder_memory::log::{SEGMENT_HEADER, SegmentIndex, Segments, data_at, object_at, objects_from};
+use larder_memory::entry::{CopyLocation, EntryWord};
+use larder_memory::segment_log::{SEGMENT_HEADER_BYTES, SegmentIndex, SegmentTable, data_at, object_at, objects_from};
 
 use super::Input;
 
@@ -12,7 +12,7 @@ pub fn run(data: &[u8]) {
     let segment = SegmentIndex::new(u32::from(input.word()));
     let at = usize::from(input.word());
     segments(input.0, segment, at);
-    segments(input.0, segment, SEGMENT_HEADER);
+    segments(input.0, segment, SEGMENT_HEADER_BYTES);
     decoders(input.0);
     entries(input);
 }
@@ -20,7 +20,7 @@ pub fn run(data: &[u8]) {
 fn segments(bytes: &[u8], segment: SegmentIndex, at: usize) {
     let mut end = segment.start();
     for object in objects_from(bytes, segment.start(), at) {
-        let place = object.stored.place;
+        let place = object.stored.offset;
         let (from, to) = (data_at(place), data_at(place) + u64::from(object.stored.len));
         assert!(
             place.bytes() >= end,
@@ -49,22 +49,22 @@ fn decoders(bytes: &[u8]) {
 }
 
 fn entries(mut input: Input<'_>) {
-    let mut log = Segments::new(8);
+    let mut log = SegmentTable::new(8);
     let mut found = Vec::new();
     while !input.is_empty() {
-        let word = Word(input.long());
+        let word = EntryWord(input.long());
         let Some(location) = word.decode() else { continue };
-        assert_eq!(Word::of(location).decode(), Some(location));
-        if let Location::In { stored, .. } = location {
-            let index = SegmentIndex::of(stored.place);
-            let was_found = log.found(stored);
+        assert_eq!(EntryWord::encode(location).decode(), Some(location));
+        if let CopyLocation::InTier { object: stored, .. } = location {
+            let index = SegmentIndex::containing(stored.offset);
+            let was_found = log.adopt(stored);
             assert!(!was_found || index.get() < log.count());
             found.extend(was_found.then_some(stored));
         }
     }
     assert!(log.used() <= log.count());
     for stored in found {
-        log.remove(stored);
+        log.remove_live(stored);
     }
     assert_eq!((log.live_bytes(), log.used()), (0, 0));
 }

@@ -2,7 +2,7 @@
 
 use larder_memory::entry::Tier;
 use larder_memory::shared::SharedMemory;
-use larder_memory::state::State;
+use larder_memory::state::PagerState;
 use larder_memory::units::PageIndex;
 use std::sync::atomic::Ordering;
 
@@ -63,7 +63,7 @@ pub fn memory(input: &mut Input<'_>) -> SharedMemory {
 /// Opens the state, and reads all of it.
 pub fn run(data: &[u8]) {
     let memory = memory(&mut Input(data));
-    let state = match State::open(memory, 1) {
+    let state = match PagerState::open(memory, 1) {
         Ok(state) => state,
         Err(error) => {
             assert!(!error.to_string().is_empty());
@@ -85,6 +85,6 @@ pub fn run(data: &[u8]) {
         let _ = state.swap(tier);
     }
     for page in (0..state.capacity()).map(PageIndex::new) {
-        let _ = (state.word(page).decode(), state.proof(page));
+        let _ = (state.word(page).decode(), state.eviction_record(page));
     }
 }

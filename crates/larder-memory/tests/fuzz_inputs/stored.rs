@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use larder_codec::{Codec, Encoder, PAGE};
-use larder_memory::entry::{Encoding, Location, Proof, Stored, Tier, Word, checksum};
-use larder_memory::log::{Appender, SEGMENT, SegmentIndex};
-use larder_memory::pager::{Options, Pager};
+use larder_memory::entry::{CopyLocation, EntryWord, EvictionRecord, PageEncoding, StoredObject, Tier, checksum};
+use larder_memory::pager::{Pager, PagerOptions};
+use larder_memory::segment_log::{Appender, SEGMENT_BYTES, SegmentIndex};
 use larder_memory::shared::SharedMemory;
-use larder_memory::state::{Region, State};
+use larder_memory::state::{PagerState, Region};
 use larder_memory::units::PageIndex;
-use larder_memory::worker::Hands;
+use larder_memory::worker::WorkerState;
 
 use super::Input;
 use super::guest::{AtOnce, Disk, Guest, Page};
@@ -23,14 +23,14 @@ pub const PAGES: u32 = 48;
 /// Address of the memory in the process.
 pub const ADDRESS: u64 = 0x7000_0000_0000;
 
-pub fn options() -> Options {
-    Options {
+pub fn options() -> PagerOptions {
+    PagerOptions {
         limit_bytes: 64 << 20,
         compressed_bytes: 16 << 20,
         quarantine: Duration::ZERO,
-        first_thread: Some(1),
+        priority_thread: Some(1),
         prefetch: true,
-        workers: 2,
+        guest_threads: 2,
     }
 }
 
@@ -49,17 +49,17 @@ fn content(page: u32) -> [u8; PAGE] {
 }
 
 /// Appends a page, with the codec that its number selects.
-fn append(encoder: &mut Encoder, appender: &mut Appender<'_>, page: u32) -> Stored {
+fn append(encoder: &mut Encoder, appender: &mut Appender<'_>, page: u32) -> StoredObject {
     let content = content(page);
     let into = appender.next_data();
     let codecs: Vec<Codec> = (0..16).filter_map(|number| Codec::try_from(number).ok()).collect();
     let codec = codecs[page as usize % codecs.len()];
     let index = PageIndex::new(page);
     match encoder.encode(codec, &content, &mut into[..PAGE - 1]) {
-        Some(len) => appender.append(index, len, Encoding::Codec(codec)),
+        Some(len) => appender.append(index, len, PageEncoding::Codec(codec)),
         None => {
             into[..PAGE].copy_from_slice(&content);
-            appender.append(index, PAGE, Encoding::Raw)
+            appender.append(index, PAGE, PageEncoding::Raw)
         }
     }
 }
@@ -74,10 +74,10 @@ pub fn fault(address: u64, write: bool) -> [u8; 32] {
 }
 
 /// Makes a state with one region, of which nothing is stored yet.
-fn new_state(is_encrypted: bool) -> State {
-    let state = State::create(PAGES + 16, 1).expect("a state");
+fn new_state(is_encrypted: bool) -> PagerState {
+    let state = PagerState::create(PAGES + 16, 1).expect("a state");
     if is_encrypted {
-        state.make_key().expect("a key");
+        state.generate_key().expect("a key");
     }
     let region = Region {
         first: PageIndex::new(0),
@@ -95,22 +95,23 @@ fn new_state(is_encrypted: bool) -> State {
 struct Copies {
     compressed: SharedMemory,
     disk: Vec<u8>,
-    stored: Vec<(Tier, Stored)>,
+    stored: Vec<(Tier, StoredObject)>,
 }
 
 impl Copies {
     /// Stores all pages, every second one on the disk.
-    fn of(state: &State) -> Self {
-        let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT).expect("memory");
+    fn of(state: &PagerState) -> Self {
+        let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT_BYTES).expect("memory");
         let mut encoder = Encoder::new();
-        let mut disk = vec![0; 4 * SEGMENT];
+        let mut disk = vec![0; 4 * SEGMENT_BYTES];
         let mut stored = Vec::new();
         {
             // SAFETY: in the mapping, and no other code uses it yet.
-            let ram = unsafe { std::slice::from_raw_parts_mut(compressed.at(0, SEGMENT).as_ptr(), SEGMENT) };
+            let ram =
+                unsafe { std::slice::from_raw_parts_mut(compressed.ptr_at(0, SEGMENT_BYTES).as_ptr(), SEGMENT_BYTES) };
             let segment = SegmentIndex::new(0);
             let mut in_ram = Appender::new(segment, 0, ram, 1);
-            let mut on_disk = Appender::new(segment, 0, &mut disk[..SEGMENT], 1);
+            let mut on_disk = Appender::new(segment, 0, &mut disk[..SEGMENT_BYTES], 1);
             for page in 0..PAGES {
                 let tier = if page % 2 == 0 { Tier::Ram } else { Tier::Ssd };
                 let appender = if tier == Tier::Ram { &mut in_ram } else { &mut on_disk };
@@ -118,20 +119,20 @@ impl Copies {
             }
         }
         if let Some(cipher) = state.cipher() {
-            cipher.encrypt(Tier::Ssd, 0, &mut disk[..SEGMENT]);
+            cipher.encrypt(Tier::Ssd, 0, &mut disk[..SEGMENT_BYTES]);
         }
         for (page, (tier, stored)) in (0..PAGES).zip(&stored) {
-            let word = Word::of(Location::In {
+            let word = EntryWord::encode(CopyLocation::InTier {
                 tier: *tier,
-                stored: *stored,
+                object: *stored,
                 clean: false,
             });
             let (checksum, page) = (checksum(PageIndex::new(page), &content(page)), PageIndex::new(page));
-            let proof = Proof {
+            let proof = EvictionRecord {
                 checksum,
                 evicted_at: 0,
             };
-            state.store(page, word, proof.word());
+            state.insert(page, word, proof.to_word());
         }
         Self {
             compressed,
@@ -141,10 +142,10 @@ impl Copies {
     }
 
     /// Makes a pager that takes over the state and its copies, with no page in memory.
-    fn take_over(self, state: State, options: Options) -> (Guest, Pager<Guest, AtOnce>) {
+    fn take_over(self, state: PagerState, options: PagerOptions) -> (Guest, Pager<Guest, AtOnce>) {
         let guest = Guest::new(PAGES);
         let (state, compressed) = (Arc::new(state), Arc::new(self.compressed));
-        let hands = Hands::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
+        let hands = WorkerState::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
         let store = Disk::new(Rc::new(RefCell::new(self.disk)));
         let pager = Pager::new(
             guest.clone(),
@@ -163,7 +164,7 @@ impl Copies {
 /// in memory is valid, since another process may write to the page without a fault.
 pub fn paused() {
     let state = new_state(false);
-    let options = Options {
+    let options = PagerOptions {
         limit_bytes: PAGE as u64,
         ..options()
     };
@@ -175,13 +176,13 @@ pub fn paused() {
         }
         while pager.turn(Instant::now()).expect("it goes on") {}
     }
-    assert_eq!((pager.present_pages(), pager.stored_pages().clean), (PAGES, 0));
+    assert_eq!((pager.resident_pages(), pager.stored_pages().clean), (PAGES, 0));
     for page in 0..PAGES {
         assert!(guest.page(page) == Page::There(Box::new(content(page))), "page {page}");
     }
     pager.pause_evictions(false);
     while pager.turn(Instant::now()).expect("it goes on") {}
-    assert!(pager.present_pages() < PAGES);
+    assert!(pager.resident_pages() < PAGES);
 }
 
 /// Damages copies as `data` says, then pages in every page.
@@ -199,17 +200,17 @@ pub fn run(data: &[u8]) {
     while input.0.len() > 4 && input.byte() & 7 != 0 {
         let (what, value) = (input.byte(), input.byte());
         let (tier, place) = stored[usize::from(what) % stored.len()];
-        let at = place.place.bytes() as usize + usize::from(input.word()) % (usize::from(place.len) + 8);
+        let at = place.offset.bytes() as usize + usize::from(input.word()) % (usize::from(place.len) + 8);
         match (tier, value) {
             (_, 0) => {
                 let page = u32::from(what) % PAGES;
-                let word = Word(state.word(PageIndex::new(page)).0 ^ 1 << (input.byte() % 64));
+                let word = EntryWord(state.word(PageIndex::new(page)).0 ^ 1 << (input.byte() % 64));
                 state.replace(PageIndex::new(page), word);
                 is_entry_changed[page as usize] = true;
             }
             (Tier::Ram, value) => {
                 // SAFETY: in the mapping, and no other code uses it yet.
-                unsafe { *compressed.at(at, 1).as_ptr() ^= value };
+                unsafe { *compressed.ptr_at(at, 1).as_ptr() ^= value };
             }
             (_, value) => disk[at] ^= value,
         }

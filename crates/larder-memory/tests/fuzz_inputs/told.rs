@@ -6,13 +6,13 @@ use std::time::Instant;
 
 use larder_codec::PAGE;
 use larder_memory::guest::GuestMemory as _;
-use larder_memory::log::SEGMENT;
 use larder_memory::pager::Pager;
+use larder_memory::segment_log::SEGMENT_BYTES;
 use larder_memory::shared::SharedMemory;
-use larder_memory::state::{Region, State};
+use larder_memory::state::{PagerState, Region};
 use larder_memory::units::{PageIndex, PageRun};
-use larder_memory::userfaultfd::RawMessage;
-use larder_memory::worker::Hands;
+use larder_memory::userfaultfd::RawUffdMessage;
+use larder_memory::worker::WorkerState;
 
 use super::Input;
 use super::guest::{AtOnce, Guest};
@@ -21,7 +21,7 @@ use super::stored::{ADDRESS, PAGES, fault, options};
 /// Passes messages of these bytes to a pager, half of them about existing memory.
 pub fn messages(data: &[u8]) {
     let mut input = Input(data);
-    let state = State::create(PAGES, 1).expect("a state");
+    let state = PagerState::create(PAGES, 1).expect("a state");
     let region = Region {
         first: PageIndex::new(0),
         pages: PAGES,
@@ -31,7 +31,7 @@ pub fn messages(data: &[u8]) {
         inode: 1,
     };
     state.add_region(&region).expect("room");
-    let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT).expect("memory");
+    let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT_BYTES).expect("memory");
     let (state, compressed) = (Arc::new(state), Arc::new(compressed));
     let guest = Guest::new(PAGES);
     let half = PAGES / 2;
@@ -39,7 +39,7 @@ pub fn messages(data: &[u8]) {
         let content = std::array::from_fn::<u8, PAGE, _>(|at| ((at as u32 * (page + 1)) >> 3) as u8);
         guest.fill(PageIndex::new(page), &content, false);
     }
-    let hands = Hands::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
+    let hands = WorkerState::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
     let mut pager = Pager::new(
         guest.clone(),
         AtOnce::new(hands),
@@ -75,7 +75,7 @@ pub fn messages(data: &[u8]) {
             // Write-protected, or not mapped.
             message[8] |= if message[0] == 0x12 { kind >> 4 & 6 } else { 0 };
         }
-        let _ = RawMessage::from_bytes(message).decode();
+        let _ = RawUffdMessage::from_bytes(message).decode();
         guest.tell(message);
         if kind & 16 != 0 {
             // Small limits make pages leave and return.
@@ -87,10 +87,10 @@ pub fn messages(data: &[u8]) {
             }
         }
     }
-    assert!(pager.present_pages() <= PAGES && pager.pages() == PAGES);
+    assert!(pager.resident_pages() <= PAGES && pager.pages() == PAGES);
 }
 
 /// Parses the kernel's tables.
 pub fn tables(data: &[u8]) {
-    larder_memory::target::read_tables(data);
+    larder_memory::target::parse_tables(data);
 }

@@ -8,7 +8,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use larder_memory::target::{Options, Target};
+use larder_memory::target::{InspectOptions, Target};
 use rustix::process::Pid;
 
 /// A process that executes commands until it is dropped.
@@ -155,8 +155,8 @@ impl Held {
             ["name", name] => std::fs::write("/proc/self/comm", name).unwrap(),
             ["examine", pid] => {
                 let pid = Pid::from_raw(pid.parse().unwrap()).unwrap();
-                return match Target::examine(pid, &Options::default()) {
-                    Ok(target) => format!("{} memories, {:?}", target.memories.len(), target.cautions),
+                return match Target::inspect(pid, &InspectOptions::default()) {
+                    Ok(target) => format!("{} memories, {:?}", target.ram_mappings.len(), target.warnings),
                     Err(error) => error.to_string().replace('\n', " "),
                 };
             }

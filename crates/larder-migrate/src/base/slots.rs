@@ -19,7 +19,7 @@ const CHUNK_SLOTS: u32 = 64;
 /// Bytes of the slots, initially zeros.
 pub struct Slots {
     /// Mapping of the slots; `None` if the kernel refused it.
-    memory: Option<Memory>,
+    memory: Option<SlotMapping>,
     /// One lock per chunk.
     locks: Box<[Mutex<()>]>,
     len: u32,
@@ -37,7 +37,7 @@ impl Slots {
     pub fn new(bytes: u64) -> Self {
         let len = u32::try_from(bytes / PAGE as u64).unwrap_or(u32::MAX);
         let locks = (0..len.div_ceil(CHUNK_SLOTS)).map(|_| Mutex::new(())).collect();
-        let memory = Memory::of(len as usize * PAGE);
+        let memory = SlotMapping::map(len as usize * PAGE);
         Self { memory, locks, len }
     }
 
@@ -80,26 +80,26 @@ impl Chunk<'_> {
 }
 
 /// Private anonymous mapping, initially zeros.
-struct Memory {
+struct SlotMapping {
     base: NonNull<u8>,
     len: usize,
 }
 
 // SAFETY: the mapping belongs to no thread; `Slots` guards all access by its locks.
-unsafe impl Send for Memory {}
+unsafe impl Send for SlotMapping {}
 // SAFETY: the mapping belongs to no thread; `Slots` guards all access by its locks.
-unsafe impl Sync for Memory {}
+unsafe impl Sync for SlotMapping {}
 
-impl Memory {
-    fn of(len: usize) -> Option<Self> {
+impl SlotMapping {
+    fn map(len: usize) -> Option<Self> {
         // The kernel refuses an empty mapping.
         let len = len.max(PAGE);
-        let (how, flags) = (
+        let (protection, flags) = (
             ProtFlags::READ | ProtFlags::WRITE,
             MapFlags::PRIVATE | MapFlags::NORESERVE,
         );
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, how, flags) }.ok()?;
+        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }.ok()?;
         // SAFETY: the mapping that was just made. The advice is optional: without huge pages, small ones do.
         let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxHugepage) };
         Some(Self {
@@ -109,9 +109,9 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for SlotMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping made by `Memory::of`; nothing borrows from it any more.
+        // SAFETY: the mapping made by `SlotMapping::map`; nothing borrows from it any more.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

@@ -3,8 +3,8 @@
 //! A message is kept until the other side has confirmed it, and is otherwise sent again over the next link. Received
 //! messages are counted, and only over the session's current link: so each message is taken once, however links end.
 //!
-//! Memory is bounded: once more than [`KEPT_MAX`] bytes are unconfirmed, no message is accepted and the session
-//! fails.
+//! Memory is bounded: once more than [`UNCONFIRMED_BYTES_MAX`] bytes are unconfirmed, no message is accepted and the
+//! session fails.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,37 +14,37 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::ControlError;
-use crate::wire::{Kind, LANES_MAX, Message};
+use crate::wire::{LANES_MAX, Message, MessageKind};
 
 /// Unconfirmed bytes above which [`Mailbox::send_when_room`] waits.
-const WAITING_MAX: usize = 1 << 20;
+const UNCONFIRMED_BYTES_WAIT: usize = 1 << 20;
 /// Unconfirmed bytes above which no message is accepted. It bounds the memory that a peer can occupy by never
 /// confirming.
-const KEPT_MAX: usize = 8 << 20;
+const UNCONFIRMED_BYTES_MAX: usize = 8 << 20;
 /// Minimum bytes per send, if that many are queued.
-const SENT_AT_ONCE: usize = 64 << 10;
+const SEND_BATCH_BYTES: usize = 64 << 10;
 /// Received bytes after which they are confirmed early; otherwise they are confirmed each second.
-const CONFIRM_EVERY: usize = 128 << 10;
+const CONFIRM_BYTES: usize = 128 << 10;
 /// Received frames of a lane after which they are confirmed early.
 const CONFIRM_FRAMES: u64 = 4;
 
 /// Count of items received over successive links; only those over the session's current link count.
 #[derive(Debug, Default)]
-pub struct Counted {
+pub struct ReceivedCount {
     link: u32,
     count: u64,
 }
 
-impl Counted {
+impl ReceivedCount {
     /// Switches to another link; items that still arrive over earlier links do not count. Returns the count so far.
-    pub fn turn(&mut self, link: u32) -> u64 {
+    pub fn switch_link(&mut self, link: u32) -> u64 {
         self.link = link;
         self.count
     }
 
     /// Counts one more item received over `link`; returns the new count, or `None` if `link` is no longer the
     /// session's.
-    pub fn one(&mut self, link: u32) -> Option<u64> {
+    pub fn count_one(&mut self, link: u32) -> Option<u64> {
         if link != self.link {
             return None;
         }
@@ -62,7 +62,7 @@ pub struct Mailbox {
 
 /// Condition under which a connection may end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Closing {
+pub(crate) enum CloseCondition {
     /// All messages are sent, or the connection is lost.
     Sent,
     /// The other side has confirmed all messages.
@@ -77,32 +77,32 @@ struct State {
     /// Number of the first unconfirmed message.
     first: u64,
     /// Unconfirmed messages that were handed to the current link, and their bytes.
-    handed: usize,
-    handed_bytes: usize,
+    sent_on_link: usize,
+    sent_on_link_bytes: usize,
     /// Number of messages that were handed to any link.
     sent: u64,
-    too_much: bool,
-    came: Counted,
+    overflowed: bool,
+    received: ReceivedCount,
     /// Received bytes that are not confirmed yet.
-    unconfirmed: usize,
+    unconfirmed_bytes: usize,
     /// Received frames of each lane.
     receipts: Vec<Receipt>,
     /// Number of the link of which a lane is lost.
-    lost: Option<u32>,
-    closing: Option<Closing>,
+    lost_lane_link: Option<u32>,
+    closing: Option<CloseCondition>,
     closed: bool,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Receipt {
     frames: u64,
-    told: u64,
+    confirmed: u64,
 }
 
 /// State of the mailbox after a collection.
 pub(super) struct Collected {
     /// Set if no more messages will be queued.
-    pub(super) closing: Option<Closing>,
+    pub(super) closing: Option<CloseCondition>,
     /// True if messages are still queued.
     pub(super) has_more: bool,
 }
@@ -130,14 +130,14 @@ impl Mailbox {
     /// unbounded.
     pub fn send_when_room(&self, message: &Message) {
         let mut state = self.lock();
-        while state.bytes.len() > WAITING_MAX && state.closing.is_none() && !state.closed {
+        while state.bytes.len() > UNCONFIRMED_BYTES_WAIT && state.closing.is_none() && !state.closed {
             state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         self.append(&mut state, message);
     }
 
     /// Records that `frames` frames of a lane have been received in full; this is confirmed now and then.
-    pub fn receipt(&self, lane: u16, frames: u64) {
+    pub fn record_receipt(&self, lane: u16, frames: u64) {
         let at = usize::from(lane.min(LANES_MAX - 1));
         let mut state = self.lock();
         if state.receipts.len() <= at {
@@ -145,22 +145,22 @@ impl Mailbox {
         }
         let receipt = &mut state.receipts[at];
         receipt.frames = frames;
-        if frames - receipt.told == CONFIRM_FRAMES {
+        if frames - receipt.confirmed == CONFIRM_FRAMES {
             self.wake();
         }
     }
 
     /// Lets the connection end once all queued messages are sent.
     pub fn close(&self) {
-        self.close_when(Closing::Sent);
+        self.close_when(CloseCondition::Sent);
     }
 
     /// Lets the connection end once the other side has confirmed all messages; it may reconnect for that.
     pub fn close_when_confirmed(&self) {
-        self.close_when(Closing::Confirmed);
+        self.close_when(CloseCondition::Confirmed);
     }
 
-    fn close_when(&self, closing: Closing) {
+    fn close_when(&self, closing: CloseCondition) {
         self.lock().closing.get_or_insert(closing);
         self.room.notify_all();
         self.wake();
@@ -170,12 +170,12 @@ impl Mailbox {
         if state.closing.is_some() || state.closed {
             return;
         }
-        if state.bytes.len() > KEPT_MAX {
-            state.too_much = true;
+        if state.bytes.len() > UNCONFIRMED_BYTES_MAX {
+            state.overflowed = true;
             self.wake();
             return;
         }
-        let was_empty = state.handed == state.lens.len();
+        let was_empty = state.sent_on_link == state.lens.len();
         message.append_to(&mut state.bytes);
         state.lens.push_back(message.wire_len() as u32);
         if was_empty {
@@ -195,30 +195,30 @@ impl Mailbox {
 
     /// Records that a lane of this link is lost, and thereby the link. The control connection stays open for a
     /// moment: the other side may have ended and sent the reason.
-    pub(crate) fn lane_lost(&self, link: u32) {
+    pub(crate) fn mark_lane_lost(&self, link: u32) {
         let mut state = self.lock();
-        state.lost = state.lost.max(Some(link));
+        state.lost_lane_link = state.lost_lane_link.max(Some(link));
         drop(state);
         self.wake();
     }
 
     /// Returns true if a lane of this link is lost.
     pub(super) fn has_lost_lane(&self, link: u32) -> bool {
-        self.lock().lost == Some(link)
+        self.lock().lost_lane_link == Some(link)
     }
 
     /// Switches to another link; returns how many messages were received, from which the other side is to resume.
-    pub(crate) fn turn(&self, link: u32) -> u64 {
-        self.lock().came.turn(link)
+    pub(crate) fn switch_link(&self, link: u32) -> u64 {
+        self.lock().received.switch_link(link)
     }
 
     /// Counts a message of a kept kind received over this link. Returns `None` if the link is no longer the
     /// session's, else whether to confirm now.
-    pub(super) fn heard(&self, link: u32, len: usize) -> Option<bool> {
+    pub(super) fn count_received(&self, link: u32, len: usize) -> Option<bool> {
         let mut state = self.lock();
-        state.came.one(link)?;
-        state.unconfirmed += len;
-        Some(state.unconfirmed > CONFIRM_EVERY)
+        state.received.count_one(link)?;
+        state.unconfirmed_bytes += len;
+        Some(state.unconfirmed_bytes > CONFIRM_BYTES)
     }
 
     /// Records that the other side has received `count` messages.
@@ -228,7 +228,7 @@ impl Mailbox {
     pub(crate) fn confirm(&self, count: u64) -> Result<(), ControlError> {
         let mut state = self.lock();
         if count < state.first || count > state.sent {
-            return Err(ControlError::Confirmed {
+            return Err(ControlError::InvalidCount {
                 count,
                 least: state.first,
                 most: state.sent,
@@ -237,9 +237,9 @@ impl Mailbox {
         for _ in state.first..count {
             let len = state.lens.pop_front().map_or(0, |len| len as usize);
             state.bytes.drain(..len);
-            if state.handed > 0 {
-                state.handed -= 1;
-                state.handed_bytes -= len;
+            if state.sent_on_link > 0 {
+                state.sent_on_link -= 1;
+                state.sent_on_link_bytes -= len;
             }
         }
         state.first = count;
@@ -254,7 +254,7 @@ impl Mailbox {
     pub(crate) fn resume(&self, count: u64) -> Result<(), ControlError> {
         self.confirm(count)?;
         let mut state = self.lock();
-        (state.handed, state.handed_bytes) = (0, 0);
+        (state.sent_on_link, state.sent_on_link_bytes) = (0, 0);
         Ok(())
     }
 
@@ -267,49 +267,49 @@ impl Mailbox {
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
         let mut state = self.lock();
-        if state.too_much {
+        if state.overflowed {
             return Err(ControlError::Unconfirmed);
         }
         if confirms {
-            state.unconfirmed = 0;
-            Message::new(Kind::Alive, 0, state.came.count).append_to(out);
+            state.unconfirmed_bytes = 0;
+            Message::new(MessageKind::Alive, 0, state.received.count).append_to(out);
         }
         for (lane, receipt) in (0..).zip(&mut state.receipts) {
-            if receipt.frames - receipt.told >= CONFIRM_FRAMES || confirms && receipt.frames > receipt.told {
-                receipt.told = receipt.frames;
-                Message::new(Kind::Received, lane, receipt.frames).append_to(out);
+            if receipt.frames - receipt.confirmed >= CONFIRM_FRAMES || confirms && receipt.frames > receipt.confirmed {
+                receipt.confirmed = receipt.frames;
+                Message::new(MessageKind::Received, lane, receipt.frames).append_to(out);
             }
         }
-        while out.len() < SENT_AT_ONCE && state.handed < state.lens.len() {
-            let len = state.lens[state.handed] as usize;
-            let from = state.handed_bytes;
+        while out.len() < SEND_BATCH_BYTES && state.sent_on_link < state.lens.len() {
+            let len = state.lens[state.sent_on_link] as usize;
+            let from = state.sent_on_link_bytes;
             append_range(&state.bytes, from..from + len, out);
-            state.handed += 1;
-            state.handed_bytes += len;
-            state.sent = state.sent.max(state.first + state.handed as u64);
+            state.sent_on_link += 1;
+            state.sent_on_link_bytes += len;
+            state.sent = state.sent.max(state.first + state.sent_on_link as u64);
         }
         Ok(Collected {
             closing: state.closing,
-            has_more: state.handed < state.lens.len(),
+            has_more: state.sent_on_link < state.lens.len(),
         })
     }
 
     /// Returns the state of the mailbox without taking messages.
-    pub(super) fn look(&self) -> Result<Collected, ControlError> {
+    pub(super) fn peek(&self) -> Result<Collected, ControlError> {
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
         let state = self.lock();
-        if state.too_much {
+        if state.overflowed {
             return Err(ControlError::Unconfirmed);
         }
         Ok(Collected {
             closing: state.closing,
-            has_more: state.handed < state.lens.len(),
+            has_more: state.sent_on_link < state.lens.len(),
         })
     }
 
     /// Returns the condition for the end of the connection, or `None` while it is not closing.
-    pub(crate) fn closing(&self) -> Option<Closing> {
+    pub(crate) fn closing(&self) -> Option<CloseCondition> {
         self.lock().closing
     }
 
@@ -324,7 +324,7 @@ impl Mailbox {
         state.closed = true;
         state.bytes.clear();
         state.lens.clear();
-        (state.handed, state.handed_bytes) = (0, 0);
+        (state.sent_on_link, state.sent_on_link_bytes) = (0, 0);
         self.room.notify_all();
     }
 
@@ -346,11 +346,11 @@ mod tests {
     use super::*;
 
     fn note(mailbox: &Mailbox, text: &str) {
-        mailbox.send(&Message::with_body(Kind::Note, 0, text.as_bytes()));
+        mailbox.send(&Message::with_body(MessageKind::Note, 0, text.as_bytes()));
     }
 
     /// Takes all messages that are to be sent now; returns their texts.
-    fn handed(mailbox: &Mailbox) -> Vec<String> {
+    fn collect_texts(mailbox: &Mailbox) -> Vec<String> {
         let mut bytes = Vec::new();
         while mailbox.collect(&mut bytes, false).expect("little waits").has_more {}
         let mut texts = Vec::new();
@@ -367,14 +367,14 @@ mod tests {
     fn unconfirmed_messages_are_resent_in_order() {
         let mailbox = Mailbox::new().expect("an eventfd");
         ["a", "b", "c"].iter().for_each(|text| note(&mailbox, text));
-        assert_eq!(handed(&mailbox), ["a", "b", "c"]);
-        assert!(handed(&mailbox).is_empty());
+        assert_eq!(collect_texts(&mailbox), ["a", "b", "c"]);
+        assert!(collect_texts(&mailbox).is_empty());
         mailbox.confirm(1).expect("it was sent");
         note(&mailbox, "d");
         mailbox.resume(2).expect("it was sent");
-        assert_eq!(handed(&mailbox), ["c", "d"]);
+        assert_eq!(collect_texts(&mailbox), ["c", "d"]);
         mailbox.resume(4).expect("it was sent");
-        assert!(mailbox.is_confirmed() && handed(&mailbox).is_empty());
+        assert!(mailbox.is_confirmed() && collect_texts(&mailbox).is_empty());
     }
 
     /// A count above the messages sent, or below an earlier count, is an error.
@@ -383,24 +383,24 @@ mod tests {
         let mailbox = Mailbox::new().expect("an eventfd");
         ["a", "b"].iter().for_each(|text| note(&mailbox, text));
         assert!(mailbox.confirm(1).is_err(), "nothing was sent");
-        let _ = handed(&mailbox);
+        let _ = collect_texts(&mailbox);
         mailbox.confirm(1).expect("it was sent");
         assert!(mailbox.resume(3).is_err() && mailbox.resume(0).is_err());
         mailbox.resume(1).expect("as before");
         // Both messages were sent over the previous link.
         mailbox.confirm(2).expect("it was sent");
-        assert!(handed(&mailbox).is_empty());
+        assert!(collect_texts(&mailbox).is_empty());
     }
 
     /// A message that still arrives over a previous link is not counted.
     #[test]
     fn old_link_messages_are_not_counted() {
         let mailbox = Mailbox::new().expect("an eventfd");
-        assert_eq!(mailbox.heard(0, 24), Some(false));
-        assert_eq!(mailbox.turn(3), 1);
-        assert_eq!(mailbox.heard(0, 24), None);
-        assert_eq!(mailbox.heard(3, 24), Some(false));
-        assert_eq!(mailbox.turn(4), 2);
+        assert_eq!(mailbox.count_received(0, 24), Some(false));
+        assert_eq!(mailbox.switch_link(3), 1);
+        assert_eq!(mailbox.count_received(0, 24), None);
+        assert_eq!(mailbox.count_received(3, 24), Some(false));
+        assert_eq!(mailbox.switch_link(4), 2);
     }
 
     /// A peer that confirms nothing fails the session before the mailbox exceeds its limit by more than a message.
@@ -409,7 +409,7 @@ mod tests {
         let mailbox = Mailbox::new().expect("an eventfd");
         let text = "x".repeat(60 << 10);
         (0..1000).for_each(|_| note(&mailbox, &text));
-        assert!(mailbox.lock().bytes.len() < KEPT_MAX + (64 << 10));
+        assert!(mailbox.lock().bytes.len() < UNCONFIRMED_BYTES_MAX + (64 << 10));
         assert!(matches!(
             mailbox.collect(&mut Vec::new(), false),
             Err(ControlError::Unconfirmed)

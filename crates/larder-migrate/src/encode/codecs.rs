@@ -1,7 +1,7 @@
 //! Encoders of one lane's pages: its own thread, and the devices present.
 //!
 //! While a device has a frame's pages, the lane makes the next frame. A device that does not answer within
-//! [`SILENT_MAX`] ends the session. Its memory is leaked, because it may still write there; the migration fails and
+//! [`DEVICE_TIMEOUT`] ends the session. Its memory is leaked, because it may still write there; the migration fails and
 //! the guest stays at the source.
 
 use std::hint::spin_loop;
@@ -10,18 +10,18 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use larder_codec::accelerator::{Accelerator, Buffer, Dispatcher, Instance, Pool, Request};
+use larder_codec::accelerator::{Accelerator, Dispatcher, EncodeRequest, Instance, PageBuffer, RequestPool};
 use larder_codec::batch::{Encoder, Method};
-use larder_codec::select::Way;
+use larder_codec::select::BatchEncoding;
 
-use super::Failed;
+use super::EncodeError;
 
 /// Maximum frames of a lane whose pages devices have at a time.
-const ON_DEVICES_MAX: usize = 4;
+const DEVICE_FRAMES_MAX: usize = 4;
 /// Time after which a device counts as hung; a batch normally takes some 100 us.
-const SILENT_MAX: Duration = Duration::from_secs(10);
+const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Polls of a device before the thread yields the processor.
-const LOOKS_FIRST: u32 = 200;
+const SPIN_POLLS: u32 = 200;
 
 /// Encoders of one lane.
 pub struct Codecs {
@@ -31,10 +31,10 @@ pub struct Codecs {
 
 struct Devices {
     dispatcher: Dispatcher,
-    pool: Pool,
+    pool: RequestPool,
     /// Finished requests that their frames have not fetched yet.
     #[expect(clippy::vec_box, reason = "requests are passed around as boxes")]
-    done: Vec<Box<Request>>,
+    done: Vec<Box<EncodeRequest>>,
 }
 
 impl Devices {
@@ -42,7 +42,7 @@ impl Devices {
         self.done.extend(self.dispatcher.poll());
     }
 
-    fn fetch(&mut self, tag: u64) -> Option<Box<Request>> {
+    fn fetch(&mut self, tag: u64) -> Option<Box<EncodeRequest>> {
         self.poll();
         let at = self.done.iter().position(|request| request.tag() == tag)?;
         Some(self.done.swap_remove(at))
@@ -65,49 +65,49 @@ impl Codecs {
             encoder: Encoder::new(),
             devices: (!instances.is_empty()).then(|| Devices {
                 dispatcher: Dispatcher::new(instances),
-                pool: Pool::new(ON_DEVICES_MAX),
-                done: Vec::with_capacity(ON_DEVICES_MAX),
+                pool: RequestPool::new(DEVICE_FRAMES_MAX),
+                done: Vec::with_capacity(DEVICE_FRAMES_MAX),
             }),
         }
     }
 
     /// Returns the number of frames that may be in the making at a time.
     #[must_use]
-    pub fn frames(&self) -> usize {
-        self.devices.as_ref().map_or(1, |_| 1 + ON_DEVICES_MAX)
+    pub fn frames_max(&self) -> usize {
+        self.devices.as_ref().map_or(1, |_| 1 + DEVICE_FRAMES_MAX)
     }
 
     /// Returns the encoders worth choosing here, of methods that the receiver decodes.
-    pub fn ways(&self, is_decoded: impl Fn(Method) -> bool) -> Vec<Way> {
-        let is_here = |way: &Way| match way {
-            Way::Here(method) => self.encoder.is_fast(*method),
-            Way::Device => self.devices.is_some(),
+    pub fn usable_encodings(&self, is_decoded: impl Fn(Method) -> bool) -> Vec<BatchEncoding> {
+        let is_available = |encoding: &BatchEncoding| match encoding {
+            BatchEncoding::Cpu(method) => self.encoder.is_fast(*method),
+            BatchEncoding::Device => self.devices.is_some(),
         };
-        let ways = Way::all().filter(|way| is_decoded(way.method()));
-        ways.filter(is_here).collect()
+        let encodings = BatchEncoding::all().filter(|way| is_decoded(way.method()));
+        encodings.filter(is_available).collect()
     }
 
     /// Hands these pages to a device, once it has room.
-    pub(super) fn start(
+    pub(super) fn submit(
         &mut self,
         tag: u64,
-        buffer: &Arc<Buffer>,
+        buffer: &Arc<PageBuffer>,
         runs: &[Range<usize>],
         limit: usize,
-    ) -> Result<(), Failed> {
-        let mut refused = None;
+    ) -> Result<(), EncodeError> {
+        let mut rejected = None;
         self.wait_until(|devices| {
             devices.poll();
-            let request = refused.take().or_else(|| {
+            let request = rejected.take().or_else(|| {
                 let mut request = devices.pool.take()?;
                 let buffer = Arc::clone(buffer);
-                request.fill(tag, Way::Device.method(), buffer, runs.iter().cloned(), limit);
+                request.fill(tag, BatchEncoding::Device.method(), buffer, runs.iter().cloned(), limit);
                 Some(request)
             })?;
             match devices.dispatcher.submit(request) {
                 Ok(()) => Some(()),
                 Err(request) => {
-                    refused = Some(request);
+                    rejected = Some(request);
                     None
                 }
             }
@@ -115,41 +115,41 @@ impl Codecs {
     }
 
     /// Returns the request with this tag, if it is done.
-    pub(super) fn fetch(&mut self, tag: u64) -> Option<Box<Request>> {
+    pub(super) fn fetch(&mut self, tag: u64) -> Option<Box<EncodeRequest>> {
         self.devices.as_mut()?.fetch(tag)
     }
 
     /// Waits for the request with this tag and returns it.
-    pub(super) fn wait(&mut self, tag: u64) -> Result<Box<Request>, Failed> {
+    pub(super) fn wait(&mut self, tag: u64) -> Result<Box<EncodeRequest>, EncodeError> {
         self.wait_until(|devices| devices.fetch(tag))
     }
 
-    /// Calls `is_so`, which must poll the devices, until it returns a value.
-    fn wait_until<T>(&mut self, mut is_so: impl FnMut(&mut Devices) -> Option<T>) -> Result<T, Failed> {
-        let devices = self.devices.as_mut().ok_or(Failed::Device)?;
-        let begun = Instant::now();
-        let mut looks = 0;
+    /// Calls `attempt`, which must poll the devices, until it returns a value.
+    fn wait_until<T>(&mut self, mut attempt: impl FnMut(&mut Devices) -> Option<T>) -> Result<T, EncodeError> {
+        let devices = self.devices.as_mut().ok_or(EncodeError::Device)?;
+        let started = Instant::now();
+        let mut polls = 0;
         loop {
-            if let Some(result) = is_so(devices) {
+            if let Some(result) = attempt(devices) {
                 return Ok(result);
             }
-            looks += 1;
-            if looks < LOOKS_FIRST {
+            polls += 1;
+            if polls < SPIN_POLLS {
                 spin_loop();
-            } else if begun.elapsed() < SILENT_MAX {
+            } else if started.elapsed() < DEVICE_TIMEOUT {
                 thread::yield_now();
             } else {
                 // The device may still write to this memory.
                 std::mem::forget(self.devices.take());
-                return Err(Failed::Device);
+                return Err(EncodeError::Device);
             }
         }
     }
 
     /// Takes back a request that is no longer needed.
-    pub(super) fn give(&mut self, request: Box<Request>) {
+    pub(super) fn recycle(&mut self, request: Box<EncodeRequest>) {
         if let Some(devices) = &mut self.devices {
-            devices.pool.give(request);
+            devices.pool.recycle(request);
         }
     }
 }

@@ -63,34 +63,34 @@ pub struct Processor {
 
 /// Maximum difference of the hosts' clocks; a larger one makes the guest's time jump. The transfer time of a
 /// description looks like a difference.
-const CLOCK_MS_MAX: u64 = 1000;
+const CLOCK_SKEW_MS_MAX: u64 = 1000;
 
 impl Description {
     /// Queries QEMU for its description.
     ///
     /// # Errors
     /// QEMU does not answer.
-    pub fn of(qmp: &mut Qmp) -> Result<Self, QmpError> {
-        let nothing = || json!({});
+    pub fn query(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let no_arguments = || json!({});
         let machine = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
         let machine = machine
             .as_str()
             .unwrap_or("unknown")
             .trim_end_matches("-machine")
             .to_owned();
-        let memory = qmp.execute("query-memory-size-summary", nothing())?;
-        let virtio_mem = VirtioMem::listed(&qmp.execute("query-memory-devices", nothing())?);
-        let of_virtio_mem: u64 = virtio_mem.iter().map(|device| device.plugged_bytes).sum();
+        let memory = qmp.execute("query-memory-size-summary", no_arguments())?;
+        let virtio_mem = VirtioMem::parse_list(&qmp.execute("query-memory-devices", no_arguments())?);
+        let virtio_mem_bytes: u64 = virtio_mem.iter().map(|device| device.plugged_bytes).sum();
         let [base, plugged] = ["base-memory", "plugged-memory"].map(|part| memory[part].as_u64().unwrap_or(0));
-        let processors = qmp.execute("query-cpus-fast", nothing())?;
-        let processor = Processor::of(qmp, &processors[0])?;
-        let pci = qmp.execute("query-pci", nothing())?;
-        let uuid = qmp.execute("query-uuid", nothing())?;
-        let name = qmp.execute("query-name", nothing())?;
+        let processors = qmp.execute("query-cpus-fast", no_arguments())?;
+        let processor = Processor::query(qmp, &processors[0])?;
+        let pci = qmp.execute("query-pci", no_arguments())?;
+        let uuid = qmp.execute("query-uuid", no_arguments())?;
+        let name = qmp.execute("query-name", no_arguments())?;
         Ok(Self {
             qemu: qmp.version(),
             machine,
-            memory_bytes: [base, plugged.saturating_sub(of_virtio_mem)],
+            memory_bytes: [base, plugged.saturating_sub(virtio_mem_bytes)],
             virtio_mem,
             processors: processors.as_array().map_or(0, Vec::len) as u64,
             processor,
@@ -148,12 +148,12 @@ impl Description {
                 ));
             }
         }
-        for (devices, others, place) in [
+        for (devices, others, side) in [
             (&self.pci, &there.pci, "destination"),
             (&there.pci, &self.pci, "source"),
         ] {
             for device in devices.iter().filter(|device| !others.contains(device)) {
-                found.push(format!("PCI device {device} is missing at the {place}"));
+                found.push(format!("PCI device {device} is missing at the {side}"));
             }
         }
         found
@@ -179,19 +179,19 @@ impl Description {
                  the destination"
             ));
         }
-        let apart = self.clock_ms.abs_diff(there.clock_ms);
-        if apart > CLOCK_MS_MAX {
+        let skew_ms = self.clock_ms.abs_diff(there.clock_ms);
+        if skew_ms > CLOCK_SKEW_MS_MAX {
             found.push(format!(
                 "the hosts' clocks differ by {:.1} s, so the guest's clock will jump: synchronise them by NTP",
-                apart as f64 / 1000.0
+                skew_ms as f64 / 1000.0
             ));
         }
         let plugged = self.virtio_mem.iter().map(|device| device.plugged_bytes);
         let needed: u64 = self.memory_bytes.into_iter().chain(plugged).sum();
-        if let Some(left) = there.available_bytes.filter(|&left| left < needed) {
+        if let Some(available) = there.available_bytes.filter(|&left| left < needed) {
             found.push(format!(
                 "the destination has {} MiB of available memory, and the guest needs {} MiB",
-                left >> 20,
+                available >> 20,
                 needed >> 20
             ));
         }
@@ -201,9 +201,9 @@ impl Description {
 
 impl VirtioMem {
     /// Finds the devices among QEMU's memory devices (`query-memory-devices`), in a fixed order.
-    fn listed(devices: &Value) -> Vec<Self> {
-        let of_kind = devices.as_array().into_iter().flatten();
-        let mut found: Vec<Self> = of_kind
+    fn parse_list(devices: &Value) -> Vec<Self> {
+        let entries = devices.as_array().into_iter().flatten();
+        let mut found: Vec<Self> = entries
             .filter(|device| device["type"] == "virtio-mem")
             .map(|device| {
                 let number = |name: &str| device["data"][name].as_u64().unwrap_or(0);
@@ -227,7 +227,7 @@ impl VirtioMem {
 
 impl Processor {
     /// Queries the properties of a processor in QEMU's list.
-    fn of(qmp: &mut Qmp, listed: &Value) -> Result<Option<Self>, QmpError> {
+    fn query(qmp: &mut Qmp, listed: &Value) -> Result<Option<Self>, QmpError> {
         let Some(path) = listed["qom-path"].as_str() else {
             return Ok(None);
         };
@@ -337,8 +337,8 @@ mod tests {
     /// Only the maximum size must match: the plugged size comes with the stream.
     #[test]
     fn virtio_mem_devices_compare_by_maximum() {
-        let here = VirtioMem::listed(&devices(256 << 20));
-        let there = VirtioMem::listed(&devices(0));
+        let here = VirtioMem::parse_list(&devices(256 << 20));
+        let there = VirtioMem::parse_list(&devices(0));
         let text = |devices: &[VirtioMem]| devices.iter().map(VirtioMem::text).collect::<Vec<_>>();
         assert_eq!(
             text(&here),
@@ -347,6 +347,6 @@ mod tests {
         assert_eq!(text(&here), text(&there));
         assert_eq!(here[1].plugged_bytes, 256 << 20);
         assert_ne!(text(&here), text(&here[..1]));
-        assert!(VirtioMem::listed(&json!(null)).is_empty());
+        assert!(VirtioMem::parse_list(&json!(null)).is_empty());
     }
 }

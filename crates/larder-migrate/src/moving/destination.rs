@@ -9,42 +9,42 @@ use serde_json::{Value, json};
 use thiserror::Error;
 
 use super::description::clock_ms;
-use super::disks::{self, Deed, DiskDescription, DiskServers};
-use super::folder::Folder;
-use super::loading::{LOOK_TIMEOUT, NotLoaded, is_waiting, listens, wait_until_loaded};
-use super::messages::{Tell, ToDestination, ToSource, VERSION};
+use super::disks::{self, DiskDescription, DiskServers, HandoverAction};
+use super::loading::{NotLoaded, QUERY_TIMEOUT, is_listening, is_waiting, wait_until_loaded};
+use super::messages::{MoverRequest, ToDestination, ToSource, VERSION};
 use super::postcopy::{self, FaultClaim, FaultHandlers};
-use super::record::{Arriving, MoveId, Phase, Place};
-use super::settings::{CHANNELS_MAX, Role, Settings};
+use super::record::{IncomingPhase, IncomingRecord, MoveId, RecordFile};
+use super::settings::{CHANNELS_MAX, MigrationRole, QemuMigrationSettings};
+use super::socket_dir::SocketDir;
 use super::{Description, status_of};
-use crate::notes::{Notes, Received};
+use crate::notes::{Notes, ReceivedNote};
 use crate::qmp::{Qmp, QmpError};
 
 /// Time limit for QEMU to run the VM: it opens its images for writing.
-const RUN_TIMEOUT: Duration = Duration::from_secs(60);
+const CONT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for the servers of disks to make the images this host's, before the VM runs.
-const KEEP_TIMEOUT: Duration = Duration::from_secs(5);
+const COMMIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause before that is retried.
-const KEEP_AGAIN: Duration = Duration::from_millis(200);
+const COMMIT_RETRY_DELAY: Duration = Duration::from_millis(200);
 /// Run states of a QEMU that has loaded a VM and has not received `cont`.
-const STILL: [&str; 2] = ["paused", "prelaunch"];
+const STOPPED_STATES: [&str; 2] = ["paused", "prelaunch"];
 
 /// State of a VM at its destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum IncomingState {
     /// QEMU waits for a VM.
     Waiting,
     /// A VM is arriving, or has arrived and may not run yet.
-    Coming,
+    Incoming,
     /// The VM was started here.
     Running {
         /// True if all of its memory is here; otherwise post-copy continues.
-        whole: bool,
+        has_all_memory: bool,
     },
     /// The VM was started here, and QEMU has exited since.
-    Ended,
+    Exited,
     /// The VM was never started here, and never will be.
-    Never {
+    NeverRan {
         /// Reason why.
         reason: String,
     },
@@ -52,9 +52,9 @@ pub enum State {
 
 /// Stage of a VM's arrival, for monitoring: available without asking QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub enum IncomingStage {
     /// No VM has arrived, or one is arriving; it runs at its source.
-    Coming,
+    Incoming,
     /// The source has stopped the VM, and it does not run here yet, or it runs here with nothing left to transfer.
     HandingOver,
     /// The VM runs here, and some of its memory has not arrived yet.
@@ -62,13 +62,13 @@ pub enum Stage {
 }
 
 /// Mover of one QEMU at the destination, over any number of sessions.
-pub struct Destination {
+pub struct DestinationMover {
     qmp_path: PathBuf,
     /// Directory of the socket where QEMU is to wait.
-    incoming: Folder,
+    incoming: SocketDir,
     user: u32,
     in_session: AtomicBool,
-    stage: Mutex<Stage>,
+    stage: Mutex<IncomingStage>,
     inner: Mutex<Inner>,
 }
 
@@ -80,16 +80,16 @@ struct Inner {
     fault_claim: Option<FaultClaim>,
     /// Character devices of QEMU that are sockets.
     devices: Vec<(String, PathBuf)>,
-    place: Place,
-    arriving: Option<Arriving>,
+    record_file: RecordFile,
+    record: Option<IncomingRecord>,
     /// Settings with which QEMU waits.
-    settings: Option<Settings>,
+    settings: Option<QemuMigrationSettings>,
     /// Last answer to the source.
-    told: Option<ToSource>,
+    last_answer: Option<ToSource>,
     /// Set once all of the VM has arrived.
-    whole: bool,
+    has_all_memory: bool,
     /// Set if QEMU did not answer the last query.
-    is_late: bool,
+    query_timed_out: bool,
 }
 
 /// Reasons why a mover cannot be created for a QEMU.
@@ -103,7 +103,7 @@ pub enum NotReady {
     Other(String),
 }
 
-impl Destination {
+impl DestinationMover {
     /// Creates the mover of the QEMU at `qmp`. Either QEMU was started with `-incoming defer`, or an earlier mover
     /// has left a record of it in the directory `records`. Its disks are served by some of `servers`; a move with
     /// post-copy claims its page faults from `fault_handlers`.
@@ -117,53 +117,58 @@ impl Destination {
         fault_handlers: Arc<dyn FaultHandlers>,
     ) -> Result<Self, NotReady> {
         let mut connection = Qmp::connect(qmp)?;
-        let place = Place::new(records, "to", &connection);
-        let mut arriving: Option<Arriving> = place.load().map_err(|error| NotReady::Other(error.to_string()))?;
-        let waits = is_waiting(&mut connection)?;
+        let record_file = RecordFile::new(records, "to", &connection);
+        let mut record: Option<IncomingRecord> =
+            record_file.load().map_err(|error| NotReady::Other(error.to_string()))?;
+        let waiting = is_waiting(&mut connection)?;
         // The earlier mover ended before it made QEMU wait.
-        if waits && arriving.take_if(|it| it.phase == Phase::Coming).is_some() {
-            place.remove();
+        if waiting && record.take_if(|it| it.phase == IncomingPhase::Coming).is_some() {
+            record_file.remove();
         }
-        if !waits && arriving.is_none() {
+        if !waiting && record.is_none() {
             return Err(NotReady::Other(format!(
                 "the QEMU at {} already has a VM, or is receiving one that is unknown to larder migrate: start a QEMU with \
                 '-incoming defer', with the same options as the source's",
                 qmp.display()
             )));
         }
-        let devices = disks::sockets_of(&mut connection)?;
+        let devices = disks::socket_chardevs(&mut connection)?;
         // An earlier mover received `Go` and ended before it sent `cont` to QEMU.
-        let let_run = arriving.as_ref().filter(|it| matches!(it.phase, Phase::LetRun { .. }));
-        if let Some(arriving) = let_run.filter(|it| !it.disks.is_empty()) {
-            servers.have(&arriving.disks, Deed::Keep).map_err(NotReady::Other)?;
+        let allowed = record
+            .as_ref()
+            .filter(|it| matches!(it.phase, IncomingPhase::LetRun { .. }));
+        if let Some(record) = allowed.filter(|it| !it.disks.is_empty()) {
+            servers
+                .apply(&record.disks, HandoverAction::Commit)
+                .map_err(NotReady::Other)?;
         }
-        if let_run.is_some_and(|it| it.phase == Phase::LetRun { run: true }) {
+        if allowed.is_some_and(|it| it.phase == IncomingPhase::LetRun { run: true }) {
             let state = connection.run_state()?;
-            if STILL.contains(&state.as_str()) {
-                connection.execute_within("cont", json!({}), RUN_TIMEOUT)?;
+            if STOPPED_STATES.contains(&state.as_str()) {
+                connection.execute_within("cont", json!({}), CONT_TIMEOUT)?;
             }
         }
         let user = connection.user();
-        let incoming = Folder::for_listener(user)
+        let incoming = SocketDir::for_listener(user)
             .map_err(|error| NotReady::Other(format!("cannot create a directory for QEMU's socket: {error}")))?;
         Ok(Self {
             qmp_path: qmp.to_owned(),
             incoming,
             user,
             in_session: AtomicBool::new(false),
-            stage: Mutex::new(Stage::Coming),
+            stage: Mutex::new(IncomingStage::Incoming),
             inner: Mutex::new(Inner {
                 qmp: connection,
                 servers,
                 fault_handlers,
                 fault_claim: None,
                 devices,
-                place,
-                arriving,
+                record_file,
+                record,
                 settings: None,
-                told: None,
-                whole: false,
-                is_late: false,
+                last_answer: None,
+                has_all_memory: false,
+                query_timed_out: false,
             }),
         })
     }
@@ -179,31 +184,31 @@ impl Destination {
     }
 
     /// Returns the state of the VM, or `None` while QEMU is busy with another query.
-    pub fn look(&self) -> Option<State> {
+    pub fn try_state(&self) -> Option<IncomingState> {
         match self.inner.try_lock() {
-            Ok(mut inner) => Some(self.looked(inner.look())),
-            Err(TryLockError::Poisoned(inner)) => Some(self.looked(inner.into_inner().look())),
+            Ok(mut inner) => Some(self.update_stage(inner.state())),
+            Err(TryLockError::Poisoned(inner)) => Some(self.update_stage(inner.into_inner().state())),
             Err(TryLockError::WouldBlock) => None,
         }
     }
 
     /// Returns the state of the VM, after waiting for other queries to QEMU.
-    pub fn look_now(&self) -> State {
-        self.looked(self.lock().look())
+    pub fn state(&self) -> IncomingState {
+        self.update_stage(self.lock().state())
     }
 
     /// Returns the stage that was last determined.
-    pub fn stage(&self) -> Stage {
+    pub fn stage(&self) -> IncomingStage {
         *self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn enter(&self, stage: Stage) {
+    fn set_stage(&self, stage: IncomingStage) {
         *self.stage.lock().unwrap_or_else(PoisonError::into_inner) = stage;
     }
 
-    fn looked(&self, state: State) -> State {
-        if let State::Running { whole } = state {
-            self.enter(running(whole));
+    fn update_stage(&self, state: IncomingState) -> IncomingState {
+        if let IncomingState::Running { has_all_memory } = state {
+            self.set_stage(running_stage(has_all_memory));
         }
         state
     }
@@ -214,24 +219,24 @@ impl Destination {
     }
 
     /// Returns true if all of the VM has arrived, so that its source may ask to run it.
-    pub fn was_loaded(&self) -> bool {
-        self.lock().whole
+    pub fn is_loaded(&self) -> bool {
+        self.lock().has_all_memory
     }
 
     /// Returns the last answer to the source, if there was one.
-    pub fn told(&self) -> Option<ToSource> {
-        self.lock().told.clone()
+    pub fn last_answer(&self) -> Option<ToSource> {
+        self.lock().last_answer.clone()
     }
 
     /// Answers the notes of a session until it is over.
-    pub fn answer(&self, notes: &Notes) {
+    pub fn answer_notes(&self, notes: &Notes) {
         self.in_session.store(true, Ordering::Relaxed);
         loop {
             match notes.receive(Duration::from_secs(1)) {
-                Received::Over => break,
-                Received::Nothing => {}
-                Received::Note(note) => {
-                    let answer = self.heard(&note);
+                ReceivedNote::SessionEnded => break,
+                ReceivedNote::Timeout => {}
+                ReceivedNote::Note(note) => {
+                    let answer = self.handle_note(&note);
                     match &answer {
                         ToSource::Refused { reasons } => tracing::warn!("refused: {}", reasons.join("; ")),
                         answer => tracing::debug!("{answer:?}"),
@@ -244,31 +249,31 @@ impl Destination {
     }
 
     /// Processes a note and returns the answer.
-    pub(super) fn heard(&self, note: &[u8]) -> ToSource {
+    pub(super) fn handle_note(&self, note: &[u8]) -> ToSource {
         let mut inner = self.lock();
-        let answer = match parse(note) {
+        let answer = match parse_request(note) {
             Ok(ToDestination { id, tell, .. }) => match tell {
-                Tell::Prepare { vm, settings, disks } => self
+                MoverRequest::Prepare { vm, settings, disks } => self
                     .prepare(&mut inner, id, (&vm, &disks), settings)
                     .unwrap_or_else(|reasons| ToSource::Refused { reasons }),
-                Tell::Hot { chardev, ranges } => inner.warm(&id, &chardev, &ranges),
-                Tell::CheckPostcopy => inner.check_postcopy(&id),
-                Tell::Go { run, postcopy } => {
+                MoverRequest::Hot { chardev, ranges } => inner.warm_cache(&id, &chardev, &ranges),
+                MoverRequest::CheckPostcopy => inner.check_postcopy(&id),
+                MoverRequest::Go { run, postcopy } => {
                     let before = self.stage();
-                    self.enter(Stage::HandingOver);
-                    let answer = inner.go(&id, run, postcopy);
-                    self.enter(match answer {
-                        ToSource::Running { whole } => running(whole),
+                    self.set_stage(IncomingStage::HandingOver);
+                    let answer = inner.start_vm(&id, run, postcopy);
+                    self.set_stage(match answer {
+                        ToSource::Running { whole: has_all_memory } => running_stage(has_all_memory),
                         ToSource::Refused { .. } => before,
-                        _ => Stage::HandingOver,
+                        _ => IncomingStage::HandingOver,
                     });
                     answer
                 }
-                Tell::Recover => self.recover(&mut inner, &id),
+                MoverRequest::Recover => self.recover(&mut inner, &id),
             },
             Err(reason) => refused(reason),
         };
-        inner.told = Some(answer.clone());
+        inner.last_answer = Some(answer.clone());
         answer
     }
 
@@ -276,11 +281,11 @@ impl Destination {
         &self,
         inner: &mut Inner,
         id: MoveId,
-        (vm, their_disks): (&Description, &[DiskDescription]),
-        settings: Settings,
+        (vm, source_disks): (&Description, &[DiskDescription]),
+        settings: QemuMigrationSettings,
     ) -> Result<ToSource, Vec<String>> {
-        let said = |error: QmpError| vec![error.to_string()];
-        let came_at = clock_ms();
+        let to_reasons = |error: QmpError| vec![error.to_string()];
+        let received_ms = clock_ms();
         if settings.multifd_channels > CHANNELS_MAX {
             return Err(vec![format!(
                 "{} channels for pages were requested, and at most {CHANNELS_MAX} are supported",
@@ -288,16 +293,16 @@ impl Destination {
             )]);
         }
         // QEMU waits for a move that has not begun, because its source has given up.
-        let waits_still = inner.waits_with(settings).map_err(said)?;
-        if inner.arriving.is_some() && !waits_still {
+        let already_waits = inner.is_waiting_with(settings).map_err(to_reasons)?;
+        if inner.record.is_some() && !already_waits {
             return Err(vec![format!(
                 "the QEMU at {} does not wait for a VM, or waits for one with other settings: start a new one",
                 self.qmp_path.display()
             )]);
         }
         let here = Description {
-            clock_ms: came_at,
-            ..Description::of(&mut inner.qmp).map_err(said)?
+            clock_ms: received_ms,
+            ..Description::query(&mut inner.qmp).map_err(to_reasons)?
         };
         let mut differences = vm.differences(&here);
         inner.fault_claim = None;
@@ -306,10 +311,10 @@ impl Destination {
         {
             differences.extend(reasons);
         }
-        let our_disks = disks::describe(&*inner.servers, &inner.devices);
-        let agreed = our_disks
+        let local_disks = disks::describe(&*inner.servers, &inner.devices);
+        let agreed = local_disks
             .map_err(|error| vec![error])
-            .and_then(|ours| disks::agree(their_disks, &ours));
+            .and_then(|local| disks::agree(source_disks, &local));
         let agreed = agreed
             .map_err(|reasons| differences.extend(reasons))
             .unwrap_or_default();
@@ -317,53 +322,55 @@ impl Destination {
             inner.fault_claim = None;
             return Err(differences);
         }
-        let go_along = |device: &&(String, PathBuf)| agreed.go_along.contains(&device.0);
-        let coming = Arriving {
+        let moves_along = |device: &&(String, PathBuf)| agreed.moving_chardevs.contains(&device.0);
+        let record = IncomingRecord {
             id,
             disks: inner
                 .devices
                 .iter()
-                .filter(go_along)
+                .filter(moves_along)
                 .map(|(_, path)| path.clone())
                 .collect(),
-            phase: Phase::Coming,
+            phase: IncomingPhase::Coming,
         };
-        let waits = self.wait_for(inner, coming, settings, waits_still);
-        waits.inspect_err(|_| inner.fault_claim = None)?;
+        let listening = self.start_listening(inner, record, settings, already_waits);
+        listening.inspect_err(|_| inner.fault_claim = None)?;
         Ok(ToSource::Prepared {
             warnings: [vm.warnings(&here), agreed.warnings].concat(),
-            disks: !agreed.go_along.is_empty(),
+            disks: !agreed.moving_chardevs.is_empty(),
         })
     }
 
     /// Makes QEMU wait for this move, and records the move.
-    fn wait_for(
+    fn start_listening(
         &self,
         inner: &mut Inner,
-        coming: Arriving,
-        settings: Settings,
-        waits_still: bool,
+        record: IncomingRecord,
+        settings: QemuMigrationSettings,
+        already_waits: bool,
     ) -> Result<(), Vec<String>> {
-        let said = |error: QmpError| vec![error.to_string()];
-        if !waits_still {
+        let to_reasons = |error: QmpError| vec![error.to_string()];
+        if !already_waits {
             // Other clients may have used QEMU since.
-            if !is_waiting(&mut inner.qmp).map_err(said)? {
+            if !is_waiting(&mut inner.qmp).map_err(to_reasons)? {
                 return Err(vec![format!(
                     "the QEMU at {} does not wait for a VM any more: start a new QEMU",
                     self.qmp_path.display()
                 )]);
             }
-            settings.apply(&mut inner.qmp, Role::Destination).map_err(said)?;
+            settings
+                .apply(&mut inner.qmp, MigrationRole::Destination)
+                .map_err(to_reasons)?;
             // While QEMU waits, this only revokes that it would run once all has arrived.
-            inner.qmp.execute("stop", json!({})).map_err(said)?;
+            inner.qmp.execute("stop", json!({})).map_err(to_reasons)?;
         }
-        inner.save(coming).map_err(|error| vec![error])?;
-        if !waits_still {
+        inner.save(record).map_err(|error| vec![error])?;
+        if !already_waits {
             let uri = format!("unix:{}", self.incoming.socket().display());
-            let waits = inner.qmp.execute("migrate-incoming", json!({"uri": uri}));
-            if let Err(error) = waits {
-                inner.forget();
-                return Err(said(error));
+            let listening = inner.qmp.execute("migrate-incoming", json!({"uri": uri}));
+            if let Err(error) = listening {
+                inner.clear_record();
+                return Err(to_reasons(error));
             }
             inner.settings = Some(settings);
         }
@@ -373,7 +380,7 @@ impl Destination {
     /// Makes QEMU wait for the rest of a VM that is partly here. While it waits for memory, it can execute no other
     /// command.
     fn recover(&self, inner: &mut Inner, id: &MoveId) -> ToSource {
-        if !inner.is_of(id) {
+        if !inner.is_move(id) {
             return inner.unknown_move();
         }
         self.incoming.clear();
@@ -383,10 +390,10 @@ impl Destination {
                 warnings: Vec::new(),
                 disks: false,
             },
-            Err(error) => match inner.look() {
-                State::Running { whole: true } => ToSource::Running { whole: true },
-                State::Ended => ended(),
-                State::Never { reason } => ToSource::NotRunning { reason },
+            Err(error) => match inner.state() {
+                IncomingState::Running { has_all_memory: true } => ToSource::Running { whole: true },
+                IncomingState::Exited => exited_answer(),
+                IncomingState::NeverRan { reason } => ToSource::NotRunning { reason },
                 _ => refused(error.to_string()),
             },
         }
@@ -398,8 +405,8 @@ impl Destination {
 }
 
 impl Inner {
-    fn is_of(&self, id: &MoveId) -> bool {
-        self.arriving.as_ref().is_some_and(|arriving| arriving.id == *id)
+    fn is_move(&self, id: &MoveId) -> bool {
+        self.record.as_ref().is_some_and(|record| record.id == *id)
     }
 
     fn unknown_move(&self) -> ToSource {
@@ -410,87 +417,92 @@ impl Inner {
     }
 
     /// Returns true if QEMU waits for a VM with these settings, and none of it has arrived.
-    fn waits_with(&mut self, settings: Settings) -> Result<bool, QmpError> {
-        let is_coming = self.arriving.as_ref().is_some_and(|it| it.phase == Phase::Coming);
-        if !is_coming || self.settings != Some(settings) {
+    fn is_waiting_with(&mut self, settings: QemuMigrationSettings) -> Result<bool, QmpError> {
+        let is_incoming = self.record.as_ref().is_some_and(|it| it.phase == IncomingPhase::Coming);
+        if !is_incoming || self.settings != Some(settings) {
             return Ok(false);
         }
         let migration = self.qmp.migration()?;
         Ok(match status_of(&migration) {
             "setup" => true,
-            "none" => listens(&migration) && self.qmp.run_state()? == "inmigrate",
+            "none" => is_listening(&migration) && self.qmp.run_state()? == "inmigrate",
             _ => false,
         })
     }
 
     /// Saves the record on disk first, then here: an answer must not be forgotten.
-    fn save(&mut self, arriving: Arriving) -> Result<(), String> {
-        self.place
-            .save(&arriving)
+    fn save(&mut self, record: IncomingRecord) -> Result<(), String> {
+        self.record_file
+            .save(&record)
             .map_err(|error| format!("the destination cannot save the record of the move: {error}"))?;
-        self.arriving = Some(arriving);
+        self.record = Some(record);
         Ok(())
     }
 
-    fn enter(&mut self, phase: Phase) -> Result<(), String> {
-        match self.arriving.clone() {
-            Some(arriving) => self.save(Arriving { phase, ..arriving }),
+    fn set_phase(&mut self, phase: IncomingPhase) -> Result<(), String> {
+        match self.record.clone() {
+            Some(record) => self.save(IncomingRecord { phase, ..record }),
             None => Err("there is no move".to_owned()),
         }
     }
 
-    fn forget(&mut self) {
-        self.arriving = None;
+    fn clear_record(&mut self) {
+        self.record = None;
         self.fault_claim = None;
-        self.place.remove();
+        self.record_file.remove();
     }
 
-    fn look(&mut self) -> State {
-        let state = self.inspect();
-        if !matches!(state, State::Waiting | State::Coming | State::Running { whole: false }) {
+    fn state(&mut self) -> IncomingState {
+        let state = self.query_state();
+        if !matches!(
+            state,
+            IncomingState::Waiting | IncomingState::Incoming | IncomingState::Running { has_all_memory: false }
+        ) {
             self.fault_claim = None;
         }
         state
     }
 
-    fn inspect(&mut self) -> State {
+    fn query_state(&mut self) -> IncomingState {
         let migration = self
             .qmp
-            .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
+            .execute_within("query-migrate", json!({}), QUERY_TIMEOUT)
             .map(|migration| status_of(&migration).to_owned());
-        let is_gone = migration.as_ref().is_err_and(QmpError::is_gone);
-        let is_late = migration.is_err() && !is_gone;
-        if let Some(error) = migration.as_ref().err().filter(|_| is_late && !self.is_late) {
+        let has_exited = migration.as_ref().is_err_and(QmpError::is_disconnected);
+        let timed_out = migration.is_err() && !has_exited;
+        if let Some(error) = migration.as_ref().err().filter(|_| timed_out && !self.query_timed_out) {
             tracing::warn!("{error}; if it is not receiving a VM at the moment, end it");
         }
-        self.is_late = is_late;
+        self.query_timed_out = timed_out;
         // A busy QEMU reports no status, so the flag is sticky. Only an outgoing migration is cancelled, before which
         // all must have arrived.
-        self.whole |= migration
+        self.has_all_memory |= migration
             .as_ref()
             .is_ok_and(|status| ["completed", "cancelling", "cancelled"].contains(&status.as_str()));
-        match self.arriving.as_ref().map(|arriving| &arriving.phase) {
-            Some(Phase::Never { reason }) => State::Never { reason: reason.clone() },
-            Some(Phase::LetRun { .. }) if is_gone => State::Ended,
-            Some(Phase::LetRun { .. }) => State::Running { whole: self.whole },
-            Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
+        match self.record.as_ref().map(|record| &record.phase) {
+            Some(IncomingPhase::Never { reason }) => IncomingState::NeverRan { reason: reason.clone() },
+            Some(IncomingPhase::LetRun { .. }) if has_exited => IncomingState::Exited,
+            Some(IncomingPhase::LetRun { .. }) => IncomingState::Running {
+                has_all_memory: self.has_all_memory,
+            },
+            Some(IncomingPhase::Coming) if has_exited || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
                     Err(_) => "the destination's QEMU exited before all data had arrived".to_owned(),
                     Ok(_) => "the destination's QEMU failed to load the VM".to_owned(),
                 };
-                match self.never(reason) {
-                    Ok(reason) => State::Never { reason },
+                match self.record_never_ran(reason) {
+                    Ok(reason) => IncomingState::NeverRan { reason },
                     Err(error) => {
                         tracing::error!("{error}");
-                        State::Coming
+                        IncomingState::Incoming
                     }
                 }
             }
-            None if is_gone => State::Never {
+            None if has_exited => IncomingState::NeverRan {
                 reason: "the destination's QEMU has exited".to_owned(),
             },
-            Some(Phase::Coming) => State::Coming,
-            None => State::Waiting,
+            Some(IncomingPhase::Coming) => IncomingState::Incoming,
+            None => IncomingState::Waiting,
         }
     }
 
@@ -505,7 +517,7 @@ impl Inner {
     /// Checks again whether QEMU can receive memory by post-copy. A receiver that was killed has lost its claim, and
     /// a pager may have attached since.
     fn check_postcopy(&mut self, id: &MoveId) -> ToSource {
-        if !self.is_of(id) {
+        if !self.is_move(id) {
             return self.unknown_move();
         }
         match self.claim_faults() {
@@ -515,144 +527,146 @@ impl Inner {
     }
 
     /// Passes the ranges that were hot at the source to the server of a disk that moves along.
-    fn warm(&self, id: &MoveId, chardev: &str, ranges: &str) -> ToSource {
+    fn warm_cache(&self, id: &MoveId, chardev: &str, ranges: &str) -> ToSource {
         let socket = self
             .devices
             .iter()
             .find(|(label, _)| label == chardev)
             .map(|(_, path)| path);
-        let comes = |socket: &&PathBuf| {
-            let arriving = self.arriving.as_ref().filter(|arriving| arriving.id == *id);
-            arriving.is_some_and(|arriving| arriving.disks.contains(socket))
+        let moves_along = |socket: &&PathBuf| {
+            let record = self.record.as_ref().filter(|arriving| arriving.id == *id);
+            record.is_some_and(|record| record.disks.contains(socket))
         };
-        if let Some(socket) = socket.filter(comes) {
-            self.servers.warm(socket, ranges);
+        if let Some(socket) = socket.filter(moves_along) {
+            self.servers.warm_cache(socket, ranges);
         }
         ToSource::Noted
     }
 
-    fn have_disks(&self, deed: Deed) -> Result<(), String> {
-        match self.arriving.as_ref().map(|arriving| arriving.disks.as_slice()) {
+    fn apply_to_disks(&self, action: HandoverAction) -> Result<(), String> {
+        match self.record.as_ref().map(|record| record.disks.as_slice()) {
             None | Some([]) => Ok(()),
-            Some(disks) => self.servers.have(disks, deed),
+            Some(disks) => self.servers.apply(disks, action),
         }
     }
 
     /// Makes the disks this host's before the VM runs. Then neither a crash of this process nor of this host can give
     /// another host disks that the guest here has written to.
-    fn keep_disks(&self) -> Result<(), String> {
-        let until = Instant::now() + KEEP_TIMEOUT;
-        while let Err(error) = self.have_disks(Deed::Keep) {
+    fn commit_disks(&self) -> Result<(), String> {
+        let until = Instant::now() + COMMIT_TIMEOUT;
+        while let Err(error) = self.apply_to_disks(HandoverAction::Commit) {
             if Instant::now() > until {
                 return Err(format!(
                     "the destination cannot take over the VM's disks, so the VM was not started there yet: {error}"
                 ));
             }
-            std::thread::sleep(KEEP_AGAIN);
+            std::thread::sleep(COMMIT_RETRY_DELAY);
         }
         Ok(())
     }
 
     /// Records that the VM never runs here, whatever happens. Returns the reason.
-    fn never(&mut self, reason: String) -> Result<String, String> {
+    fn record_never_ran(&mut self, reason: String) -> Result<String, String> {
         // The source opens the disks next, and storage without locks would permit that while they are open here.
-        self.have_disks(Deed::Yield)
+        self.apply_to_disks(HandoverAction::RollBack)
             .map_err(|error| format!("{reason}; and its disks may still be open at the destination: {error}"))?;
-        self.enter(Phase::Never { reason: reason.clone() })
+        self.set_phase(IncomingPhase::Never { reason: reason.clone() })
             .map_err(|error| format!("the destination could not record that the VM will not run there: {error}"))?;
         // QEMU may have exited already.
-        let _ = self.qmp.execute_within("quit", json!({}), LOOK_TIMEOUT);
+        let _ = self.qmp.execute_within("quit", json!({}), QUERY_TIMEOUT);
         Ok(reason)
     }
 
     /// Starts the VM if all of it is here; also confirms a VM that was started before.
-    fn go(&mut self, id: &MoveId, run: bool, postcopy: bool) -> ToSource {
-        if !self.is_of(id) {
+    fn start_vm(&mut self, id: &MoveId, run: bool, postcopy: bool) -> ToSource {
+        if !self.is_move(id) {
             return self.unknown_move();
         }
-        match self.look() {
-            State::Never { reason } => return ToSource::NotRunning { reason },
-            State::Running { whole } => return self.go_again(run, postcopy, whole),
-            State::Ended => return ended(),
-            State::Waiting | State::Coming => {}
+        match self.state() {
+            IncomingState::NeverRan { reason } => return ToSource::NotRunning { reason },
+            IncomingState::Running { has_all_memory } => return self.confirm_start(run, postcopy, has_all_memory),
+            IncomingState::Exited => return exited_answer(),
+            IncomingState::Waiting | IncomingState::Incoming => {}
         }
         if let Err(error) = wait_until_loaded(&mut self.qmp) {
             return match error {
-                NotLoaded::Late(reason) if postcopy => ToSource::NotYet { reason },
-                NotLoaded::Never(reason) | NotLoaded::Late(reason) => self.not_running(reason),
+                NotLoaded::Timeout(reason) if postcopy => ToSource::NotYet { reason },
+                NotLoaded::Never(reason) | NotLoaded::Timeout(reason) => self.answer_not_running(reason),
             };
         }
         // Until the VM may run, a server of disks that restarts has them closed.
-        if let Err(reason) = self.have_disks(Deed::Take) {
+        if let Err(reason) = self.apply_to_disks(HandoverAction::Activate) {
             let reason = format!("its disks cannot be opened at the destination: {reason}");
             return match postcopy {
                 true => ToSource::NotYet { reason },
-                false => self.not_running(reason),
+                false => self.answer_not_running(reason),
             };
         }
         // The VM may run from here on.
-        if let Err(error) = self.enter(Phase::LetRun { run }) {
+        if let Err(error) = self.set_phase(IncomingPhase::LetRun { run }) {
             return refused(error);
         }
-        if let Err(reason) = self.keep_disks() {
+        if let Err(reason) = self.commit_disks() {
             return not_yet(postcopy, reason);
         }
-        if run && let Err(error) = self.qmp.execute_within("cont", json!({}), RUN_TIMEOUT) {
+        if run && let Err(error) = self.qmp.execute_within("cont", json!({}), CONT_TIMEOUT) {
             return match error {
-                QmpError::Refused { .. } => self.refuses_to_run(postcopy, error.to_string()),
+                QmpError::Refused { .. } => self.handle_refused_start(postcopy, error.to_string()),
                 error => ToSource::Unknown {
                     reason: error.to_string(),
                 },
             };
         }
-        self.whole |= !postcopy;
-        ToSource::Running { whole: self.whole }
+        self.has_all_memory |= !postcopy;
+        ToSource::Running {
+            whole: self.has_all_memory,
+        }
     }
 
     /// Handles QEMU's refusal to run the VM: it has not run, so its disks are released again.
-    fn refuses_to_run(&mut self, postcopy: bool, reason: String) -> ToSource {
-        let left = self.have_disks(Deed::GiveBack);
-        let not_run = left.and_then(|()| self.enter(Phase::Coming));
+    fn handle_refused_start(&mut self, postcopy: bool, reason: String) -> ToSource {
+        let closed = self.apply_to_disks(HandoverAction::AwaitIncoming);
+        let not_run = closed.and_then(|()| self.set_phase(IncomingPhase::Coming));
         match not_run {
             Err(error) => not_yet(postcopy, format!("{reason}; and then: {error}")),
             // The source may ask again.
             Ok(()) if postcopy => ToSource::NotYet { reason },
-            Ok(()) => self.not_running(reason),
+            Ok(()) => self.answer_not_running(reason),
         }
     }
 
     /// Confirms a VM that was started before. The mover may have ended before QEMU ran it.
-    fn go_again(&mut self, run: bool, postcopy: bool, whole: bool) -> ToSource {
-        if let Err(reason) = self.keep_disks() {
+    fn confirm_start(&mut self, run: bool, postcopy: bool, has_all_memory: bool) -> ToSource {
+        if let Err(reason) = self.commit_disks() {
             return not_yet(postcopy, reason);
         }
         let unknown = |error: QmpError| ToSource::Unknown {
             reason: error.to_string(),
         };
         match self.qmp.run_state() {
-            Ok(state) if run && STILL.contains(&state.as_str()) => {
-                match self.qmp.execute_within("cont", json!({}), RUN_TIMEOUT) {
-                    Ok(_) => ToSource::Running { whole },
+            Ok(state) if run && STOPPED_STATES.contains(&state.as_str()) => {
+                match self.qmp.execute_within("cont", json!({}), CONT_TIMEOUT) {
+                    Ok(_) => ToSource::Running { whole: has_all_memory },
                     Err(error) => unknown(error),
                 }
             }
-            Ok(_) => ToSource::Running { whole },
+            Ok(_) => ToSource::Running { whole: has_all_memory },
             Err(error) => unknown(error),
         }
     }
 
-    fn not_running(&mut self, reason: String) -> ToSource {
-        match self.never(reason) {
+    fn answer_not_running(&mut self, reason: String) -> ToSource {
+        match self.record_never_ran(reason) {
             Ok(reason) => ToSource::NotRunning { reason },
             Err(error) => refused(error),
         }
     }
 }
 
-const fn running(whole: bool) -> Stage {
-    match whole {
-        true => Stage::HandingOver,
-        false => Stage::PostCopy,
+const fn running_stage(has_all_memory: bool) -> IncomingStage {
+    match has_all_memory {
+        true => IncomingStage::HandingOver,
+        false => IncomingStage::PostCopy,
     }
 }
 
@@ -664,7 +678,7 @@ fn not_yet(postcopy: bool, reason: String) -> ToSource {
     }
 }
 
-fn ended() -> ToSource {
+fn exited_answer() -> ToSource {
     ToSource::Unknown {
         reason: "the destination's QEMU received the command to run the VM, and has exited since".to_owned(),
     }
@@ -674,7 +688,7 @@ fn refused(reason: String) -> ToSource {
     ToSource::Refused { reasons: vec![reason] }
 }
 
-fn parse(note: &[u8]) -> Result<ToDestination, String> {
+fn parse_request(note: &[u8]) -> Result<ToDestination, String> {
     let value: Value =
         serde_json::from_slice(note).map_err(|error| format!("the source's message is no JSON ({error})"))?;
     let version = &value["version"];

@@ -12,20 +12,20 @@ use crate::qmp::{Qmp, QmpError};
 
 /// Action of a server of disks. Each may be requested again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Deed {
+pub enum HandoverAction {
     /// Use caches as before the move.
-    Stay,
+    RestoreCaches,
     /// Close the images for another host, and do not open them again without a request. The guest has stopped, and
     /// continues elsewhere with its QEMU's state of the queues. Refused where QEMU cannot have that state.
-    Leave,
+    Inactivate,
     /// Close the images for another host, whatever the state of the queues: the guest does not run here after all.
-    GiveBack,
+    AwaitIncoming,
     /// Open the images.
-    Take,
+    Activate,
     /// Open the images, now and whenever the server is started again: no other host has them.
-    Keep,
-    /// Close the images that [`Deed::Take`] has opened.
-    Yield,
+    Commit,
+    /// Close the images that [`HandoverAction::Activate`] has opened.
+    RollBack,
 }
 
 /// Servers of disks on this host.
@@ -35,49 +35,49 @@ pub trait DiskServers: Send + Sync {
     ///
     /// # Errors
     /// A text for users: a known server does not answer.
-    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String>;
+    fn list(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String>;
 
     /// Makes these servers write the data that only their caches have to the images, and write through until
-    /// [`Deed::Stay`] or the end of the move. Returns true once that is done; while it returns false, the caller must
-    /// call again.
+    /// [`HandoverAction::RestoreCaches`] or the end of the move. Returns true once that is done; while it returns
+    /// false, the caller must call again.
     ///
     /// # Errors
     /// A text for users.
-    fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String>;
+    fn flush_caches(&self, sockets: &[PathBuf]) -> Result<bool, String>;
 
     /// Returns the hot ranges of each of these disks, as reported by their servers: separated by commas, the hottest
     /// first. Disks without such data are left out. Best effort.
-    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)>;
+    fn hot_ranges(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)>;
 
     /// Passes ranges that were hot on another host to the server of a disk. Best effort.
-    fn warm(&self, socket: &Path, ranges: &str);
+    fn warm_cache(&self, socket: &Path, ranges: &str);
 
     /// Makes the servers on these sockets perform an action, and waits until it is done.
     ///
     /// # Errors
     /// A text for users; with several servers, some may have performed it.
-    fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String>;
+    fn apply(&self, sockets: &[PathBuf], action: HandoverAction) -> Result<(), String>;
 }
 
 /// Stub for a host without servers of disks.
-pub struct NoServers;
+pub struct NoDiskServers;
 
-impl DiskServers for NoServers {
-    fn look(&self, _: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
+impl DiskServers for NoDiskServers {
+    fn list(&self, _: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
         Ok(Vec::new())
     }
 
-    fn settle(&self, _: &[PathBuf]) -> Result<bool, String> {
+    fn flush_caches(&self, _: &[PathBuf]) -> Result<bool, String> {
         Ok(true)
     }
 
-    fn hot(&self, _: &[PathBuf]) -> Vec<(PathBuf, String)> {
+    fn hot_ranges(&self, _: &[PathBuf]) -> Vec<(PathBuf, String)> {
         Vec::new()
     }
 
-    fn warm(&self, _: &Path, _: &str) {}
+    fn warm_cache(&self, _: &Path, _: &str) {}
 
-    fn have(&self, _: &[PathBuf], _: Deed) -> Result<(), String> {
+    fn apply(&self, _: &[PathBuf], _: HandoverAction) -> Result<(), String> {
         Ok(())
     }
 }
@@ -121,7 +121,7 @@ pub struct DiskDescription {
 ///
 /// # Errors
 /// QEMU does not answer.
-pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
+pub fn socket_chardevs(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
     let devices = qmp.execute("query-chardev", json!({}))?;
     let labels = devices.as_array().into_iter().flatten();
     let labels: Vec<String> = labels
@@ -129,8 +129,8 @@ pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
         .collect();
     let mut found = Vec::new();
     for label in labels {
-        let asked = json!({"path": format!("/chardevs/{label}"), "property": "addr"});
-        let address = match qmp.execute("qom-get", asked) {
+        let query = json!({"path": format!("/chardevs/{label}"), "property": "addr"});
+        let address = match qmp.execute("qom-get", query) {
             // The device is no socket.
             Err(QmpError::Refused { .. }) => continue,
             address => address?,
@@ -146,10 +146,10 @@ pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
 /// Returns the disks behind these character devices.
 ///
 /// # Errors
-/// Same as [`DiskServers::look`].
+/// Same as [`DiskServers::list`].
 pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Result<Vec<DiskDescription>, String> {
     let sockets = paths(devices);
-    let served = servers.look(&sockets)?;
+    let served = servers.list(&sockets)?;
     let chardev = |socket: &Path| devices.iter().find(|(_, path)| path == socket);
     let described = served.into_iter().filter_map(|(socket, served)| {
         let chardev = chardev(&socket)?.0.clone();
@@ -159,25 +159,25 @@ pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Res
 }
 
 /// Maximum bytes of hot ranges in one message, and maximum messages for one disk.
-const HOT_BYTES_MAX: usize = 48 << 10;
+const HOT_MESSAGE_BYTES_MAX: usize = 48 << 10;
 const HOT_MESSAGES_MAX: usize = 16;
 
 /// Splits hot ranges into parts that fit in a message: whole ranges, the hottest first, up to a useful number of
 /// parts.
-pub fn hot_parts(ranges: &str) -> Vec<&str> {
+pub fn split_hot_ranges(ranges: &str) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut rest = ranges;
     while !rest.is_empty() && parts.len() < HOT_MESSAGES_MAX {
-        let (part, left) = match rest.len() <= HOT_BYTES_MAX {
+        let (part, tail) = match rest.len() <= HOT_MESSAGE_BYTES_MAX {
             true => (rest, ""),
             // The text is ASCII; other text is not sent.
-            false => match rest.get(..HOT_BYTES_MAX).and_then(|head| head.rsplit_once(',')) {
+            false => match rest.get(..HOT_MESSAGE_BYTES_MAX).and_then(|head| head.rsplit_once(',')) {
                 Some((head, _)) => (head, &rest[head.len() + 1..]),
                 None => break,
             },
         };
         parts.push(part);
-        rest = left;
+        rest = tail;
     }
     parts
 }
@@ -192,7 +192,7 @@ pub fn paths(devices: &[(String, PathBuf)]) -> Vec<PathBuf> {
 pub struct Agreement {
     /// Character devices of the disks that move along, whose servers wait for them: their images are closed here
     /// before they are opened there.
-    pub go_along: Vec<String>,
+    pub moving_chardevs: Vec<String>,
     /// Problems that do not prevent the move.
     pub warnings: Vec<String>,
 }
@@ -219,7 +219,7 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
             continue;
         };
         match (other.served.away, disk.served.shared && other.served.shared) {
-            (true, _) => agreement.go_along.push(disk.chardev.clone()),
+            (true, _) => agreement.moving_chardevs.push(disk.chardev.clone()),
             (false, true) => {}
             (false, false) => reasons.push(format!(
                 "{name}: its server at the destination does not wait for it: start it with `larder vm NAME --incoming`"
@@ -247,7 +247,7 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
             ));
         }
     }
-    if !agreement.go_along.is_empty() && there.iter().any(|other| !other.served.away) {
+    if !agreement.moving_chardevs.is_empty() && there.iter().any(|other| !other.served.away) {
         reasons.push("the destination's servers wait for some of the disks, and have others open".to_owned());
     }
     if here.iter().any(|disk| disk.served.away) {
@@ -323,7 +323,10 @@ mod tests {
     /// reported.
     #[test]
     fn disk_moves_only_to_matching_server() {
-        assert_eq!(agree(&[disk(false)], &[disk(true)]).expect("it goes").go_along, ["vda"]);
+        assert_eq!(
+            agree(&[disk(false)], &[disk(true)]).expect("it goes").moving_chardevs,
+            ["vda"]
+        );
         assert_eq!(agree(&[], &[]), Ok(Agreement::default()));
         for (there, why) in [
             (vec![], "no `larder vm` serves it at the destination"),
@@ -356,15 +359,15 @@ mod tests {
 
     #[test]
     fn hot_ranges_are_split_between_ranges() {
-        assert!(hot_parts("").is_empty());
-        assert_eq!(hot_parts("17+3,4+1"), ["17+3,4+1"]);
+        assert!(split_hot_ranges("").is_empty());
+        assert_eq!(split_hot_ranges("17+3,4+1"), ["17+3,4+1"]);
         let many = vec!["123456+7"; 10_000].join(",");
-        let parts = hot_parts(&many);
-        assert!(parts.len() == 2 && parts.iter().all(|part| part.len() <= HOT_BYTES_MAX));
+        let parts = split_hot_ranges(&many);
+        assert!(parts.len() == 2 && parts.iter().all(|part| part.len() <= HOT_MESSAGE_BYTES_MAX));
         assert_eq!(parts.join(","), many);
         let endless = vec!["1+1"; 1 << 20].join(",");
-        assert_eq!(hot_parts(&endless).len(), HOT_MESSAGES_MAX);
-        assert!(hot_parts(&"1".repeat(HOT_BYTES_MAX + 1)).is_empty());
+        assert_eq!(split_hot_ranges(&endless).len(), HOT_MESSAGES_MAX);
+        assert!(split_hot_ranges(&"1".repeat(HOT_MESSAGE_BYTES_MAX + 1)).is_empty());
     }
 
     #[test]

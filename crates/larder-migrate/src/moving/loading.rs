@@ -10,16 +10,16 @@ use crate::qmp::{Qmp, QmpError};
 /// Time limit for QEMU to load everything that it was sent, before `cont`.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for a query while QEMU may be busy.
-pub(super) const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which QEMU is polled.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Reasons why a VM cannot be started.
 pub(super) enum NotLoaded {
     /// The VM can never be started.
     Never(String),
     /// QEMU has not loaded the VM in time.
-    Late(String),
+    Timeout(String),
 }
 
 /// Waits until QEMU has loaded the VM, except memory that arrives by post-copy, so that only its processors are
@@ -27,10 +27,10 @@ pub(super) enum NotLoaded {
 pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
     let until = Instant::now() + LOAD_TIMEOUT;
     loop {
-        let looked = qmp
-            .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
-            .and_then(|migration| Ok((migration, qmp.execute_within("query-status", json!({}), LOOK_TIMEOUT)?)));
-        let is = match looked {
+        let queried = qmp
+            .execute_within("query-migrate", json!({}), QUERY_TIMEOUT)
+            .and_then(|migration| Ok((migration, qmp.execute_within("query-status", json!({}), QUERY_TIMEOUT)?)));
+        let is = match queried {
             Ok((migration, run)) => {
                 let state = run["status"].as_str().unwrap_or("unknown");
                 match (state, status_of(&migration)) {
@@ -47,16 +47,16 @@ pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
                 }
                 format!("'{state}' (migration: {})", status_of(&migration))
             }
-            Err(error) if error.is_gone() => return Err(NotLoaded::Never(error.to_string())),
+            Err(error) if error.is_disconnected() => return Err(NotLoaded::Never(error.to_string())),
             Err(error) => error.to_string(),
         };
         if Instant::now() > until {
-            return Err(NotLoaded::Late(format!(
+            return Err(NotLoaded::Timeout(format!(
                 "the destination's QEMU has not loaded the VM in {} s: {is}",
                 LOAD_TIMEOUT.as_secs()
             )));
         }
-        match qmp.event(LOOK_EVERY) {
+        match qmp.event(POLL_INTERVAL) {
             Ok(_) => {}
             Err(error) => return Err(NotLoaded::Never(error.to_string())),
         }
@@ -66,12 +66,12 @@ pub(super) fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
 /// Returns true if QEMU was started to receive a VM and does not listen for one yet.
 pub(super) fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let migration = qmp.migration()?;
-    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none" && !listens(&migration))
+    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none" && !is_listening(&migration))
 }
 
 /// Returns true if QEMU listens for a VM. Until a sender connects, QEMU 7.2 reports the address, but no status.
-pub(super) fn listens(migration: &Value) -> bool {
+pub(super) fn is_listening(migration: &Value) -> bool {
     migration["socket-address"]
         .as_array()
-        .is_some_and(|places| !places.is_empty())
+        .is_some_and(|addresses| !addresses.is_empty())
 }

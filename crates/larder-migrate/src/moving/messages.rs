@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::Description;
 use super::disks::DiskDescription;
 use super::record::MoveId;
-use super::settings::Settings;
+use super::settings::QemuMigrationSettings;
 
 /// Version of these messages.
 pub const VERSION: u32 = 4;
@@ -19,19 +19,19 @@ pub struct ToDestination {
     /// Number of the move.
     pub id: MoveId,
     /// Request.
-    pub tell: Tell,
+    pub tell: MoverRequest,
 }
 
 /// Request of the source.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Tell {
+pub enum MoverRequest {
     /// Prepare to receive a VM.
     Prepare {
         /// Source's QEMU and its VM.
         vm: Box<Description>,
         /// Migration settings that both QEMUs must have.
-        settings: Settings,
+        settings: QemuMigrationSettings,
         /// Disks that are served by processes beside QEMU.
         disks: Vec<DiskDescription>,
     },

@@ -33,12 +33,12 @@
 mod description;
 pub mod destination;
 pub mod disks;
-pub mod folder;
 mod loading;
 pub mod messages;
 pub mod postcopy;
 pub mod record;
 pub mod settings;
+pub mod socket_dir;
 pub mod source;
 #[cfg(test)]
 mod tests;

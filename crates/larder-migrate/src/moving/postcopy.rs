@@ -10,10 +10,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::qmp::{Process, Qmp, QmpError};
+use crate::qmp::{ProcessIdentity, Qmp, QmpError};
 
 /// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of linux/magic.h: file systems whose pages userfaultfd(2) can serve.
-const SERVED_FILE_SYSTEMS: [u32; 2] = [0x0102_1994, 0x9584_58f6];
+const USERFAULTFD_FILE_SYSTEMS: [u32; 2] = [0x0102_1994, 0x9584_58f6];
 
 /// Claim to the page faults of a QEMU's memory, released when it is dropped.
 pub type FaultClaim = Box<dyn Any + Send>;
@@ -24,14 +24,14 @@ pub trait FaultHandlers: Send + Sync {
     ///
     /// # Errors
     /// Another process handles them already, or that cannot be determined; the text includes what to do.
-    fn claim(&self, qemu: Process) -> Result<FaultClaim, String>;
+    fn claim(&self, qemu: ProcessIdentity) -> Result<FaultClaim, String>;
 }
 
 /// Stub for a host where no other process handles page faults.
 pub struct NoFaultHandlers;
 
 impl FaultHandlers for NoFaultHandlers {
-    fn claim(&self, _: Process) -> Result<FaultClaim, String> {
+    fn claim(&self, _: ProcessIdentity) -> Result<FaultClaim, String> {
         Ok(Box::new(()))
     }
 }
@@ -65,7 +65,7 @@ pub(super) fn claim(qmp: &mut Qmp, handlers: &dyn FaultHandlers) -> Result<Fault
 
 /// Returns the files of memory backends on other file systems. A file whose file system cannot be determined is left
 /// out.
-fn files_on_disk(qmp: &mut Qmp, process: Process) -> Result<Vec<String>, QmpError> {
+fn files_on_disk(qmp: &mut Qmp, process: ProcessIdentity) -> Result<Vec<String>, QmpError> {
     let objects = match qmp.execute("qom-list", json!({"path": "/objects"})) {
         Err(QmpError::Refused { .. }) => return Ok(Vec::new()),
         objects => objects?,
@@ -91,9 +91,9 @@ fn files_on_disk(qmp: &mut Qmp, process: Process) -> Result<Vec<String>, QmpErro
 }
 
 /// Returns whether `path`, in QEMU's mount namespace, is on another file system; `None` if that cannot be determined.
-fn is_on_disk(process: Process, path: &str) -> Option<bool> {
-    let mut seen = OsString::from(format!("/proc/{}/root", process.pid));
-    seen.push(Path::new("/").join(path).as_os_str());
-    let system = rustix::fs::statfs(Path::new(&seen)).ok()?;
-    Some(!SERVED_FILE_SYSTEMS.contains(&(system.f_type as u32)))
+fn is_on_disk(process: ProcessIdentity, path: &str) -> Option<bool> {
+    let mut root_path = OsString::from(format!("/proc/{}/root", process.pid));
+    root_path.push(Path::new("/").join(path).as_os_str());
+    let system = rustix::fs::statfs(Path::new(&root_path)).ok()?;
+    Some(!USERFAULTFD_FILE_SYSTEMS.contains(&(system.f_type as u32)))
 }

@@ -13,8 +13,8 @@ use larder_block::small_file::{self, STATE_BYTES_MAX};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
-use super::settings::Before;
-use crate::qmp::{Process, Qmp};
+use super::settings::PreviousSettings;
+use crate::qmp::{ProcessIdentity, Qmp};
 
 /// Number of a move, unique: 16 bytes, in hexadecimal digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,7 +34,7 @@ impl MoveId {
 /// Record of a move at its source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Leaving {
+pub struct OutgoingRecord {
     /// Number of the move.
     pub id: MoveId,
     /// True if the VM's processors run; otherwise it stays stopped.
@@ -50,25 +50,25 @@ pub struct Leaving {
     /// True if `Go` may have been sent to the destination.
     pub told: bool,
     /// Migration settings of QEMU before the move.
-    pub before: Before,
+    pub before: PreviousSettings,
 }
 
 /// Record of a move at its destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Arriving {
+pub struct IncomingRecord {
     /// Number of the move.
     pub id: MoveId,
     /// Sockets of the disks that move along; empty if there are none.
     pub disks: Vec<PathBuf>,
     /// Phase of the move.
-    pub phase: Phase,
+    pub phase: IncomingPhase,
 }
 
 /// Phase of a VM at its destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "is")]
-pub enum Phase {
+pub enum IncomingPhase {
     /// QEMU has not run the VM.
     Coming,
     /// The source has allowed the VM to run.
@@ -84,29 +84,29 @@ pub enum Phase {
 }
 
 /// File of a record.
-pub struct Place {
+pub struct RecordFile {
     path: PathBuf,
-    qemu: Option<Process>,
+    qemu: Option<ProcessIdentity>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Kept<T> {
-    qemu: Option<Process>,
+struct StoredRecord<T> {
+    qemu: Option<ProcessIdentity>,
     record: T,
 }
 
-impl Place {
+impl RecordFile {
     /// Returns the file for a QEMU and a role in a directory, and removes outdated files from the directory.
     #[must_use]
-    pub fn new(folder: &Path, role: &str, qmp: &Qmp) -> Self {
+    pub fn new(directory: &Path, role: &str, qmp: &Qmp) -> Self {
         let socket = fs::canonicalize(qmp.path()).unwrap_or_else(|_| qmp.path().to_owned());
         let digest = ring::digest::digest(&ring::digest::SHA256, socket.as_os_str().as_encoded_bytes());
         let name = super::hex(&digest.as_ref()[..8]);
         let qemu = qmp.process();
         let process = qemu.map_or_else(String::new, |qemu| format!("-{}-{}", qemu.pid, qemu.started));
-        sweep(folder);
+        remove_stale(directory);
         Self {
-            path: folder.join(format!("{role}-{name}{process}.json")),
+            path: directory.join(format!("{role}-{name}{process}.json")),
             qemu,
         }
     }
@@ -119,10 +119,10 @@ impl Place {
         let bytes = match small_file::read(&self.path, STATE_BYTES_MAX) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(self.named(&error)),
+            Err(error) => return Err(self.with_path(&error)),
         };
-        let kept: Kept<T> = serde_json::from_slice(&bytes).map_err(|error| self.named(&error.into()))?;
-        Ok((kept.qemu == self.qemu).then_some(kept.record))
+        let stored: StoredRecord<T> = serde_json::from_slice(&bytes).map_err(|error| self.with_path(&error.into()))?;
+        Ok((stored.qemu == self.qemu).then_some(stored.record))
     }
 
     /// Saves the record. If this process ends at any moment, the file has either this record or the previous one.
@@ -130,13 +130,13 @@ impl Place {
     /// # Errors
     /// The file cannot be written.
     pub fn save<T: Serialize>(&self, record: T) -> io::Result<()> {
-        let kept = Kept {
+        let stored = StoredRecord {
             qemu: self.qemu,
             record,
         };
         let new = self.path.with_extension("new");
-        fs::write(&new, serde_json::to_vec(&kept).expect("plain data")).map_err(|error| self.named(&error))?;
-        fs::rename(&new, &self.path).map_err(|error| self.named(&error))
+        fs::write(&new, serde_json::to_vec(&stored).expect("plain data")).map_err(|error| self.with_path(&error))?;
+        fs::rename(&new, &self.path).map_err(|error| self.with_path(&error))
     }
 
     /// Removes the record.
@@ -144,18 +144,18 @@ impl Place {
         let _ = fs::remove_file(&self.path);
     }
 
-    fn named(&self, error: &io::Error) -> io::Error {
+    fn with_path(&self, error: &io::Error) -> io::Error {
         io::Error::new(error.kind(), format!("{}: {error}", self.path.display()))
     }
 }
 
 /// Removes records of QEMUs that have exited: they describe no other process, and nothing can be asked of theirs.
-fn sweep(folder: &Path) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let kept = small_file::read(&entry.path(), STATE_BYTES_MAX).ok();
-        let kept: Option<Kept<IgnoredAny>> = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let qemu = kept.and_then(|kept| kept.qemu);
-        if qemu.is_some_and(|qemu| !qemu.lives()) {
+fn remove_stale(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let bytes = small_file::read(&entry.path(), STATE_BYTES_MAX).ok();
+        let stored: Option<StoredRecord<IgnoredAny>> = bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let qemu = stored.and_then(|stored| stored.qemu);
+        if qemu.is_some_and(|qemu| !qemu.is_alive()) {
             // A file of another user, or one that is removed already, does no harm.
             let _ = fs::remove_file(entry.path());
         }
@@ -169,24 +169,28 @@ mod tests {
     /// Records of exited QEMUs are removed, and no other files.
     #[test]
     fn sweep_removes_records_of_exited_qemus() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let us = Process::with(std::process::id() as i32).expect("it lives");
-        let before = Process {
-            started: us.started - 1,
-            ..us
+        let directory = tempfile::tempdir().expect("a folder");
+        let live = ProcessIdentity::with_pid(std::process::id() as i32).expect("it lives");
+        let exited = ProcessIdentity {
+            started: live.started - 1,
+            ..live
         };
-        let place = |name: &str, qemu| Place {
-            path: folder.path().join(name),
+        let record_file = |name: &str, qemu| RecordFile {
+            path: directory.path().join(name),
             qemu,
         };
-        place("from-1.json", Some(before)).save("dead").expect("there is room");
-        place("to-1.json", Some(us)).save("lives").expect("there is room");
-        place("to-2.json", None).save("unknown").expect("there is room");
-        fs::write(folder.path().join("to-3.json"), "no record").expect("there is room");
-        sweep(folder.path());
-        let left = fs::read_dir(folder.path()).expect("is there");
-        let mut left: Vec<_> = left.map(|entry| entry.expect("is there").file_name()).collect();
-        left.sort();
-        assert_eq!(left, ["to-1.json", "to-2.json", "to-3.json"]);
+        record_file("from-1.json", Some(exited))
+            .save("dead")
+            .expect("there is room");
+        record_file("to-1.json", Some(live))
+            .save("lives")
+            .expect("there is room");
+        record_file("to-2.json", None).save("unknown").expect("there is room");
+        fs::write(directory.path().join("to-3.json"), "no record").expect("there is room");
+        remove_stale(directory.path());
+        let remaining = fs::read_dir(directory.path()).expect("is there");
+        let mut remaining: Vec<_> = remaining.map(|entry| entry.expect("is there").file_name()).collect();
+        remaining.sort();
+        assert_eq!(remaining, ["to-1.json", "to-2.json", "to-3.json"]);
     }
 }

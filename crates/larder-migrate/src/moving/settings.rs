@@ -11,7 +11,7 @@ pub const CHANNELS_MAX: u8 = 64;
 /// Settings that both hosts must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Settings {
+pub struct QemuMigrationSettings {
     /// Number of multifd channels, in addition to QEMU's main channel; 0: none.
     pub multifd_channels: u8,
     /// True if the migration may be ended by post-copy.
@@ -20,7 +20,7 @@ pub struct Settings {
 
 /// Side of a migration that a QEMU is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum MigrationRole {
     /// The VM leaves this QEMU.
     Source {
         /// QEMU's `downtime-limit`, in milliseconds.
@@ -34,23 +34,23 @@ pub enum Role {
 
 /// Previous values of the settings that were changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Before {
+pub struct PreviousSettings {
     capabilities: Vec<(String, bool)>,
     parameters: Map<String, Value>,
 }
 
-impl Settings {
+impl QemuMigrationSettings {
     /// Applies the settings to a QEMU, whatever its current ones, and returns the previous values.
     ///
     /// # Errors
     /// QEMU lacks a needed capability, refuses, or has exited.
-    pub fn apply(self, qmp: &mut Qmp, role: Role) -> Result<Before, QmpError> {
-        let mut before = Before::default();
+    pub fn apply(self, qmp: &mut Qmp, role: MigrationRole) -> Result<PreviousSettings, QmpError> {
+        let mut previous = PreviousSettings::default();
         let known = qmp.capabilities()?;
-        let is_known = |name: &str| known.iter().find(|(known, _)| known == name).map(|(_, on)| *on);
+        let current = |name: &str| known.iter().find(|(known, _)| known == name).map(|(_, on)| *on);
         let wanted = self.capabilities(role);
-        let lacking = wanted.iter().find(|(name, on)| *on && is_known(name).is_none());
-        if let Some((name, _)) = lacking {
+        let missing = wanted.iter().find(|(name, on)| *on && current(name).is_none());
+        if let Some((name, _)) = missing {
             return Err(QmpError::Refused {
                 command: "migrate-set-capabilities".to_owned(),
                 text: format!("it has no capability '{name}'"),
@@ -58,41 +58,41 @@ impl Settings {
         }
         let mut changes = Vec::new();
         for (name, on) in wanted {
-            if let Some(was) = is_known(name).filter(|was| *was != on) {
+            if let Some(old) = current(name).filter(|was| *was != on) {
                 changes.push((name.to_owned(), on));
-                before.capabilities.push((name.to_owned(), was));
+                previous.capabilities.push((name.to_owned(), old));
             }
         }
         if !changes.is_empty() {
             qmp.set_capabilities(&changes)?;
         }
-        let is = match qmp.execute("query-migrate-parameters", json!({})) {
-            Ok(is) => is,
+        let current = match qmp.execute("query-migrate-parameters", json!({})) {
+            Ok(current) => current,
             Err(error) => {
-                before.restore(qmp);
+                previous.restore(qmp);
                 return Err(error);
             }
         };
         let mut changes = Map::new();
         for (name, value) in self.parameters(role) {
-            let Some(was) = is.get(name) else { continue };
+            let Some(old) = current.get(name) else { continue };
             // This parameter is also changed later, during the move.
-            if *was != value || name == "downtime-limit" {
-                before.parameters.insert(name.to_owned(), was.clone());
+            if *old != value || name == "downtime-limit" {
+                previous.parameters.insert(name.to_owned(), old.clone());
                 changes.insert(name.to_owned(), value);
             }
         }
         if !changes.is_empty()
             && let Err(error) = qmp.execute("migrate-set-parameters", changes.into())
         {
-            before.parameters.clear();
-            before.restore(qmp);
+            previous.parameters.clear();
+            previous.restore(qmp);
             return Err(error);
         }
-        Ok(before)
+        Ok(previous)
     }
 
-    fn capabilities(self, role: Role) -> Vec<(&'static str, bool)> {
+    fn capabilities(self, role: MigrationRole) -> Vec<(&'static str, bool)> {
         let mut wanted = vec![
             ("return-path", true),
             ("multifd", self.multifd_channels > 0),
@@ -120,15 +120,15 @@ impl Settings {
             ("release-ram", false),
         ];
         match role {
-            Role::Source { throttle, .. } => wanted.push(("auto-converge", throttle)),
+            MigrationRole::Source { throttle, .. } => wanted.push(("auto-converge", throttle)),
             // The images stay the source's until the VM runs: otherwise a source that takes the VM back could not
             // open them.
-            Role::Destination => wanted.push(("late-block-activate", true)),
+            MigrationRole::Destination => wanted.push(("late-block-activate", true)),
         }
         wanted
     }
 
-    fn parameters(self, role: Role) -> Vec<(&'static str, Value)> {
+    fn parameters(self, role: MigrationRole) -> Vec<(&'static str, Value)> {
         let mut wanted = vec![
             ("multifd-channels", self.multifd_channels.max(1).into()),
             ("multifd-compression", "none".into()),
@@ -136,7 +136,7 @@ impl Settings {
             ("tls-creds", "".into()),
             ("mode", "normal".into()),
         ];
-        if let Role::Source { downtime_ms, .. } = role {
+        if let MigrationRole::Source { downtime_ms, .. } = role {
             // Larder limits the bandwidth, so that QEMU measures the rate at which Larder accepts bytes.
             wanted.push(("max-bandwidth", (i64::MAX / 4).into()));
             wanted.push(("max-postcopy-bandwidth", 0.into()));
@@ -148,7 +148,7 @@ impl Settings {
     }
 }
 
-impl Before {
+impl PreviousSettings {
     /// Restores the settings. A failure is only logged, because the VM has what it needs.
     pub fn restore(&self, qmp: &mut Qmp) {
         let mut result = Ok(());

@@ -5,18 +5,18 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::progress::{Progress, Totals};
-use crate::qmp::{Event, Qmp, QmpError};
+use crate::progress::{SenderProgress, SenderTotals};
+use crate::qmp::{Qmp, QmpError, QmpEvent};
 
 /// Time over which rates are averaged.
-const RATE_OVER: Duration = Duration::from_secs(1);
+const RATE_WINDOW: Duration = Duration::from_secs(1);
 /// Rounds without gain after which the migration is judged not to converge.
-const ROUNDS_WITHOUT_GAIN: u32 = 3;
+const STALLED_ROUNDS_MAX: u32 = 3;
 
 /// Snapshot of a migration.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Report {
+pub struct MigrationReport {
     /// Seconds since QEMU began to migrate.
     pub seconds: f64,
     /// Status as reported by QEMU.
@@ -48,12 +48,12 @@ pub struct Report {
     /// Reason why the migration will not end at this rate, and possible remedies.
     pub verdict: Option<String>,
     /// Sums of everything sent so far.
-    pub totals: Totals,
+    pub totals: SenderTotals,
 }
 
 /// Statistics of the guest's memory from QEMU (`query-migrate`, `ram`); 0 where QEMU does not report a value yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Ram {
+pub struct RamStats {
     /// Number of the round, from 1.
     pub round: u64,
     /// Bytes still to be sent in this round.
@@ -64,10 +64,10 @@ pub struct Ram {
     pub dirty_bytes_per_s: u64,
 }
 
-impl Ram {
+impl RamStats {
     /// Extracts the statistics from the whole answer.
     #[must_use]
-    pub fn of(migration: &Value) -> Self {
+    pub fn parse(migration: &Value) -> Self {
         let ram = &migration["ram"];
         let number = |name: &str| ram[name].as_u64().unwrap_or(0);
         Self {
@@ -93,40 +93,40 @@ fn shutdown_cause(reason: Option<&str>) -> &'static str {
 }
 
 /// Monitor of a migration, fed with QEMU's events and statistics.
-pub struct Watch {
+pub struct MigrationMonitor {
     downtime_ms: u64,
     stopped: Option<Instant>,
     /// Set once the migration has failed or the guest runs again.
-    gone_on: bool,
+    resumed: bool,
     /// Cause in the event that ends QEMU.
     shutdown: Option<&'static str>,
     /// Set if QEMU reported that event while the guest ran.
     shutdown_before_stop: bool,
-    samples: Vec<(Duration, Totals)>,
+    samples: Vec<(Duration, SenderTotals)>,
     round: u64,
     /// Losses of the link before this round.
     losses: u64,
     /// Bytes remaining at the beginning of the best round so far.
-    least: u64,
-    without_gain: u32,
+    least_remaining: u64,
+    stalled_rounds: u32,
     verdict: Option<String>,
 }
 
-impl Watch {
+impl MigrationMonitor {
     /// Creates the monitor of a migration that has begun.
     #[must_use]
     pub const fn new(downtime_ms: u64) -> Self {
         Self {
             downtime_ms,
             stopped: None,
-            gone_on: false,
+            resumed: false,
             shutdown: None,
             shutdown_before_stop: false,
             samples: Vec::new(),
             round: 0,
             losses: 0,
-            least: u64::MAX,
-            without_gain: 0,
+            least_remaining: u64::MAX,
+            stalled_rounds: 0,
             verdict: None,
         }
     }
@@ -135,51 +135,51 @@ impl Watch {
     ///
     /// # Errors
     /// QEMU has exited.
-    pub fn hear(&mut self, qmp: &mut Qmp, wait: Duration) -> Result<(), QmpError> {
+    pub fn poll_event(&mut self, qmp: &mut Qmp, wait: Duration) -> Result<(), QmpError> {
         if let Some(event) = qmp.event(wait)? {
-            self.take(&event, Instant::now());
+            self.process_event(&event, Instant::now());
         }
         Ok(())
     }
 
-    fn take(&mut self, event: &Event, at: Instant) {
+    fn process_event(&mut self, event: &QmpEvent, at: Instant) {
         match event.name.as_str() {
             "STOP" => self.stopped = Some(at),
-            "RESUME" => self.gone_on = true,
+            "RESUME" => self.resumed = true,
             "SHUTDOWN" => {
                 self.shutdown = Some(shutdown_cause(event.data["reason"].as_str()));
                 self.shutdown_before_stop = self.stopped.is_none();
             }
             "MIGRATION" if event.data["status"] == "failed" || event.data["status"] == "cancelled" => {
-                self.gone_on = true
+                self.resumed = true
             }
             _ => {}
         }
     }
 
     /// Returns true if QEMU, which has exited since, had resumed the guest here or had been about to.
-    pub fn has_gone_on(&mut self, qmp: &mut Qmp) -> bool {
-        self.take_pending(qmp);
-        self.gone_on
+    pub fn has_resumed(&mut self, qmp: &mut Qmp) -> bool {
+        self.process_pending(qmp);
+        self.resumed
     }
 
     /// Processes all events that have arrived.
-    fn take_pending(&mut self, qmp: &mut Qmp) {
+    fn process_pending(&mut self, qmp: &mut Qmp) {
         while let Ok(Some(event)) = qmp.event(Duration::ZERO) {
-            self.take(&event, Instant::now());
+            self.process_event(&event, Instant::now());
         }
     }
 
     /// Returns the cause of QEMU's end, as a subject and a verb, if QEMU has reported it.
     pub fn shutdown_cause(&mut self, qmp: &mut Qmp) -> Option<&'static str> {
-        self.take_pending(qmp);
+        self.process_pending(qmp);
         self.shutdown
     }
 
     /// Returns the cause of QEMU's end if the guest ran until then: pre-copy sends the last of a VM only after it has
     /// stopped the guest.
     pub fn shutdown_before_stop(&mut self, qmp: &mut Qmp) -> Option<&'static str> {
-        self.take_pending(qmp);
+        self.process_pending(qmp);
         self.shutdown.filter(|_| self.shutdown_before_stop)
     }
 
@@ -197,7 +197,7 @@ impl Watch {
                         .unwrap_or_default()
                         .saturating_sub(event.at);
                     let now = Instant::now();
-                    self.take(&event, now.checked_sub(ago).unwrap_or(now));
+                    self.process_event(&event, now.checked_sub(ago).unwrap_or(now));
                 }
             }
         }
@@ -205,7 +205,7 @@ impl Watch {
     }
 
     /// Changes the permitted downtime.
-    pub const fn allow(&mut self, downtime_ms: u64) {
+    pub const fn set_downtime(&mut self, downtime_ms: u64) {
         self.downtime_ms = downtime_ms;
     }
 
@@ -216,11 +216,12 @@ impl Watch {
     }
 
     /// Takes a sample and returns the snapshot.
-    pub fn report(&mut self, migration: &Value, progress: &Progress, elapsed: Duration) -> Report {
-        let ram = Ram::of(migration);
+    pub fn report(&mut self, migration: &Value, progress: &SenderProgress, elapsed: Duration) -> MigrationReport {
+        let ram = RamStats::parse(migration);
         let totals = progress.totals();
         self.samples.push((elapsed, totals.clone()));
-        self.samples.retain(|(at, _)| elapsed.saturating_sub(*at) <= RATE_OVER);
+        self.samples
+            .retain(|(at, _)| elapsed.saturating_sub(*at) <= RATE_WINDOW);
         let (since, first) = &self.samples[0];
         let seconds = (elapsed - *since).as_secs_f64();
         let per_second = |now: u64, then: u64| {
@@ -230,7 +231,7 @@ impl Watch {
                 0
             }
         };
-        let mut report = Report {
+        let mut report = MigrationReport {
             seconds: elapsed.as_secs_f64(),
             status: migration["status"].as_str().unwrap_or("none").to_owned(),
             round: ram.round,
@@ -248,17 +249,17 @@ impl Watch {
             verdict: None,
             totals,
         };
-        let gains = report.stream_bytes_per_s.saturating_sub(report.dirty_bytes_per_s);
-        if gains > 0 && report.status == "active" {
-            report.expected_seconds = Some(report.remaining_bytes as f64 / gains as f64);
+        let gain = report.stream_bytes_per_s.saturating_sub(report.dirty_bytes_per_s);
+        if gain > 0 && report.status == "active" {
+            report.expected_seconds = Some(report.remaining_bytes as f64 / gain as f64);
         }
-        self.judge(&report, progress.link().losses);
+        self.update_verdict(&report, progress.link().losses);
         report.verdict.clone_from(&self.verdict);
         report
     }
 
     /// Compares the bytes remaining at the beginning of each round with those of earlier rounds.
-    fn judge(&mut self, report: &Report, losses: u64) {
+    fn update_verdict(&mut self, report: &MigrationReport, losses: u64) {
         if report.round == self.round || report.status != "active" {
             return;
         }
@@ -271,18 +272,18 @@ impl Watch {
             return;
         }
         let allowed = report.stream_bytes_per_s / 1000 * self.downtime_ms;
-        if report.remaining_bytes < self.least / 10 * 9 || report.remaining_bytes <= allowed {
-            self.least = self.least.min(report.remaining_bytes);
-            self.without_gain = 0;
+        if report.remaining_bytes < self.least_remaining / 10 * 9 || report.remaining_bytes <= allowed {
+            self.least_remaining = self.least_remaining.min(report.remaining_bytes);
+            self.stalled_rounds = 0;
             self.verdict = None;
             return;
         }
-        self.without_gain += 1;
-        if self.without_gain < ROUNDS_WITHOUT_GAIN {
+        self.stalled_rounds += 1;
+        if self.stalled_rounds < STALLED_ROUNDS_MAX {
             return;
         }
         let mb = |bytes: u64| bytes / 1_000_000;
-        let needed = self.least.saturating_mul(1000) / report.stream_bytes_per_s;
+        let needed = self.least_remaining.saturating_mul(1000) / report.stream_bytes_per_s;
         self.verdict = Some(format!(
             "it will not end at this rate: the guest changes {} MB of its memory per second, and {} MB are transferred ({} MB on \
             the link); allow a downtime of about {} ms, post-copy or throttling, or use a faster link",

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::lane::Lane;
 use crate::base::{Frontier, Slots};
 use crate::decode::Bases;
-use crate::wire::{Hello, LANES_MAX, Proof, Role, SessionId, continues};
+use crate::wire::{ConnectionRole, Hello, LANES_MAX, Proof, SessionId, continues};
 
 /// Maximum time that a sender may make a receiver wait for it.
 const PATIENCE_MAX: Duration = Duration::from_secs(3600);
@@ -23,7 +23,7 @@ pub(super) struct Offer {
 }
 
 /// Result of a greeting that is accepted.
-pub(super) enum Granted {
+pub(super) enum Grant {
     /// New session for this sender.
     Session,
     /// Existing session, over another link.
@@ -36,52 +36,52 @@ pub(super) enum Granted {
 
 /// Claim on the session; `None` before the first control connection.
 #[derive(Default)]
-pub(super) struct Claim(Option<Claimed>);
+pub(super) struct Claim(Option<ClaimedSession>);
 
-struct Claimed {
+struct ClaimedSession {
     bases: Arc<Bases>,
     lanes: Vec<Arc<Lane>>,
     patience: Duration,
     link: u32,
     proof: Proof,
     /// Flags of the lanes that the current link has.
-    has: Vec<bool>,
+    connected_lanes: Vec<bool>,
 }
 
 impl Claim {
     /// Decides what a connection with this greeting gets, or returns why it gets nothing.
-    pub(super) fn grant(&mut self, hello: &Hello, offer: &Offer) -> Result<Granted, &'static str> {
+    pub(super) fn grant(&mut self, hello: &Hello, offer: &Offer) -> Result<Grant, &'static str> {
         const NO_SESSION: &str = "there is no such session here: this receiver was restarted, or the session has ended";
         const NO_LANE: &str = "there is no such session here, or it has all its lanes";
         let Some(claimed) = &mut self.0 else {
             return match (hello.role, hello.link) {
-                (Role::Control, 0) => {
-                    self.0 = Some(Claimed::new(hello, offer));
-                    Ok(Granted::Session)
+                (ConnectionRole::Control, 0) => {
+                    self.0 = Some(ClaimedSession::new(hello, offer));
+                    Ok(Grant::Session)
                 }
-                (Role::Control, _) => Err(NO_SESSION),
-                (Role::Lane(_), _) => Err(NO_LANE),
+                (ConnectionRole::Control, _) => Err(NO_SESSION),
+                (ConnectionRole::Lane(_), _) => Err(NO_LANE),
             };
         };
-        let is_this = hello.session == offer.id;
+        let is_same_session = hello.session == offer.id;
         match hello.role {
-            Role::Control if hello.link == 0 && offer.is_lost && offer.has_next => Ok(Granted::Next),
-            Role::Control if hello.link == 0 => Err("it is in the middle of a migration"),
-            Role::Control if !is_this => Err(NO_SESSION),
-            Role::Control => {
+            ConnectionRole::Control if hello.link == 0 && offer.is_lost && offer.has_next => Ok(Grant::Next),
+            ConnectionRole::Control if hello.link == 0 => Err("it is in the middle of a migration"),
+            ConnectionRole::Control if !is_same_session => Err(NO_SESSION),
+            ConnectionRole::Control => {
                 if !continues((claimed.link, &claimed.proof), (hello.link, &hello.proof)) {
                     return Err("this session belongs to another sender");
                 }
                 (claimed.link, claimed.proof) = (hello.link, hello.proof);
-                claimed.has.fill(false);
-                Ok(Granted::Link)
+                claimed.connected_lanes.fill(false);
+                Ok(Grant::Link)
             }
-            Role::Lane(number) => {
+            ConnectionRole::Lane(number) => {
                 let at = usize::from(number);
                 match claimed.lanes.get(at) {
-                    Some(lane) if is_this && hello.link == claimed.link && !claimed.has[at] => {
-                        claimed.has[at] = true;
-                        Ok(Granted::Lane(Arc::clone(lane)))
+                    Some(lane) if is_same_session && hello.link == claimed.link && !claimed.connected_lanes[at] => {
+                        claimed.connected_lanes[at] = true;
+                        Ok(Grant::Lane(Arc::clone(lane)))
                     }
                     _ => Err(NO_LANE),
                 }
@@ -90,11 +90,13 @@ impl Claim {
     }
 
     /// Revokes the grant to a connection that has broken before it was answered.
-    pub(super) fn give_back(&mut self, hello: &Hello) {
+    pub(super) fn revoke(&mut self, hello: &Hello) {
         let Some(claimed) = &mut self.0 else { return };
         match hello.role {
-            Role::Control if hello.link == 0 => self.0 = None,
-            Role::Lane(number) if hello.link == claimed.link => claimed.has[usize::from(number)] = false,
+            ConnectionRole::Control if hello.link == 0 => self.0 = None,
+            ConnectionRole::Lane(number) if hello.link == claimed.link => {
+                claimed.connected_lanes[usize::from(number)] = false
+            }
             // The next link has another number.
             _ => {}
         }
@@ -110,12 +112,12 @@ impl Claim {
     pub(super) fn stop(&self) {
         if let Some(claimed) = &self.0 {
             claimed.bases.frontier.stop();
-            claimed.lanes.iter().for_each(|lane| lane.berth.stop());
+            claimed.lanes.iter().for_each(|lane| lane.pending_link.stop());
         }
     }
 }
 
-impl Claimed {
+impl ClaimedSession {
     fn new(hello: &Hello, offer: &Offer) -> Self {
         let lanes = hello.lanes.clamp(1, offer.lanes.clamp(1, LANES_MAX));
         Self {
@@ -127,7 +129,7 @@ impl Claimed {
             patience: Duration::from_millis(hello.patience_ms.into()).min(PATIENCE_MAX),
             link: hello.link,
             proof: hello.proof,
-            has: vec![false; usize::from(lanes)],
+            connected_lanes: vec![false; usize::from(lanes)],
         }
     }
 }

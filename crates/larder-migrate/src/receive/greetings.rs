@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::{Shutdown, TcpStream};
 
 /// Maximum connections that have not finished their greeting; a new one replaces the oldest.
-const COUNT_MAX: usize = 64;
+const GREETINGS_MAX: usize = 64;
 
 /// Sockets of these connections, so that they can be shut.
 #[derive(Default)]
@@ -16,7 +16,7 @@ pub(super) struct Greetings {
 impl Greetings {
     /// Registers a connection, shutting the oldest if there are too many; returns its number.
     pub(super) fn begin(&mut self, socket: TcpStream) -> u64 {
-        if self.sockets.len() == COUNT_MAX
+        if self.sockets.len() == GREETINGS_MAX
             && let Some((_, oldest)) = self.sockets.pop_front()
         {
             let _ = oldest.shutdown(Shutdown::Both);

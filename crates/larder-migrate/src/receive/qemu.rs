@@ -5,44 +5,44 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as add_nbd_server, socket_with};
 
 /// Time limit for QEMU to accept a pending connection and so make room in its backlog for another.
-const ROOM_TIMEOUT: Duration = Duration::from_secs(30);
+const BACKLOG_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval at which the connection is retried.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Connects to the socket where QEMU waits. `pause` waits for a time and returns whether to continue; if it returns
 /// false, there is no connection. With `of`, the peer must run as that user: the path is in a directory of that user,
 /// and may lead to any socket.
 pub(super) fn connect(
     path: &Path,
-    of: Option<u32>,
+    expected_user: Option<u32>,
     pause: impl Fn(Duration) -> bool,
 ) -> io::Result<Option<UnixStream>> {
     let address = SocketAddrUnix::new(path)?;
     // A blocking connect that waits for room in the backlog could not be interrupted (unix(7) has no way).
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    let begun = Instant::now();
+    let started = Instant::now();
     loop {
-        match connect_to(&socket, &address) {
+        match add_nbd_server(&socket, &address) {
             Ok(()) => {
                 let peer = rustix::net::sockopt::socket_peercred(&socket)?;
-                if of.is_some_and(|user| user != peer.uid.as_raw()) {
+                if expected_user.is_some_and(|user| user != peer.uid.as_raw()) {
                     return Err(io::Error::other("a process of a user other than QEMU's listens there"));
                 }
                 let socket = UnixStream::from(socket);
                 socket.set_nonblocking(false)?;
                 return Ok(Some(socket));
             }
-            Err(rustix::io::Errno::AGAIN) if begun.elapsed() < ROOM_TIMEOUT => {
-                if !pause(LOOK_EVERY) {
+            Err(rustix::io::Errno::AGAIN) if started.elapsed() < BACKLOG_TIMEOUT => {
+                if !pause(RETRY_INTERVAL) {
                     return Ok(None);
                 }
             }
             Err(rustix::io::Errno::AGAIN) => {
-                let text = format!("it has accepted no connection for {} s", ROOM_TIMEOUT.as_secs());
+                let text = format!("it has accepted no connection for {} s", BACKLOG_TIMEOUT.as_secs());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, text));
             }
             Err(rustix::io::Errno::INTR) => {}

@@ -13,7 +13,7 @@ use super::{ReceiveError, lock};
 use crate::wire::{CHANNEL_FRAMES_MAX, FrameHeader};
 
 /// Queue of the bytes of a channel, in pieces that arrive in any order.
-pub(super) struct Queue {
+pub(super) struct ChannelQueue {
     pub(super) number: u16,
     window: u64,
     state: Mutex<State>,
@@ -29,9 +29,9 @@ struct State {
     /// Number of bytes that QEMU has taken.
     taken: u64,
     /// Part of `taken` that was reported to the sender.
-    told: u64,
+    reported: u64,
     /// Number of taken pieces that were not reported to the sender.
-    untold_pieces: usize,
+    unreported_pieces: usize,
     /// Total bytes of the channel, once the sender has closed it.
     total: Option<u64>,
     /// Buffers for reuse.
@@ -44,17 +44,17 @@ struct State {
     closed: bool,
 }
 
-pub(super) enum Next {
+pub(super) enum QueueItem {
     Bytes(Vec<u8>),
     End,
 }
 
-impl Queue {
+impl ChannelQueue {
     /// Maximum buffers for reuse.
     const SPARE_MAX: usize = 16;
     /// Bytes taken by QEMU after which the sender gets a report, even if more bytes wait; a quarter of the window, if
     /// less.
-    const TELL_EVERY: u64 = 1 << 20;
+    const REPORT_BYTES: u64 = 1 << 20;
 
     pub(super) fn new(number: u16, window: u32) -> Self {
         Self {
@@ -71,7 +71,7 @@ impl Queue {
         let end = header.offset + u64::from(header.raw_len);
         let most = (state.taken + self.window).min(state.total.unwrap_or(u64::MAX));
         if header.offset < state.next || end > most {
-            return Err(ReceiveError::Window {
+            return Err(ReceiveError::OutsideWindow {
                 channel: self.number,
                 begin: header.offset,
                 end,
@@ -94,7 +94,7 @@ impl Queue {
             .is_none_or(|(at, piece)| at + piece.len() as u64 <= offset);
         let fits_after = state.pieces.range(offset..).next().is_none_or(|(at, _)| end <= *at);
         if offset < state.next || !fits_before || !fits_after {
-            return Err(ReceiveError::Window {
+            return Err(ReceiveError::OutsideWindow {
                 channel: self.number,
                 begin: offset,
                 end,
@@ -102,12 +102,12 @@ impl Queue {
             });
         }
         if state.pieces.len() >= CHANNEL_FRAMES_MAX {
-            return Err(ReceiveError::Frames { channel: self.number });
+            return Err(ReceiveError::TooManyFrames { channel: self.number });
         }
         // A few waiting bytes must not hold the buffer of a whole frame.
         let bytes = if bytes.len() < bytes.capacity() / 2 {
             let small = bytes.as_slice().to_vec();
-            state.spare(bytes);
+            state.recycle(bytes);
             small
         } else {
             bytes
@@ -119,9 +119,9 @@ impl Queue {
         Ok(())
     }
 
-    /// Waits for the next bytes; returns `None` when the session is over. Calls `tell` with the number of bytes that
+    /// Waits for the next bytes; returns `None` when the session is over. Calls `report` with the number of bytes that
     /// QEMU has taken, for a report to the sender: at intervals, and before each wait.
-    pub(super) fn next(&self, tell: impl Fn(u64)) -> Option<Next> {
+    pub(super) fn next(&self, report: impl Fn(u64)) -> Option<QueueItem> {
         let mut state = lock(&self.state);
         loop {
             if state.stopped {
@@ -129,42 +129,42 @@ impl Queue {
             }
             let next = state.next;
             let piece = state.pieces.remove(&next);
-            let enough = Self::TELL_EVERY.min(self.window / 4);
-            if state.taken > state.told
+            let enough = Self::REPORT_BYTES.min(self.window / 4);
+            if state.taken > state.reported
                 && (piece.is_none()
-                    || state.taken - state.told >= enough
-                    || state.untold_pieces >= CHANNEL_FRAMES_MAX / 4)
+                    || state.taken - state.reported >= enough
+                    || state.unreported_pieces >= CHANNEL_FRAMES_MAX / 4)
             {
-                tell(state.taken);
-                state.told = state.taken;
-                state.untold_pieces = 0;
+                report(state.taken);
+                state.reported = state.taken;
+                state.unreported_pieces = 0;
             }
             if let Some(bytes) = piece {
                 state.next += bytes.len() as u64;
-                return Some(Next::Bytes(bytes));
+                return Some(QueueItem::Bytes(bytes));
             }
             if state.total == Some(next) {
-                return Some(Next::End);
+                return Some(QueueItem::End);
             }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     /// Records that QEMU has taken these bytes, and reuses their buffer.
-    pub(super) fn taken(&self, bytes: Vec<u8>) {
+    pub(super) fn mark_taken(&self, bytes: Vec<u8>) {
         let mut state = lock(&self.state);
         state.taken += bytes.len() as u64;
-        state.untold_pieces += 1;
-        state.spare(bytes);
+        state.unreported_pieces += 1;
+        state.recycle(bytes);
     }
 
     /// Marks the channel as opened by the sender; returns false if it was opened before.
-    pub(super) fn open(&self) -> bool {
+    pub(super) fn mark_opened(&self) -> bool {
         !std::mem::replace(&mut lock(&self.state).opened, true)
     }
 
     /// Marks the channel as closed by QEMU.
-    pub(super) fn closed(&self) {
+    pub(super) fn mark_closed(&self) {
         lock(&self.state).closed = true;
     }
 
@@ -176,7 +176,7 @@ impl Queue {
             .last_key_value()
             .map_or(state.next, |(at, piece)| at + piece.len() as u64);
         if state.total.is_some() || total < last {
-            return Err(ReceiveError::Message(format!(
+            return Err(ReceiveError::UnexpectedMessage(format!(
                 "the end of channel {} at {total} bytes, of which {last} have arrived, or its second end",
                 self.number
             )));
@@ -187,7 +187,7 @@ impl Queue {
     }
 
     /// Returns the channel's number if bytes are still to be delivered or QEMU has not closed it.
-    pub(super) fn is_open(&self) -> Option<u16> {
+    pub(super) fn open_channel(&self) -> Option<u16> {
         let state = lock(&self.state);
         let delivered = state.refused || state.total == Some(state.taken);
         (!delivered || !state.closed).then_some(self.number)
@@ -207,8 +207,8 @@ impl Queue {
 }
 
 impl State {
-    fn spare(&mut self, bytes: Vec<u8>) {
-        if self.spare.len() < Queue::SPARE_MAX {
+    fn recycle(&mut self, bytes: Vec<u8>) {
+        if self.spare.len() < ChannelQueue::SPARE_MAX {
             self.spare.push(bytes);
         }
     }

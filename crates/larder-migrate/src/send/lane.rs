@@ -9,143 +9,155 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{RecvFlags, recv};
 use rustix::time::Timespec;
 
-use super::channel::{Channel, Reading};
-use super::kept::Spare;
-use super::out::Out;
-use super::poller::Next;
-use super::session::Session;
-use super::{LANE, SendError};
+use super::channel::{ReadState, SourceChannel};
+use super::lane_output::LaneOutput;
+use super::poller::LaneAction;
+use super::session::SendSession;
+use super::unconfirmed::FreeFrames;
+use super::{LANE_CONNECTION, SendError};
 use crate::batch::Batch;
-use crate::encode::{Codecs, Frame, Outcome};
+use crate::encode::{Codecs, Frame, FrameStats};
 use crate::link;
 use crate::progress::CpuTime;
-use crate::wire::{Kind, Message};
+use crate::wire::{Message, MessageKind};
 
 /// Time for which a reader waits for the rest of a page that has begun to arrive.
-const REST_TIMEOUT: Duration = Duration::from_millis(1);
+const PARTIAL_PAGE_TIMEOUT: Duration = Duration::from_millis(1);
 /// Maximum such waits per frame, which delay the bytes already read.
-const RESTS_MAX: u32 = 64;
+const PARTIAL_PAGE_WAITS_MAX: u32 = 64;
 
-impl Session<'_> {
+impl SendSession<'_> {
     /// Runs the lane until the session ends. Frames are sent in the order of their numbers, as the receiver requires.
     /// So a frame may wait for an earlier one that a device still has.
-    pub(super) fn lane(&self, out: &Out, mut codecs: Codecs) -> Result<(), SendError> {
-        let mut cpu = CpuTime::of_thread();
+    pub(super) fn run_lane(&self, output: &LaneOutput, mut codecs: Codecs) -> Result<(), SendError> {
+        let mut cpu = CpuTime::now();
         let mut written = Instant::now();
-        let mut free: Vec<_> = (0..codecs.frames()).map(|_| Box::new(Frame::new())).collect();
-        let mut under_way: VecDeque<Box<Frame>> = VecDeque::with_capacity(free.len());
+        let mut free: Vec<_> = (0..codecs.frames_max()).map(|_| Box::new(Frame::new())).collect();
+        let mut in_flight: VecDeque<Box<Frame>> = VecDeque::with_capacity(free.len());
         loop {
             let next = match free.last() {
-                Some(_) => self.poller.next(under_way.is_empty()),
-                None => Ok(Next::Nothing),
+                Some(_) => self.poller.next(in_flight.is_empty()),
+                None => Ok(LaneAction::Idle),
             };
             let is_idle = match next.map_err(SendError::io("waiting for QEMU"))? {
-                Next::Ended => break,
-                Next::Nothing => true,
-                Next::Channel(number) => {
+                LaneAction::End => break,
+                LaneAction::Idle => true,
+                LaneAction::Channel(number) => {
                     let mut frame = free.pop().expect("one is free, see above");
-                    if self.begin(number, &mut frame, &mut codecs, &mut cpu)? {
-                        under_way.push_back(frame);
+                    if self.start_frame(number, &mut frame, &mut codecs, &mut cpu)? {
+                        in_flight.push_back(frame);
                     } else {
                         free.push(frame);
                     }
                     false
                 }
             };
-            while let Some(mut frame) = under_way.pop_front() {
-                if !frame.is_done(&self.order, &mut codecs, is_idle)? {
-                    under_way.push_front(frame);
+            while let Some(mut frame) = in_flight.pop_front() {
+                if !frame.is_done(&self.sequencer, &mut codecs, is_idle)? {
+                    in_flight.push_front(frame);
                     break;
                 }
-                let goes_on = match self.send(frame, out, &mut codecs, &mut free, &mut written)? {
-                    Some(outcome) => self.wait_for_cpu(&mut cpu, outcome.picked)?,
+                let continues = match self.send_frame(frame, output, &mut codecs, &mut free, &mut written)? {
+                    Some(stats) => self.wait_for_cpu(&mut cpu, stats.method_time)?,
                     None => false,
                 };
-                if !goes_on {
+                if !continues {
                     break;
                 }
             }
             // All frames are kept until the receiver confirms them, so another one is needed. They are free again
             // later.
-            if free.is_empty() && under_way.is_empty() {
+            if free.is_empty() && in_flight.is_empty() {
                 free.push(Box::new(Frame::new()));
             }
         }
-        out.end();
+        output.send_end();
         Ok(())
     }
 
     /// Reads a channel and starts a frame of its bytes; returns false if there was nothing to send.
-    fn begin(&self, number: u16, frame: &mut Frame, codecs: &mut Codecs, cpu: &mut CpuTime) -> Result<bool, SendError> {
+    fn start_frame(
+        &self,
+        number: u16,
+        frame: &mut Frame,
+        codecs: &mut Codecs,
+        cpu: &mut CpuTime,
+    ) -> Result<bool, SendError> {
         let Some(channel) = self.channel(number) else {
             return Ok(false);
         };
-        let mut reading = channel.reading();
+        let mut reading = channel.lock_state();
         if reading.ended {
             return Ok(false);
         }
         let ended = read(&channel.socket, &mut reading, &mut frame.batch)?;
         let len = frame.batch.bytes().len();
         if len > 0 {
-            frame.order(number, reading.offset, &self.order);
-            reading.framed(len);
+            frame.assign_number(number, reading.offset, &self.sequencer);
+            reading.add_frame(len);
         }
-        self.progress.facts(number, reading.parser.facts());
-        self.go_on(&channel, reading, ended)?;
+        self.progress.set_facts(number, reading.parser.facts());
+        self.continue_channel(&channel, reading, ended)?;
         if len > 0 {
-            let begun = CpuTime::of_thread();
-            frame.encode(&self.order, codecs)?;
-            cpu.worked(begun);
+            let started = CpuTime::now();
+            frame.encode(&self.sequencer, codecs)?;
+            cpu.add_codec_time(started);
         }
         Ok(len > 0)
     }
 
     /// Sends a finished frame, which is then kept or moved to `free`. `written` is the time of the last write and is
     /// updated. Returns the statistics of the frame, or `None` if the session ends.
-    fn send(
+    fn send_frame(
         &self,
         mut frame: Box<Frame>,
-        out: &Out,
+        output: &LaneOutput,
         codecs: &mut Codecs,
-        free: &mut Spare,
+        free: &mut FreeFrames,
         written: &mut Instant,
-    ) -> Result<Option<Outcome>, SendError> {
-        let outcome = frame.finish();
+    ) -> Result<Option<FrameStats>, SendError> {
+        let stats = frame.finish();
         let encoded = Instant::now();
-        if !self.wait_for_link(outcome.wire_bytes.into())? || !out.make_room(free) {
+        if !self.wait_for_link(stats.wire_bytes.into())? || !output.make_room(free) {
             return Ok(None);
         }
         let raw_len = frame.batch.bytes().len();
-        let begun = CpuTime::of_thread();
-        let (back, sent) = out.send(frame, outcome.by_device);
-        if let Some(mut frame) = back {
-            frame.clear(codecs);
+        let started = CpuTime::now();
+        let (returned, sent) = output.send(frame, stats.by_device);
+        if let Some(mut frame) = returned {
+            frame.release_request(codecs);
             free.push(frame);
         }
-        let worked = begun.elapsed();
+        let cpu_time = started.elapsed();
         let now = Instant::now();
         let sending = now - encoded;
         // A write that had to wait found a link that was busy since the last write.
-        let link_took = if sending > worked * 2 { now - *written } else { sending };
+        let link_took = if sending > cpu_time * 2 {
+            now - *written
+        } else {
+            sending
+        };
         *written = now;
         match sent {
-            Ok(true) => self.order.sent(outcome.wire_bytes.into(), link_took, self.outs.len()),
+            Ok(true) => self
+                .sequencer
+                .sent(stats.wire_bytes.into(), link_took, self.outputs.len()),
             // The time of an unsent frame shows nothing about the link.
             Ok(false) => {}
-            Err(lost) if !self.patience.is_zero() => self.mailbox.lane_lost(lost.number),
-            Err(lost) if link::is_end(&lost.error) => return Err(SendError::Lane),
-            Err(lost) => return Err(SendError::io(LANE)(lost.error)),
+            Err(lost) if !self.patience.is_zero() => self.mailbox.mark_lane_lost(lost.number),
+            Err(lost) if link::is_disconnect(&lost.error) => return Err(SendError::LaneClosed),
+            Err(lost) => return Err(SendError::io(LANE_CONNECTION)(lost.error)),
         }
-        self.progress.sent(raw_len, &outcome, outcome.took, sending);
-        Ok(Some(outcome))
+        self.progress.add_frame(raw_len, &stats, stats.encode_time, sending);
+        Ok(Some(stats))
     }
 
     /// Waits until the bandwidth limit allows a frame; returns false if the session ends.
     fn wait_for_link(&self, bytes: u64) -> Result<bool, SendError> {
-        let rate = || self.limits.now().bandwidth.map(|rate| rate as f64);
-        let taken = self.link_pace.take(bytes, rate(), Instant::now());
+        let rate = || self.limits.get().bandwidth.map(|rate| rate as f64);
+        let reservation = self.link_limiter.reserve(bytes, rate(), Instant::now());
         self.wait("waiting for the bandwidth limit", || {
-            self.link_pace.before(taken, rate(), Instant::now())
+            self.link_limiter.delay_before(reservation, rate(), Instant::now())
         })
     }
 
@@ -153,17 +165,18 @@ impl Session<'_> {
     /// allows more. Returns false if the session ends. The wait delays no other lane, since this lane's frame is
     /// sent.
     fn wait_for_cpu(&self, cpu: &mut CpuTime, picked: Duration) -> Result<bool, SendError> {
-        let spent = cpu.spent();
-        self.order
-            .besides(spent.all_ns.saturating_sub(picked.as_nanos() as u64));
-        self.progress.spent(spent, || self.order.chosen());
-        let limit = || self.limits.now().processors;
+        let usage = cpu.lap();
+        self.sequencer
+            .record_other_work(usage.total_ns.saturating_sub(picked.as_nanos() as u64));
+        self.progress.add_cpu_usage(usage, || self.sequencer.choice());
+        let limit = || self.limits.get().processors;
         let rate = || limit().map(|processors| processors * 1e9);
-        let lanes = self.outs.len() as f64;
-        self.order.set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
-        let taken = self.cpu_pace.take(spent.all_ns, rate(), Instant::now());
+        let lanes = self.outputs.len() as f64;
+        self.sequencer
+            .set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
+        let reservation = self.cpu_limiter.reserve(usage.total_ns, rate(), Instant::now());
         self.wait("waiting for the CPU limit", || {
-            self.cpu_pace.after(taken, rate(), Instant::now())
+            self.cpu_limiter.delay_after(reservation, rate(), Instant::now())
         })
     }
 
@@ -181,11 +194,16 @@ impl Session<'_> {
     }
 
     /// Ends a channel that QEMU has closed, pauses it, or releases it to the other lanes, after a batch was read.
-    fn go_on(&self, channel: &Channel, mut reading: MutexGuard<'_, Reading>, ended: bool) -> Result<(), SendError> {
+    fn continue_channel(
+        &self,
+        channel: &SourceChannel,
+        mut reading: MutexGuard<'_, ReadState>,
+        ended: bool,
+    ) -> Result<(), SendError> {
         if ended && reading.left_over.is_empty() {
             reading.ended = true;
             self.mailbox
-                .send(&Message::new(Kind::Close, channel.number, reading.offset));
+                .send(&Message::new(MessageKind::Close, channel.number, reading.offset));
             self.end_if_channel_is_done(reading);
             return Ok(());
         }
@@ -193,19 +211,19 @@ impl Session<'_> {
             reading.paused = true;
             return Ok(());
         }
-        self.again(channel, &reading)
+        self.release_channel(channel, &reading)
     }
 }
 
 /// Reads the available bytes, up to a frame; returns true if QEMU has closed the channel. Waits a short time for the
 /// rest of a page of which a part has arrived.
-fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result<bool, SendError> {
+fn read(socket: &UnixStream, reading: &mut ReadState, batch: &mut Batch) -> Result<bool, SendError> {
     batch.begin(&mut reading.left_over);
     let mut ended = false;
-    let mut rests = 0;
+    let mut waits = 0;
     let mut waited = false;
     loop {
-        let incomplete = batch.look(&mut reading.parser);
+        let incomplete = batch.parse(&mut reading.parser);
         if batch.is_full() {
             break;
         }
@@ -219,10 +237,10 @@ fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result
                 waited = false;
             }
             Err(rustix::io::Errno::INTR) => {}
-            Err(rustix::io::Errno::AGAIN) if incomplete && !waited && rests < RESTS_MAX => {
+            Err(rustix::io::Errno::AGAIN) if incomplete && !waited && waits < PARTIAL_PAGE_WAITS_MAX => {
                 waited = true;
-                rests += 1;
-                let timeout = Timespec::try_from(REST_TIMEOUT).expect("a millisecond");
+                waits += 1;
+                let timeout = Timespec::try_from(PARTIAL_PAGE_TIMEOUT).expect("a millisecond");
                 let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout));
             }
             Err(rustix::io::Errno::AGAIN) => break,

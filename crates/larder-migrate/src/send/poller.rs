@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, epoll, eventfd, poll};
 use rustix::time::Timespec;
 
-use super::channel::Channel;
+use super::channel::SourceChannel;
 use super::lock;
 
 /// Queue of readable channels, for lanes that wait.
@@ -29,20 +29,20 @@ pub(super) struct Poller {
 }
 
 /// Next action of a lane.
-pub(super) enum Next {
+pub(super) enum LaneAction {
     /// Read this channel, which no other lane gets until it is armed.
     Channel(u16),
     /// No channel is readable.
-    Nothing,
+    Idle,
     /// End the lane.
-    Ended,
+    End,
 }
 
 impl Poller {
     const LEFT_OVER: u64 = 1 << 32;
     const STOP: u64 = 1 << 33;
     /// Interval at which the user's stop request is checked.
-    const LOOK_EVERY: Duration = Duration::from_millis(100);
+    const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
     /// Maximum sleep before the clock is checked again.
     const SLEEP_MAX: Duration = Duration::from_secs(60);
 
@@ -69,83 +69,88 @@ impl Poller {
         Ok(poller)
     }
 
-    pub(super) fn add(&self, channel: &Channel) -> io::Result<()> {
+    pub(super) fn add(&self, channel: &SourceChannel) -> io::Result<()> {
         let data = epoll::EventData::new_u64(channel.number.into());
-        Ok(epoll::add(&self.epoll, &channel.socket, data, Self::once())?)
+        Ok(epoll::add(&self.epoll, &channel.socket, data, Self::oneshot_flags())?)
     }
 
-    pub(super) fn arm(&self, channel: &Channel) -> io::Result<()> {
+    pub(super) fn arm(&self, channel: &SourceChannel) -> io::Result<()> {
         let data = epoll::EventData::new_u64(channel.number.into());
-        Ok(epoll::modify(&self.epoll, &channel.socket, data, Self::once())?)
+        Ok(epoll::modify(
+            &self.epoll,
+            &channel.socket,
+            data,
+            Self::oneshot_flags(),
+        )?)
     }
 
-    fn once() -> epoll::EventFlags {
+    fn oneshot_flags() -> epoll::EventFlags {
         epoll::EventFlags::IN | epoll::EventFlags::ONESHOT
     }
 
-    pub(super) fn has_left_over(&self, number: u16) -> io::Result<()> {
+    pub(super) fn enqueue_left_over(&self, number: u16) -> io::Result<()> {
         lock(&self.left_over).push_back(number);
         rustix::io::write(&self.left_over_event, &1_u64.to_ne_bytes())?;
         Ok(())
     }
 
-    /// Returns a lane's next action; [`Next::Nothing`] only without `wait`.
-    pub(super) fn next(&self, wait: bool) -> io::Result<Next> {
-        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let timeout = if wait { None } else { Some(&at_once) };
+    /// Returns a lane's next action; [`LaneAction::Idle`] only without `wait`.
+    pub(super) fn next(&self, wait: bool) -> io::Result<LaneAction> {
+        let no_wait = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let timeout = if wait { None } else { Some(&no_wait) };
         loop {
             if self.is_stopped() {
-                return Ok(Next::Ended);
+                return Ok(LaneAction::End);
             }
             let mut events = [epoll::Event {
                 flags: epoll::EventFlags::empty(),
                 data: epoll::EventData::new_u64(0),
             }];
             match epoll::wait(&self.epoll, &mut events[..], timeout) {
-                Ok(0) if !wait => return Ok(Next::Nothing),
+                Ok(0) if !wait => return Ok(LaneAction::Idle),
                 Ok(0) | Err(rustix::io::Errno::INTR) => continue,
                 Ok(_) => {}
                 Err(error) => return Err(error.into()),
             }
             match events[0].data.u64() {
-                Self::STOP => return Ok(Next::Ended),
+                Self::STOP => return Ok(LaneAction::End),
                 Self::LEFT_OVER => {
                     // Several lanes may be woken for one channel.
                     let mut count = [0; 8];
                     if rustix::io::read(&self.left_over_event, &mut count).is_ok()
                         && let Some(number) = lock(&self.left_over).pop_front()
                     {
-                        return Ok(Next::Channel(number));
+                        return Ok(LaneAction::Channel(number));
                     }
                 }
-                number => return Ok(Next::Channel(number as u16)),
+                number => return Ok(LaneAction::Channel(number as u16)),
             }
         }
     }
 
-    /// Waits until QEMU connects, the session ends, or [`Self::LOOK_EVERY`] has passed.
-    pub(super) fn wait_for(&self, listener: &UnixListener) -> io::Result<()> {
+    /// Waits until QEMU connects, the session ends, or [`Self::STOP_CHECK_INTERVAL`] has passed.
+    pub(super) fn wait_for_connection(&self, listener: &UnixListener) -> io::Result<()> {
         let mut fds = [
             PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
             PollFd::new(&self.stop_event, PollFlags::IN),
         ];
-        wait(&mut fds, Self::LOOK_EVERY)
+        wait(&mut fds, Self::STOP_CHECK_INTERVAL)
     }
 
     /// Waits for `pause`; returns false if the session ends during the wait.
     pub(super) fn sleep(&self, pause: Duration) -> io::Result<bool> {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             if self.is_stopped() {
                 return Ok(false);
             }
-            let left = pause.saturating_sub(begun.elapsed());
-            if left.is_zero() {
+            let remaining = pause.saturating_sub(started.elapsed());
+            if remaining.is_zero() {
                 return Ok(true);
             }
             wait(
                 &mut [PollFd::new(&self.stop_event, PollFlags::IN)],
-                left.min(Self::SLEEP_MAX),
+                remaining.min(Self::SLEEP_MAX),
             )?;
         }
     }

@@ -32,7 +32,7 @@ impl BlockId {
 
 /// Known properties of a RAM block.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Block {
+pub struct RamBlock {
     /// Name in QEMU, such as `pc.ram`. QEMU's names have always been UTF-8, which is not assumed here.
     pub name: Box<[u8]>,
     /// Bytes in use; `None` if a channel named the block before the main channel sent its size.
@@ -43,7 +43,7 @@ pub struct Block {
 
 /// Properties of a block that a parser needs.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Found {
+pub(super) struct BlockRef {
     pub(super) id: BlockId,
     /// Number of pages, if the size is known.
     pub(super) pages: Option<u32>,
@@ -57,7 +57,7 @@ pub struct Blocks {
 
 #[derive(Default, Debug)]
 struct Table {
-    list: Vec<Block>,
+    list: Vec<RamBlock>,
     by_name: HashMap<Box<[u8]>, BlockId>,
     /// Number of the main channel's section that has RAM; a main channel that reconnects does not send it again.
     ram_section: Option<u32>,
@@ -73,12 +73,12 @@ impl Blocks {
     }
 
     /// Returns all known blocks, by number.
-    pub fn list(&self) -> Vec<Block> {
+    pub fn list(&self) -> Vec<RamBlock> {
         self.lock().list.clone()
     }
 
     /// Returns the properties of a block.
-    pub fn get(&self, id: BlockId) -> Option<Block> {
+    pub fn get(&self, id: BlockId) -> Option<RamBlock> {
         self.lock().list.get(id.as_usize()).cloned()
     }
 
@@ -93,20 +93,20 @@ impl Blocks {
     }
 
     /// Returns the block with this name, adding it if needed; `None` if there are [`Self::MAX`] others.
-    pub(super) fn named(&self, name: &[u8]) -> Option<Found> {
-        self.lock().named(name)
+    pub(super) fn get_or_add(&self, name: &[u8]) -> Option<BlockRef> {
+        self.lock().get_or_add(name)
     }
 
-    /// Returns the block with this name like [`Self::named`], and sets its size.
-    pub(super) fn sized(&self, name: &[u8], len_bytes: u64) -> Option<Found> {
+    /// Returns the block with this name like [`Self::get_or_add`], and sets its size.
+    pub(super) fn set_size(&self, name: &[u8], len_bytes: u64) -> Option<BlockRef> {
         let mut table = self.lock();
-        let id = table.named(name)?.id;
+        let id = table.get_or_add(name)?.id;
         table.list[id.as_usize()].len_bytes = Some(len_bytes);
-        Some(table.found(id))
+        Some(table.block_ref(id))
     }
 
     /// Sets the page size of a block's memory.
-    pub(super) fn page_size(&self, id: BlockId, bytes: u64) {
+    pub(super) fn set_page_size(&self, id: BlockId, bytes: u64) {
         if let Some(block) = self.lock().list.get_mut(id.as_usize()) {
             block.page_bytes = Some(bytes);
         }
@@ -128,26 +128,26 @@ impl Blocks {
 }
 
 impl Table {
-    fn named(&mut self, name: &[u8]) -> Option<Found> {
+    fn get_or_add(&mut self, name: &[u8]) -> Option<BlockRef> {
         if let Some(&id) = self.by_name.get(name) {
-            return Some(self.found(id));
+            return Some(self.block_ref(id));
         }
         if self.list.len() >= Blocks::MAX {
             return None;
         }
         let id = BlockId(u16::try_from(self.list.len()).ok()?);
-        self.list.push(Block {
+        self.list.push(RamBlock {
             name: name.into(),
             len_bytes: None,
             page_bytes: None,
         });
         self.by_name.insert(name.into(), id);
-        Some(self.found(id))
+        Some(self.block_ref(id))
     }
 
-    fn found(&self, id: BlockId) -> Found {
+    fn block_ref(&self, id: BlockId) -> BlockRef {
         let pages = |len_bytes: u64| u32::try_from(len_bytes / PAGE_BYTES).unwrap_or(u32::MAX);
-        Found {
+        BlockRef {
             id,
             pages: self.list[id.as_usize()].len_bytes.map(pages),
         }
@@ -162,22 +162,22 @@ mod tests {
     fn parsers_share_block_numbers() {
         let blocks = Blocks::new();
         let other = blocks.clone();
-        let ram = blocks.named(b"pc.ram").unwrap();
+        let ram = blocks.get_or_add(b"pc.ram").unwrap();
         assert_eq!(ram.pages, None);
-        let rom = other.sized(b"pc.rom", 0x20000).unwrap();
+        let rom = other.set_size(b"pc.rom", 0x20000).unwrap();
         assert_eq!((rom.id, rom.pages), (BlockId::new(1), Some(32)));
-        assert_eq!(other.named(b"pc.ram").unwrap().id, ram.id);
-        assert_eq!(blocks.named(b"pc.rom").unwrap().pages, Some(32));
+        assert_eq!(other.get_or_add(b"pc.ram").unwrap().id, ram.id);
+        assert_eq!(blocks.get_or_add(b"pc.rom").unwrap().pages, Some(32));
     }
 
     #[test]
     fn block_table_is_bounded() {
         let blocks = Blocks::new();
         for index in 0..Blocks::MAX {
-            assert!(blocks.named(format!("{index}").as_bytes()).is_some());
+            assert!(blocks.get_or_add(format!("{index}").as_bytes()).is_some());
         }
-        assert!(blocks.named(b"one more").is_none());
-        assert!(blocks.named(b"17").is_some());
+        assert!(blocks.get_or_add(b"one more").is_none());
+        assert!(blocks.get_or_add(b"17").is_some());
         assert_eq!(blocks.len(), Blocks::MAX);
     }
 }

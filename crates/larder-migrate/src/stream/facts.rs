@@ -4,7 +4,7 @@ use std::fmt;
 
 /// Kind of a channel, determined from its first bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Channel {
+pub enum ChannelKind {
     /// Too few bytes have arrived to determine the kind.
     #[default]
     Undecided,
@@ -25,7 +25,7 @@ pub enum Channel {
 
 /// Phase of a main channel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
-pub enum Phase {
+pub enum StreamPhase {
     /// Configuration, and the list of what is migrated.
     #[default]
     Setup,
@@ -41,11 +41,11 @@ pub enum Phase {
 
 /// Facts that a parser has found in its channel.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Facts {
+pub struct StreamFacts {
     /// Kind of the channel.
-    pub channel: Channel,
+    pub channel: ChannelKind,
     /// Phase, if the channel is a main channel.
-    pub phase: Phase,
+    pub phase: StreamPhase,
     /// Counter of changes to fields that are not counters themselves, so that a watcher need not compare them all.
     pub changes: u64,
     /// Bytes parsed.
@@ -54,7 +54,7 @@ pub struct Facts {
     pub pages: u64,
     /// Pages with plain content that were not reported: split by [`pass`](super::Parser::pass), or of an unknown
     /// block.
-    pub pages_untold: u64,
+    pub pages_unreported: u64,
     /// Pages that the stream declares as zero.
     pub zero_pages: u64,
     /// Pages that QEMU has encoded itself: XBZRLE, or compressed. They are literal.
@@ -97,37 +97,37 @@ pub struct Facts {
     /// Set once QEMU has sent the end of all memory.
     pub ram_ended: bool,
     /// Machine type, such as `pc-q35-7.2`.
-    pub machine: Machine,
+    pub machine: MachineType,
 }
 
-impl Facts {
+impl StreamFacts {
     /// Returns the oldest release of QEMU (major and minor) that can send this, by its machine type and by features
     /// that only later ones send. QEMU 10 with machine type 7.2 sends the same as QEMU 7.2.
     pub fn qemu_at_least(&self) -> Option<(u16, u16)> {
-        let signs = [
+        let versions = [
             self.machine.version(),
             (self.multifd_flushes > 0).then_some((8, 1)),
-            (matches!(self.channel, Channel::Multifd { .. }) && self.zero_pages > 0).then_some((9, 0)),
+            (matches!(self.channel, ChannelKind::Multifd { .. }) && self.zero_pages > 0).then_some((9, 0)),
             self.switchover_start.then_some((10, 0)),
         ];
-        signs.into_iter().flatten().max()
+        versions.into_iter().flatten().max()
     }
 
     /// Counts a change of a field that is not a counter.
-    pub(super) fn changed(&mut self) {
+    pub(super) fn count_change(&mut self) {
         self.changes += 1;
     }
 }
 
 /// Name of a machine type, its first 64 bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Machine {
+pub struct MachineType {
     name: [u8; 64],
     len: u8,
 }
 
-impl Machine {
-    pub(super) fn of(name: &[u8]) -> Self {
+impl MachineType {
+    pub(super) fn new(name: &[u8]) -> Self {
         let mut machine = Self::default();
         let len = name.len().min(machine.name.len());
         machine.name[..len].copy_from_slice(&name[..len]);
@@ -148,13 +148,13 @@ impl Machine {
     }
 }
 
-impl Default for Machine {
+impl Default for MachineType {
     fn default() -> Self {
         Self { name: [0; 64], len: 0 }
     }
 }
 
-impl fmt::Debug for Machine {
+impl fmt::Debug for MachineType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(self.name(), f)
     }
@@ -166,14 +166,14 @@ mod tests {
 
     #[test]
     fn machine_type_yields_release() {
-        assert_eq!(Machine::of(b"pc-i440fx-7.2").version(), Some((7, 2)));
-        assert_eq!(Machine::of(b"pc-q35-10.0").version(), Some((10, 0)));
-        assert_eq!(Machine::of(b"microvm").version(), None);
-        assert_eq!(Machine::of(&[0xff; 300]).version(), None);
-        let facts = Facts {
-            machine: Machine::of(b"pc-q35-7.2"),
+        assert_eq!(MachineType::new(b"pc-i440fx-7.2").version(), Some((7, 2)));
+        assert_eq!(MachineType::new(b"pc-q35-10.0").version(), Some((10, 0)));
+        assert_eq!(MachineType::new(b"microvm").version(), None);
+        assert_eq!(MachineType::new(&[0xff; 300]).version(), None);
+        let facts = StreamFacts {
+            machine: MachineType::new(b"pc-q35-7.2"),
             multifd_flushes: 1,
-            ..Facts::default()
+            ..StreamFacts::default()
         };
         assert_eq!(facts.qemu_at_least(), Some((8, 1)));
     }

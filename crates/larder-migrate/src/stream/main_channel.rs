@@ -18,14 +18,14 @@
 //! sent, device state begins, and all the rest is literal.
 
 use super::configuration;
-use super::facts::Phase;
-use super::held::{Unknown, be16, be32};
+use super::facts::StreamPhase;
+use super::partial::{UnknownFormat, be16, be32};
 use super::records::{Context, Flow, Records};
-use super::scan::{Found, Scan};
+use super::scan::{Scan, ScanMatch};
 use super::wire::{MAIN_VERSION, RAM_VERSION, command, section};
 
 #[derive(Clone, Copy, Debug)]
-enum At {
+enum MainState {
     /// Version of the stream.
     Version,
     /// Beginning of a section.
@@ -33,7 +33,7 @@ enum At {
     /// This many capabilities of the configuration.
     Capabilities(u32),
     /// This many literal bytes, and the state after them.
-    Skip(u64, Then),
+    Skip(u64, AfterSkip),
     /// First command of a package of this many bytes.
     PackageStart(u32),
     /// Last command of a package.
@@ -47,7 +47,7 @@ enum At {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Then {
+enum AfterSkip {
     Section,
     PackageEnd,
 }
@@ -61,7 +61,7 @@ const NUMBER_PLAUSIBLE_MAX: u32 = 0xffff;
 /// Parser of the main channel.
 #[derive(Debug)]
 pub(super) struct MainChannel {
-    at: At,
+    at: MainState,
     records: Records,
     /// Number of RAM's sections.
     ram: Option<u32>,
@@ -75,7 +75,7 @@ impl MainChannel {
     /// Creates a parser that starts after the magic.
     pub(super) const fn new() -> Self {
         Self {
-            at: At::Version,
+            at: MainState::Version,
             records: Records::new(),
             ram: None,
             last_section: false,
@@ -87,7 +87,7 @@ impl MainChannel {
     /// keeps its number.
     pub(super) const fn resumed(ram: Option<u32>) -> Self {
         Self {
-            at: At::Section,
+            at: MainState::Section,
             ram,
             ..Self::new()
         }
@@ -97,99 +97,101 @@ impl MainChannel {
     pub(super) fn step(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Flow {
         loop {
             let known = match self.at {
-                At::Ram => match self.records.step(cx, data, taken) {
+                MainState::Ram => match self.records.step(cx, data, taken) {
                     Flow::End => {
-                        self.at = At::Section;
+                        self.at = MainState::Section;
                         if self.last_section {
                             cx.facts.ram_ended = true;
-                            cx.facts.changed();
+                            cx.facts.count_change();
                         }
                         Ok(true)
                     }
-                    Flow::Lost => Err(Unknown),
+                    Flow::Lost => Err(UnknownFormat),
                     flow => return flow,
                 },
-                At::Scan(mut scan) => {
+                MainState::Scan(mut scan) => {
                     let found = scan.find(data, taken);
-                    self.at = At::Scan(scan);
+                    self.at = MainState::Scan(scan);
                     if let Some(found) = found {
-                        self.found(cx, found);
+                        self.on_match(cx, found);
                     }
                     Ok(found.is_some())
                 }
-                At::Opaque => {
+                MainState::Opaque => {
                     *taken = data.len();
                     return Flow::Pause;
                 }
-                At::Skip(left, then) => Ok(self.skip(left, then, data, taken)),
+                MainState::Skip(left, then) => Ok(self.skip(left, then, data, taken)),
                 _ => self.structure(cx, data, taken),
             };
             match known {
                 Ok(true) => {}
                 Ok(false) => return Flow::Pause,
-                Err(Unknown) => self.lost(cx),
+                Err(UnknownFormat) => self.resynchronise(cx),
             }
         }
     }
 
     /// Parses a structure once it is complete. Returns false while it is not.
-    fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, Unknown> {
-        let whole = match self.at {
-            At::Version => cx.held.whole(data, taken, |_| Ok(4)),
-            At::Capabilities(_) => cx.held.whole(data, taken, configuration::capability_bytes),
-            At::PackageStart(_) | At::PackageEnd => cx.held.whole(data, taken, |_| Ok(COMMAND_BYTES)),
-            _ => cx.held.whole(data, taken, section_bytes),
+    fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, UnknownFormat> {
+        let complete = match self.at {
+            MainState::Version => cx.partial.complete(data, taken, |_| Ok(4)),
+            MainState::Capabilities(_) => cx.partial.complete(data, taken, configuration::capability_bytes),
+            MainState::PackageStart(_) | MainState::PackageEnd => {
+                cx.partial.complete(data, taken, |_| Ok(COMMAND_BYTES))
+            }
+            _ => cx.partial.complete(data, taken, section_bytes),
         };
-        if !whole? {
+        if !complete? {
             return Ok(false);
         }
         let then = match self.at {
-            At::Version if be32(cx.held.get(), 0) != MAIN_VERSION => Err(Unknown),
-            At::Version => Ok(At::Section),
-            At::Capabilities(left) => {
+            MainState::Version if be32(cx.partial.get(), 0) != MAIN_VERSION => Err(UnknownFormat),
+            MainState::Version => Ok(MainState::Section),
+            MainState::Capabilities(left) => {
                 configuration::capability(cx);
                 Ok(capabilities(left - 1))
             }
-            At::PackageStart(size) => {
-                cx.facts.postcopy_listen = cx.held.get() == bare_command(command::POSTCOPY_LISTEN);
-                cx.facts.changed();
+            MainState::PackageStart(size) => {
+                cx.facts.postcopy_listen = cx.partial.get() == bare_command(command::POSTCOPY_LISTEN);
+                cx.facts.count_change();
                 let between = u64::from(size) - 2 * COMMAND_BYTES as u64;
-                Ok(At::Skip(between, Then::PackageEnd))
+                Ok(MainState::Skip(between, AfterSkip::PackageEnd))
             }
-            At::PackageEnd => {
-                cx.facts.postcopy_run = cx.held.get() == bare_command(command::POSTCOPY_RUN);
-                cx.facts.phase = Phase::Postcopy;
-                cx.facts.changed();
-                Ok(At::Section)
+            MainState::PackageEnd => {
+                cx.facts.postcopy_run = cx.partial.get() == bare_command(command::POSTCOPY_RUN);
+                cx.facts.phase = StreamPhase::Postcopy;
+                cx.facts.count_change();
+                Ok(MainState::Section)
             }
             _ => self.section(cx),
         };
-        cx.held.clear();
+        cx.partial.clear();
         self.at = then?;
         Ok(true)
     }
 
     /// Parses the complete beginning of a section.
-    fn section(&mut self, cx: &mut Context<'_>) -> Result<At, Unknown> {
-        let bytes = cx.held.get();
-        let ended = cx.facts.phase == Phase::Ended;
+    fn section(&mut self, cx: &mut Context<'_>) -> Result<MainState, UnknownFormat> {
+        let bytes = cx.partial.get();
+        let ended = cx.facts.phase == StreamPhase::Ended;
         let at = match bytes[0] {
-            section::DESCRIPTION => At::Skip(u64::from(be32(bytes, 1)), Then::Section),
-            _ if ended => At::Opaque,
+            section::DESCRIPTION => MainState::Skip(u64::from(be32(bytes, 1)), AfterSkip::Section),
+            _ if ended => MainState::Opaque,
             section::CONFIGURATION => {
                 configuration::machine(cx);
-                At::Section
+                MainState::Section
             }
-            section::SUBSECTION => capabilities(configuration::capabilities(cx.held)),
+            section::SUBSECTION => capabilities(configuration::capabilities(cx.partial)),
             section::COMMAND => self.command(cx),
-            section::FOOTER => At::Section,
+            section::FOOTER => MainState::Section,
             section::EOF => {
                 if !cx.facts.ram_ended {
-                    return Err(Unknown);
+                    return Err(UnknownFormat);
                 }
-                cx.facts.phase = Phase::Ended;
-                cx.facts.changed();
-                At::Section
+                cx.facts.phase = StreamPhase::Ended;
+                cx.facts.count_change();
+                MainState::Section
             }
             kind @ (section::PART | section::END) => self.next_section(cx, kind)?,
             kind => self.first_section(cx, kind)?,
@@ -199,52 +201,52 @@ impl MainChannel {
     }
 
     /// Parses the beginning of a section of something that has begun before.
-    fn next_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<At, Unknown> {
-        let number = be32(cx.held.get(), 1);
+    fn next_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<MainState, UnknownFormat> {
+        let number = be32(cx.partial.get(), 1);
         if self.ram.is_none() && cx.facts.postcopy_resumed {
             self.ram = Some(number);
         }
         if self.ram != Some(number) {
             if self.doubtful.is_some() && number > NUMBER_PLAUSIBLE_MAX {
-                return Err(Unknown);
+                return Err(UnknownFormat);
             }
-            return Ok(At::Scan(Scan::new(Some(number), self.ram)));
+            return Ok(MainState::Scan(Scan::new(Some(number), self.ram)));
         }
         Ok(self.ram_section(cx, kind == section::END))
     }
 
     /// Parses the beginning of a section of something new.
-    fn first_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<At, Unknown> {
-        let bytes = cx.held.get();
+    fn first_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<MainState, UnknownFormat> {
+        let bytes = cx.partial.get();
         let (number, name_end) = (be32(bytes, 1), bytes.len() - 8);
         let (name, version) = (&bytes[6..name_end], be32(bytes, name_end + 4));
         if !name.iter().all(|byte| matches!(byte, b' '..=b'~')) {
-            return Err(Unknown);
+            return Err(UnknownFormat);
         }
         if kind == section::START && name == b"ram" && version == RAM_VERSION && self.ram.is_none() {
             self.ram = Some(number);
             cx.blocks.set_ram_section(number);
-            return Ok(At::Ram);
+            return Ok(MainState::Ram);
         }
         if kind == section::FULL && cx.facts.ram_ended {
-            cx.facts.phase = Phase::DeviceState;
-            cx.facts.changed();
-            return Ok(At::Opaque);
+            cx.facts.phase = StreamPhase::DeviceState;
+            cx.facts.count_change();
+            return Ok(MainState::Opaque);
         }
-        Ok(At::Scan(Scan::new(Some(number), self.ram)))
+        Ok(MainState::Scan(Scan::new(Some(number), self.ram)))
     }
 
-    fn ram_section(&mut self, cx: &mut Context<'_>, last: bool) -> At {
+    fn ram_section(&mut self, cx: &mut Context<'_>, last: bool) -> MainState {
         self.last_section = last;
-        if cx.facts.phase == Phase::Setup {
-            cx.facts.phase = Phase::Ram;
-            cx.facts.changed();
+        if cx.facts.phase == StreamPhase::Setup {
+            cx.facts.phase = StreamPhase::Ram;
+            cx.facts.count_change();
         }
-        At::Ram
+        MainState::Ram
     }
 
-    fn command(&mut self, cx: &mut Context<'_>) -> At {
-        let bytes = cx.held.get();
+    fn command(&mut self, cx: &mut Context<'_>) -> MainState {
+        let bytes = cx.partial.get();
         let (number, len) = (be16(bytes, 1), be16(bytes, 3));
         let facts = &mut *cx.facts;
         match number {
@@ -263,74 +265,77 @@ impl MainChannel {
             command::PACKAGED => {
                 let size = be32(bytes, 5);
                 return if size < 2 * COMMAND_BYTES as u32 {
-                    At::Skip(u64::from(size), Then::Section)
+                    MainState::Skip(u64::from(size), AfterSkip::Section)
                 } else {
-                    At::PackageStart(size)
+                    MainState::PackageStart(size)
                 };
             }
             _ => {}
         }
-        facts.changed();
-        At::Skip(u64::from(len) - (bytes.len() - COMMAND_BYTES) as u64, Then::Section)
+        facts.count_change();
+        MainState::Skip(
+            u64::from(len) - (bytes.len() - COMMAND_BYTES) as u64,
+            AfterSkip::Section,
+        )
     }
 
     /// Skips literal bytes; returns true once all are skipped.
-    fn skip(&mut self, left: u64, then: Then, data: &[u8], taken: &mut usize) -> bool {
+    fn skip(&mut self, left: u64, then: AfterSkip, data: &[u8], taken: &mut usize) -> bool {
         let skip = left.min((data.len() - *taken) as u64);
         *taken += skip as usize;
         self.at = match then {
-            _ if skip < left => At::Skip(left - skip, then),
-            Then::Section => At::Section,
-            Then::PackageEnd => At::PackageEnd,
+            _ if skip < left => MainState::Skip(left - skip, then),
+            AfterSkip::Section => MainState::Section,
+            AfterSkip::PackageEnd => MainState::PackageEnd,
         };
         skip == left
     }
 
-    fn found(&mut self, cx: &mut Context<'_>, found: Found) {
-        let At::Scan(scan) = self.at else { return };
-        self.at = match found {
-            Found::RamStart(number) => {
+    fn on_match(&mut self, cx: &mut Context<'_>, scan_match: ScanMatch) {
+        let MainState::Scan(scan) = self.at else { return };
+        self.at = match scan_match {
+            ScanMatch::RamStart(number) => {
                 self.ram = Some(number);
                 cx.blocks.set_ram_section(number);
-                self.records.resynchronised();
-                At::Ram
+                self.records.reset();
+                MainState::Ram
             }
-            Found::RamRecords { last } => self.ram_section(cx, last),
-            Found::Section(first) => {
+            ScanMatch::RamRecords { last } => self.ram_section(cx, last),
+            ScanMatch::Section(first) => {
                 self.doubtful = Some(scan);
-                cx.held.set(&[first]);
-                At::Section
+                cx.partial.set(&[first]);
+                MainState::Section
             }
         }
     }
 
     /// Handles bytes that are not understood: searches for a structure that is recognised.
-    fn lost(&mut self, cx: &mut Context<'_>) {
-        cx.held.clear();
+    fn resynchronise(&mut self, cx: &mut Context<'_>) {
+        cx.partial.clear();
         if let Some(scan) = self.doubtful.take() {
             // The bytes found were not a footer.
-            self.at = At::Scan(Scan::new(scan.section(), self.ram));
+            self.at = MainState::Scan(Scan::new(scan.section(), self.ram));
             return;
         }
         cx.facts.losses += 1;
-        cx.facts.changed();
+        cx.facts.count_change();
         let section = match self.at {
-            At::Ram => self.ram,
+            MainState::Ram => self.ram,
             _ => None,
         };
-        self.records.resynchronised();
+        self.records.reset();
         self.at = if cx.facts.ram_ended {
-            At::Opaque
+            MainState::Opaque
         } else {
-            At::Scan(Scan::new(section, self.ram))
+            MainState::Scan(Scan::new(section, self.ram))
         };
     }
 }
 
-fn capabilities(left: u32) -> At {
+fn capabilities(left: u32) -> MainState {
     match left {
-        0 => At::Section,
-        left => At::Capabilities(left),
+        0 => MainState::Section,
+        left => MainState::Capabilities(left),
     }
 }
 
@@ -341,30 +346,30 @@ fn bare_command(number: u16) -> [u8; COMMAND_BYTES] {
 }
 
 /// Returns the length of a section's beginning.
-fn section_bytes(held: &[u8]) -> Result<usize, Unknown> {
-    match held.first() {
+fn section_bytes(partial: &[u8]) -> Result<usize, UnknownFormat> {
+    match partial.first() {
         None | Some(&section::EOF) => Ok(1),
-        Some(&(section::START | section::FULL)) => match held.get(5) {
+        Some(&(section::START | section::FULL)) => match partial.get(5) {
             None => Ok(6),
-            Some(0) => Err(Unknown),
+            Some(0) => Err(UnknownFormat),
             Some(&len) => Ok(6 + usize::from(len) + 8),
         },
         Some(&(section::PART | section::END | section::FOOTER | section::DESCRIPTION)) => Ok(5),
-        Some(&section::CONFIGURATION) => configuration::machine_bytes(held),
-        Some(&section::SUBSECTION) => configuration::subsection_bytes(held),
-        Some(&section::COMMAND) => command_bytes(held),
-        Some(_) => Err(Unknown),
+        Some(&section::CONFIGURATION) => configuration::machine_bytes(partial),
+        Some(&section::SUBSECTION) => configuration::subsection_bytes(partial),
+        Some(&section::COMMAND) => command_bytes(partial),
+        Some(_) => Err(UnknownFormat),
     }
 }
 
-fn command_bytes(held: &[u8]) -> Result<usize, Unknown> {
-    if held.len() < COMMAND_BYTES {
+fn command_bytes(partial: &[u8]) -> Result<usize, UnknownFormat> {
+    if partial.len() < COMMAND_BYTES {
         return Ok(COMMAND_BYTES);
     }
-    match (be16(held, 1), be16(held, 3)) {
-        (0 | command::PLAUSIBLE_MAX.., _) => Err(Unknown),
+    match (be16(partial, 1), be16(partial, 3)) {
+        (0 | command::PLAUSIBLE_MAX.., _) => Err(UnknownFormat),
         (command::PACKAGED, 4) => Ok(COMMAND_BYTES + 4),
-        (command::PACKAGED, _) => Err(Unknown),
+        (command::PACKAGED, _) => Err(UnknownFormat),
         (command::POSTCOPY_ADVISE, 16) => Ok(COMMAND_BYTES + 16),
         _ => Ok(COMMAND_BYTES),
     }

@@ -14,7 +14,7 @@
 //!
 //! Invariants:
 //! - Steps are hints. The bytes of all steps, one after the other, are the channel's bytes, whatever the steps are. A
-//!   [`Step::Record`] or [`Step::Zeros`] is reported only for bytes that [`page_header`] and [`zero_record`]
+//!   [`ParseStep::Record`] or [`ParseStep::Zeros`] is reported only for bytes that [`page_header`] and [`zero_record`]
 //!   reproduce.
 //! - Each byte is parsed once, by `next` or by `pass`, and both advance the parser alike. So a channel can be emptied
 //!   at any byte, even inside a page, without losing what follows.
@@ -22,22 +22,22 @@
 //!   [`Parser::LOOKAHEAD`] bytes.
 //!
 //! The parser never fails. Bytes that it does not understand are literal, and so are all that follow until it
-//! recognises a structure with certainty. [`Facts`] record what it has found.
+//! recognises a structure with certainty. [`StreamFacts`] record what it has found.
 
 mod blocks;
 mod configuration;
 mod facts;
-mod held;
 mod main_channel;
 mod multifd;
 mod parser;
+mod partial;
 mod records;
 mod scan;
 mod units;
 mod wire;
 
-pub use blocks::{Block, BlockId, Blocks};
-pub use facts::{Channel, Facts, Machine, Phase};
-pub use parser::{Parser, Step};
+pub use blocks::{BlockId, Blocks, RamBlock};
+pub use facts::{ChannelKind, MachineType, StreamFacts, StreamPhase};
+pub use parser::{ParseStep, Parser};
 pub use units::PageIndex;
 pub use wire::{PAGE_HEADER, ZERO_RECORD, page_header, zero_record};

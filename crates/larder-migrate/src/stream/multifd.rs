@@ -16,10 +16,10 @@
 
 use larder_codec::PAGE;
 
-use super::blocks::Found;
-use super::facts::Channel;
-use super::held::{Unknown, be32, be64};
-use super::records::{Context, Flow, Told};
+use super::blocks::BlockRef;
+use super::facts::ChannelKind;
+use super::partial::{UnknownFormat, be32, be64};
+use super::records::{Context, Flow, PageReport};
 use super::units::PageIndex;
 use super::wire::multifd::{
     COMMON_BYTES, DEVICE_STATE_BYTES, FLAG_COMPRESSION_MASK, FLAG_DEVICE_STATE, FLAG_SYNC, INIT_BYTES, MAGIC, NAME,
@@ -27,7 +27,7 @@ use super::wire::multifd::{
 };
 
 #[derive(Clone, Copy, Debug)]
-enum At {
+enum MultifdState {
     Init,
     Packet,
     /// Pages of a packet, from this index on.
@@ -40,9 +40,9 @@ enum At {
 /// Parser of a multifd channel.
 #[derive(Debug)]
 pub(super) struct MultifdChannel {
-    at: At,
+    at: MultifdState,
     /// Block of the packet and its name, which most packets share.
-    block: Option<Found>,
+    block: Option<BlockRef>,
     name: [u8; NAME.end - NAME.start],
     pages: [PageIndex; PAGES],
     /// Number of pages of the packet that are to be reported.
@@ -52,7 +52,7 @@ pub(super) struct MultifdChannel {
 impl MultifdChannel {
     pub(super) const fn new() -> Self {
         Self {
-            at: At::Init,
+            at: MultifdState::Init,
             block: None,
             name: [0; NAME.end - NAME.start],
             pages: [PageIndex::new(0); PAGES],
@@ -69,34 +69,36 @@ impl MultifdChannel {
     pub(super) fn step(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Flow {
         loop {
             match self.at {
-                At::Init | At::Packet => match self.structure(cx, data, taken) {
+                MultifdState::Init | MultifdState::Packet => match self.structure(cx, data, taken) {
                     Ok(true) => {}
                     Ok(false) => return Flow::Pause,
-                    Err(Unknown) => {
-                        cx.held.clear();
+                    Err(UnknownFormat) => {
+                        cx.partial.clear();
                         cx.facts.losses += 1;
-                        cx.facts.changed();
-                        self.at = At::Opaque;
+                        cx.facts.count_change();
+                        self.at = MultifdState::Opaque;
                     }
                 },
-                At::Pages(index) if index >= self.count => self.at = At::Packet,
-                At::Pages(index) if cx.tell && *taken == 0 => return self.tell(cx, index, data),
-                At::Pages(_) if cx.tell => return Flow::Pause,
-                At::Pages(_) if *taken == data.len() => return Flow::Pause,
-                At::Pages(index) => {
-                    cx.facts.pages_untold += 1;
-                    self.at = At::Skip(PAGE as u64, index + 1);
+                MultifdState::Pages(index) if index >= self.count => self.at = MultifdState::Packet,
+                MultifdState::Pages(index) if cx.reports_pages && *taken == 0 => {
+                    return self.report_pages(cx, index, data);
                 }
-                At::Skip(left, index) => {
+                MultifdState::Pages(_) if cx.reports_pages => return Flow::Pause,
+                MultifdState::Pages(_) if *taken == data.len() => return Flow::Pause,
+                MultifdState::Pages(index) => {
+                    cx.facts.pages_unreported += 1;
+                    self.at = MultifdState::Skip(PAGE as u64, index + 1);
+                }
+                MultifdState::Skip(left, index) => {
                     let skip = left.min((data.len() - *taken) as u64);
                     *taken += skip as usize;
                     if skip < left {
-                        self.at = At::Skip(left - skip, index);
+                        self.at = MultifdState::Skip(left - skip, index);
                         return Flow::Pause;
                     }
-                    self.at = At::Pages(index);
+                    self.at = MultifdState::Pages(index);
                 }
-                At::Opaque => {
+                MultifdState::Opaque => {
                     *taken = data.len();
                     return Flow::Pause;
                 }
@@ -105,7 +107,7 @@ impl MultifdChannel {
     }
 
     /// Reports as many of the packet's pages as are complete.
-    fn tell(&mut self, cx: &mut Context<'_>, index: usize, data: &[u8]) -> Flow {
+    fn report_pages(&mut self, cx: &mut Context<'_>, index: usize, data: &[u8]) -> Flow {
         let count = (self.count - index).min(data.len() / PAGE);
         let Some(block) = self.block else {
             // Cannot happen: the pages of a packet without a block are skipped.
@@ -114,76 +116,76 @@ impl MultifdChannel {
         if count == 0 {
             return Flow::NeedMore(PAGE);
         }
-        self.at = At::Pages(index + count);
+        self.at = MultifdState::Pages(index + count);
         cx.facts.pages += count as u64;
-        Flow::Tell(Told::Packet {
+        Flow::Report(PageReport::Packet {
             block: block.id,
             from: index,
             count,
         })
     }
 
-    fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, Unknown> {
-        let is_init = matches!(self.at, At::Init);
-        let whole = match is_init {
-            true => cx.held.whole(data, taken, |_| Ok(INIT_BYTES)),
-            false => cx.held.whole(data, taken, packet_bytes),
+    fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, UnknownFormat> {
+        let is_init = matches!(self.at, MultifdState::Init);
+        let complete = match is_init {
+            true => cx.partial.complete(data, taken, |_| Ok(INIT_BYTES)),
+            false => cx.partial.complete(data, taken, packet_bytes),
         };
-        if !whole? {
+        if !complete? {
             return Ok(false);
         }
-        let bytes = cx.held.get();
+        let bytes = cx.partial.get();
         if be32(bytes, 0) != MAGIC || be32(bytes, 4) != VERSION {
-            return Err(Unknown);
+            return Err(UnknownFormat);
         }
         if is_init {
-            cx.facts.channel = Channel::Multifd { id: bytes[24] };
-            cx.facts.changed();
-            self.at = At::Packet;
+            cx.facts.channel = ChannelKind::Multifd { id: bytes[24] };
+            cx.facts.count_change();
+            self.at = MultifdState::Packet;
         } else {
             cx.facts.packets += 1;
             self.at = self.packet(cx)?;
         }
-        cx.held.clear();
+        cx.partial.clear();
         Ok(true)
     }
 
     /// Parses a packet's complete header.
-    fn packet(&mut self, cx: &mut Context<'_>) -> Result<At, Unknown> {
-        let bytes = cx.held.get();
+    fn packet(&mut self, cx: &mut Context<'_>) -> Result<MultifdState, UnknownFormat> {
+        let bytes = cx.partial.get();
         let flags = be32(bytes, 8);
         self.count = 0;
         if flags & FLAG_DEVICE_STATE != 0 {
             cx.facts.device_packets += 1;
-            return Ok(At::Skip(u64::from(be32(bytes, 272)), 0));
+            return Ok(MultifdState::Skip(u64::from(be32(bytes, 272)), 0));
         }
         cx.facts.multifd_syncs += u64::from(flags & FLAG_SYNC);
-        let [of, sent, follow, zero] = [12, 16, 20, 32].map(|at| be32(bytes, at) as usize);
-        if !matches!(of, 0 | PAGES) || sent > of || zero > of - sent {
-            return Err(Unknown);
+        let [capacity, sent, follow, zero] = [12, 16, 20, 32].map(|at| be32(bytes, at) as usize);
+        if !matches!(capacity, 0 | PAGES) || sent > capacity || zero > capacity - sent {
+            return Err(UnknownFormat);
         }
         cx.facts.zero_pages += zero as u64;
         if sent == 0 {
-            return Ok(At::Packet);
+            return Ok(MultifdState::Packet);
         }
         if flags & FLAG_COMPRESSION_MASK != 0 {
             cx.facts.encoded_pages += sent as u64;
-            return Ok(At::Skip(follow as u64, 0));
+            return Ok(MultifdState::Skip(follow as u64, 0));
         }
         if follow != sent * PAGE {
-            return Err(Unknown);
+            return Err(UnknownFormat);
         }
         self.find_block(cx);
-        if !self.set_pages(cx.held.get(), sent) {
-            cx.facts.pages_untold += sent as u64;
-            return Ok(At::Skip(follow as u64, 0));
+        if !self.set_pages(cx.partial.get(), sent) {
+            cx.facts.pages_unreported += sent as u64;
+            return Ok(MultifdState::Skip(follow as u64, 0));
         }
-        Ok(At::Pages(0))
+        Ok(MultifdState::Pages(0))
     }
 
     /// Finds the packet's block: the previous one, if the name is the same and its size is known.
     fn find_block(&mut self, cx: &mut Context<'_>) {
-        let name = &cx.held.get()[NAME];
+        let name = &cx.partial.get()[NAME];
         let is_known = self.block.is_some_and(|block| block.pages.is_some());
         if is_known && name == self.name {
             return;
@@ -191,7 +193,7 @@ impl MultifdChannel {
         let len = name.iter().position(|&byte| byte == 0).unwrap_or(name.len() - 1);
         self.block = match len {
             0 => None,
-            len => cx.blocks.named(&name[..len]),
+            len => cx.blocks.get_or_add(&name[..len]),
         };
         self.name.copy_from_slice(name);
     }
@@ -212,14 +214,14 @@ impl MultifdChannel {
 }
 
 /// Returns the length of a packet's header.
-fn packet_bytes(held: &[u8]) -> Result<usize, Unknown> {
-    if held.len() < COMMON_BYTES {
+fn packet_bytes(partial: &[u8]) -> Result<usize, UnknownFormat> {
+    if partial.len() < COMMON_BYTES {
         return Ok(COMMON_BYTES);
     }
-    if be32(held, 0) != MAGIC {
-        return Err(Unknown);
+    if be32(partial, 0) != MAGIC {
+        return Err(UnknownFormat);
     }
-    match be32(held, 8) & FLAG_DEVICE_STATE {
+    match be32(partial, 8) & FLAG_DEVICE_STATE {
         0 => Ok(PACKET_BYTES),
         _ => Ok(DEVICE_STATE_BYTES),
     }

@@ -3,17 +3,17 @@
 use larder_codec::PAGE;
 
 use super::blocks::{BlockId, Blocks};
-use super::facts::{Channel, Facts, Phase};
-use super::held::{Held, be32};
+use super::facts::{ChannelKind, StreamFacts, StreamPhase};
 use super::main_channel::MainChannel;
 use super::multifd::MultifdChannel;
-use super::records::{Context, Flow, Records, Told};
+use super::partial::{PartialStructure, be32};
+use super::records::{Context, Flow, PageReport, Records};
 use super::units::PageIndex;
 use super::wire::{MAIN_MAGIC, PAGE_HEADER, ZERO_RECORD, multifd, section};
 
 /// Content of the next bytes of a channel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Step<'p> {
+pub enum ParseStep<'p> {
     /// Headers, device state, bytes that are not understood, incomplete pages.
     Literal {
         /// Number of bytes, not 0.
@@ -49,16 +49,16 @@ pub enum Step<'p> {
     },
 }
 
-impl Step<'_> {
+impl ParseStep<'_> {
     /// Returns the number of bytes of the step, which are consumed.
     #[allow(clippy::len_without_is_empty, reason = "a step is no collection")]
     pub const fn len(&self) -> usize {
         match self {
-            Step::Literal { len } => *len,
-            Step::Pages { pages, .. } => pages.len() * PAGE,
-            Step::Record { .. } => PAGE_HEADER + PAGE,
-            Step::Zeros { count, .. } => *count as usize * ZERO_RECORD,
-            Step::NeedMore { .. } => 0,
+            ParseStep::Literal { len } => *len,
+            ParseStep::Pages { pages, .. } => pages.len() * PAGE,
+            ParseStep::Record { .. } => PAGE_HEADER + PAGE,
+            ParseStep::Zeros { count, .. } => *count as usize * ZERO_RECORD,
+            ParseStep::NeedMore { .. } => 0,
         }
     }
 }
@@ -67,15 +67,15 @@ impl Step<'_> {
 #[derive(Debug)]
 pub struct Parser {
     blocks: Blocks,
-    kind: Kind,
-    held: Held,
-    facts: Facts,
+    kind: ChannelParser,
+    held: PartialStructure,
+    facts: StreamFacts,
     /// Page of a step that has one page.
     one: [PageIndex; 1],
 }
 
 #[derive(Debug)]
-enum Kind {
+enum ChannelParser {
     Undecided,
     Main(MainChannel),
     Preempt(Records),
@@ -95,38 +95,38 @@ impl Parser {
     pub fn new(blocks: &Blocks) -> Self {
         Self {
             blocks: blocks.clone(),
-            kind: Kind::Undecided,
-            held: Held::new(),
-            facts: Facts::default(),
+            kind: ChannelParser::Undecided,
+            held: PartialStructure::new(),
+            facts: StreamFacts::default(),
             one: [PageIndex::default()],
         }
     }
 
     /// Parses the channel's next bytes. `data` begins with the first byte that was not consumed and has all bytes
-    /// available. [`Step::len`] bytes are consumed, unless the step is [`Step::NeedMore`].
-    pub fn next(&mut self, data: &[u8]) -> Step<'_> {
+    /// available. [`ParseStep::len`] bytes are consumed, unless the step is [`ParseStep::NeedMore`].
+    pub fn next(&mut self, data: &[u8]) -> ParseStep<'_> {
         let mut taken = 0;
         let flow = self.step(data, &mut taken, true);
         let step = match flow {
-            Flow::Tell(Told::Page { block, page }) => {
+            Flow::Report(PageReport::Page { block, page }) => {
                 self.one = [page];
-                Step::Pages {
+                ParseStep::Pages {
                     block,
                     pages: &self.one,
                 }
             }
-            Flow::Tell(Told::Packet { block, from, count }) => match &self.kind {
-                Kind::Multifd(channel) => Step::Pages {
+            Flow::Report(PageReport::Packet { block, from, count }) => match &self.kind {
+                ChannelParser::Multifd(channel) => ParseStep::Pages {
                     block,
                     pages: &channel.pages()[from..from + count],
                 },
-                _ => Step::NeedMore { at_least: 1 },
+                _ => ParseStep::NeedMore { at_least: 1 },
             },
-            Flow::Tell(Told::Record { block, page }) => Step::Record { block, page },
-            Flow::Tell(Told::Zeros { block, first, count }) => Step::Zeros { block, first, count },
-            Flow::NeedMore(at_least) => Step::NeedMore { at_least },
-            _ if taken == 0 => Step::NeedMore { at_least: 1 },
-            _ => Step::Literal { len: taken },
+            Flow::Report(PageReport::Record { block, page }) => ParseStep::Record { block, page },
+            Flow::Report(PageReport::Zeros { block, first, count }) => ParseStep::Zeros { block, first, count },
+            Flow::NeedMore(at_least) => ParseStep::NeedMore { at_least },
+            _ if taken == 0 => ParseStep::NeedMore { at_least: 1 },
+            _ => ParseStep::Literal { len: taken },
         };
         self.facts.bytes += step.len() as u64;
         step
@@ -146,37 +146,37 @@ impl Parser {
     }
 
     /// Returns the facts found so far.
-    pub fn facts(&self) -> &Facts {
+    pub fn facts(&self) -> &StreamFacts {
         &self.facts
     }
 
-    fn step(&mut self, data: &[u8], taken: &mut usize, tell: bool) -> Flow {
+    fn step(&mut self, data: &[u8], taken: &mut usize, reports_pages: bool) -> Flow {
         let mut cx = Context {
             blocks: &self.blocks,
             facts: &mut self.facts,
-            held: &mut self.held,
-            tell,
+            partial: &mut self.held,
+            reports_pages,
         };
         loop {
             match &mut self.kind {
-                Kind::Undecided => match cx.held.whole(data, taken, |_| Ok(KIND_BYTES)) {
-                    Ok(true) => self.kind = kind(&mut cx),
+                ChannelParser::Undecided => match cx.partial.complete(data, taken, |_| Ok(KIND_BYTES)) {
+                    Ok(true) => self.kind = detect_kind(&mut cx),
                     _ => return Flow::Pause,
                 },
-                Kind::Main(channel) => return channel.step(&mut cx, data, taken),
-                Kind::Multifd(channel) => return channel.step(&mut cx, data, taken),
-                Kind::Preempt(records) => match records.step(&mut cx, data, taken) {
+                ChannelParser::Main(channel) => return channel.step(&mut cx, data, taken),
+                ChannelParser::Multifd(channel) => return channel.step(&mut cx, data, taken),
+                ChannelParser::Preempt(records) => match records.step(&mut cx, data, taken) {
                     // The end is reported once, at the very end.
                     Flow::End => {}
                     Flow::Lost => {
                         cx.facts.losses += 1;
-                        cx.facts.changed();
-                        cx.held.clear();
-                        self.kind = Kind::Opaque;
+                        cx.facts.count_change();
+                        cx.partial.clear();
+                        self.kind = ChannelParser::Opaque;
                     }
                     flow => return flow,
                 },
-                Kind::Opaque => {
+                ChannelParser::Opaque => {
                     *taken = data.len();
                     return Flow::Pause;
                 }
@@ -186,29 +186,29 @@ impl Parser {
 }
 
 /// Determines the kind of a channel from its first bytes. They stay held if they belong to its first structure.
-fn kind(cx: &mut Context<'_>) -> Kind {
-    let bytes = cx.held.get();
+fn detect_kind(cx: &mut Context<'_>) -> ChannelParser {
+    let bytes = cx.partial.get();
     let (kind, channel) = match be32(bytes, 0) {
-        _ if bytes == MAIN_MAGIC => (Kind::Main(MainChannel::new()), Channel::Main),
+        _ if bytes == MAIN_MAGIC => (ChannelParser::Main(MainChannel::new()), ChannelKind::Main),
         multifd::MAGIC => (
-            Kind::Multifd(Box::new(MultifdChannel::new())),
-            Channel::Multifd { id: 0 },
+            ChannelParser::Multifd(Box::new(MultifdChannel::new())),
+            ChannelKind::Multifd { id: 0 },
         ),
         // These bytes are the upper half of an offset.
-        0..0x1000 => (Kind::Preempt(Records::new()), Channel::Preempt),
+        0..0x1000 => (ChannelParser::Preempt(Records::new()), ChannelKind::Preempt),
         _ if bytes[..2] == [section::COMMAND, 0] => (
-            Kind::Main(MainChannel::resumed(cx.blocks.ram_section())),
-            Channel::Resumed,
+            ChannelParser::Main(MainChannel::resumed(cx.blocks.ram_section())),
+            ChannelKind::Resumed,
         ),
-        _ => (Kind::Opaque, Channel::Opaque),
+        _ => (ChannelParser::Opaque, ChannelKind::Opaque),
     };
-    if matches!(channel, Channel::Resumed | Channel::Preempt) {
-        cx.facts.phase = Phase::Postcopy;
+    if matches!(channel, ChannelKind::Resumed | ChannelKind::Preempt) {
+        cx.facts.phase = StreamPhase::Postcopy;
     }
-    if matches!(channel, Channel::Main | Channel::Opaque) {
-        cx.held.clear();
+    if matches!(channel, ChannelKind::Main | ChannelKind::Opaque) {
+        cx.partial.clear();
     }
     cx.facts.channel = channel;
-    cx.facts.changed();
+    cx.facts.count_change();
     kind
 }

@@ -27,7 +27,7 @@ const RAM_START: u128 = u128::from_be_bytes([
 
 /// Structure found by a search. It ends with the last byte taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Found {
+pub(super) enum ScanMatch {
     /// Beginning of RAM's first section, with its number; its records follow.
     RamStart(u32),
     /// RAM's records.
@@ -66,11 +66,11 @@ impl Scan {
     }
 
     /// Takes bytes until something is found, or all.
-    pub(super) fn find(&mut self, data: &[u8], taken: &mut usize) -> Option<Found> {
+    pub(super) fn find(&mut self, data: &[u8], taken: &mut usize) -> Option<ScanMatch> {
         while let Some(&byte) = data.get(*taken) {
             *taken += 1;
             self.window = self.window << 8 | u128::from(byte);
-            let found = self.found(byte);
+            let found = self.match_at(byte);
             if found.is_some() {
                 return found;
             }
@@ -79,12 +79,12 @@ impl Scan {
     }
 
     #[inline]
-    fn found(&self, byte: u8) -> Option<Found> {
+    fn match_at(&self, byte: u8) -> Option<ScanMatch> {
         let footer = u128::from(section::FOOTER);
         match self.ram {
             None => {
                 if self.window << 32 == RAM_START << 32 {
-                    return Some(Found::RamStart((self.window >> 96) as u32));
+                    return Some(ScanMatch::RamStart((self.window >> 96) as u32));
                 }
             }
             Some(ram) => {
@@ -93,7 +93,7 @@ impl Scan {
                     && matches!(kind, section::PART | section::END)
                     && self.window >> 72 & 0xff == footer
                 {
-                    return Some(Found::RamRecords {
+                    return Some(ScanMatch::RamRecords {
                         last: kind == section::END,
                     });
                 }
@@ -101,7 +101,7 @@ impl Scan {
         }
         let begins = matches!(byte, section::EOF..=section::FULL | section::COMMAND);
         let ended = u128::from(self.section?) | footer << 32;
-        (begins && self.window >> 8 & 0xff_ffff_ffff == ended).then_some(Found::Section(byte))
+        (begins && self.window >> 8 & 0xff_ffff_ffff == ended).then_some(ScanMatch::Section(byte))
     }
 }
 
@@ -109,9 +109,9 @@ impl Scan {
 mod tests {
     use super::*;
 
-    fn find(scan: Scan, data: &[u8]) -> Option<(usize, Found)> {
-        let mut whole = (scan, 0);
-        let found = whole.0.find(data, &mut whole.1).map(|found| (whole.1, found));
+    fn find(scan: Scan, data: &[u8]) -> Option<(usize, ScanMatch)> {
+        let mut at_once = (scan, 0);
+        let found = at_once.0.find(data, &mut at_once.1).map(|found| (at_once.1, found));
         // The search byte by byte gives the same result.
         let mut parts = (scan, 0);
         let by_byte = data.chunks(1).find_map(|byte| {
@@ -125,14 +125,14 @@ mod tests {
     #[test]
     fn scan_finds_section_end() {
         let data = b"abc\x7e\0\0\0\x07\xff\x7e\0\0\0\x07\x04\0\0\0";
-        assert_eq!(find(Scan::new(Some(7), None), data), Some((15, Found::Section(4))));
+        assert_eq!(find(Scan::new(Some(7), None), data), Some((15, ScanMatch::Section(4))));
         assert_eq!(find(Scan::new(Some(8), None), data), None);
     }
 
     #[test]
     fn scan_finds_ram_section() {
         let data = b"abc\x7e\0\0\0\x07\x03\0\0\0\x02";
-        let found = Some((13, Found::RamRecords { last: true }));
+        let found = Some((13, ScanMatch::RamRecords { last: true }));
         assert_eq!(find(Scan::new(None, Some(2)), data), found);
         assert_eq!(find(Scan::new(Some(9), Some(2)), data), found);
         assert_eq!(find(Scan::new(None, None), data), None);
@@ -141,6 +141,6 @@ mod tests {
     #[test]
     fn scan_finds_first_ram_section() {
         let data = b"\x05abc\x01\0\0\0\x02\x03ram\0\0\0\0\0\0\0\x04rest";
-        assert_eq!(find(Scan::new(None, None), data), Some((21, Found::RamStart(2))));
+        assert_eq!(find(Scan::new(None, None), data), Some((21, ScanMatch::RamStart(2))));
     }
 }

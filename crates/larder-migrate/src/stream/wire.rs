@@ -74,7 +74,7 @@ pub(super) mod multifd {
     pub(in super::super) const DEVICE_STATE_BYTES: usize = COMMON_BYTES + 256 + 4 + 4;
 }
 
-/// Bytes of the header of a [`Step::Record`](super::Step::Record).
+/// Bytes of the header of a [`ParseStep::Record`](super::ParseStep::Record).
 pub const PAGE_HEADER: usize = 8;
 
 /// Bytes of a record that states that one page is zero.

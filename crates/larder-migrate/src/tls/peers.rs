@@ -26,7 +26,7 @@ use rustls::server::ParsedCertificate;
 use thiserror::Error;
 
 /// Maximum bytes of a file of records.
-const RECORDS_MAX: u64 = 1 << 20;
+const RECORDS_BYTES_MAX: u64 = 1 << 20;
 
 /// Header of a new file.
 const HEADER: &str =
@@ -66,7 +66,7 @@ impl std::fmt::Display for Fingerprint {
 
 /// Peer named by the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Peer {
+pub enum AllowedPeer {
     /// Host with this fingerprint, of its public key or its certificate.
     Fingerprint(Fingerprint),
     /// Host whose certificate is for this name or address.
@@ -79,23 +79,23 @@ pub enum Peer {
     "'{0}' is neither a fingerprint nor a name: give the output of 'openssl x509 -noout -fingerprint -sha256 -in CERTIFICATE', 64 \
      hexadecimal digits, with or without colons, or a name or an address that the certificate is for (subjectAltName)"
 )]
-pub struct NoPeer(String);
+pub struct InvalidPeer(String);
 
-impl std::str::FromStr for Peer {
-    type Err = NoPeer;
+impl std::str::FromStr for AllowedPeer {
+    type Err = InvalidPeer;
 
-    fn from_str(text: &str) -> Result<Self, NoPeer> {
+    fn from_str(text: &str) -> Result<Self, InvalidPeer> {
         // `openssl` prints `sha256 Fingerprint=` before the fingerprint.
         let word = text.rsplit('=').next().unwrap_or(text);
         if let Some(fingerprint) = Fingerprint::parse(word) {
             return Ok(Self::Fingerprint(fingerprint));
         }
-        let no_peer = || NoPeer(text.to_owned());
-        let name = ServerName::try_from(text.to_owned()).map_err(|_| no_peer())?;
+        let invalid = || InvalidPeer(text.to_owned());
+        let name = ServerName::try_from(text.to_owned()).map_err(|_| invalid())?;
         // Part of a fingerprint is rejected, although it could be a host name.
         let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b':');
         match name {
-            ServerName::DnsName(_) if is_hex => Err(no_peer()),
+            ServerName::DnsName(_) if is_hex => Err(invalid()),
             name => Ok(Self::Name(name)),
         }
     }
@@ -103,7 +103,7 @@ impl std::str::FromStr for Peer {
 
 /// Reasons to refuse the other side.
 #[derive(Debug, Error)]
-pub enum WrongPeer {
+pub enum PeerError {
     /// The certificate is missing or cannot be parsed.
     #[error("the other side's certificate cannot be read: {0}")]
     Unreadable(String),
@@ -112,7 +112,7 @@ pub enum WrongPeer {
         "the other side's certificate has the fingerprint {certificate} (its public key: {key}), which is none of the given ones, \
          and it is for none of the given names (--peer)"
     )]
-    NotGiven {
+    NotAllowed {
         /// Fingerprint of the certificate.
         certificate: Fingerprint,
         /// Fingerprint of its public key.
@@ -124,7 +124,7 @@ pub enum WrongPeer {
          key, give --peer {shown} once, which replaces that line; if not, another host answers in its place",
         path.display()
     )]
-    Changed {
+    KeyChanged {
         /// Host whose key is recorded.
         host: String,
         /// Fingerprint of the key that it has shown now.
@@ -138,7 +138,7 @@ pub enum WrongPeer {
     },
     /// The records cannot be used.
     #[error("{}: {what}; without it no host can be recognised: repair it, or name the other host with --peer", path.display())]
-    Records {
+    RecordsUnusable {
         /// File of the records, or its directory.
         path: PathBuf,
         /// Description of the fault.
@@ -146,16 +146,18 @@ pub enum WrongPeer {
     },
 }
 
-impl WrongPeer {
+impl PeerError {
     /// Returns the message for the refused side, which reveals nothing of this host's files.
-    pub(crate) fn to_peer(&self) -> String {
+    pub(crate) fn message_for_peer(&self) -> String {
         match self {
-            Self::Changed { host, shown, .. } => format!(
+            Self::KeyChanged { host, shown, .. } => format!(
                 "your certificate has the public key {shown}, and another one is recorded for {host}: the receiver's messages \
                  explain how to accept it"
             ),
-            Self::Records { .. } => "it cannot read its records of known hosts: its messages explain why".to_owned(),
-            Self::Unreadable(_) | Self::NotGiven { .. } => self.to_string(),
+            Self::RecordsUnusable { .. } => {
+                "it cannot read its records of known hosts: its messages explain why".to_owned()
+            }
+            Self::Unreadable(_) | Self::NotAllowed { .. } => self.to_string(),
         }
     }
 }
@@ -180,20 +182,20 @@ impl PeerRecords {
     /// Opens the records of receivers in a directory, which must exist and be writable by this user alone.
     ///
     /// # Errors
-    /// [`WrongPeer::Records`].
-    pub fn of_receivers(directory: &Path) -> Result<Self, WrongPeer> {
-        Self::at(directory, "receivers")
+    /// [`PeerError::RecordsUnusable`].
+    pub fn of_receivers(directory: &Path) -> Result<Self, PeerError> {
+        Self::open(directory, "receivers")
     }
 
     /// Opens the records of senders in a directory, which must exist and be writable by this user alone.
     ///
     /// # Errors
-    /// [`WrongPeer::Records`].
-    pub fn of_senders(directory: &Path) -> Result<Self, WrongPeer> {
-        Self::at(directory, "senders")
+    /// [`PeerError::RecordsUnusable`].
+    pub fn of_senders(directory: &Path) -> Result<Self, PeerError> {
+        Self::open(directory, "senders")
     }
 
-    fn at(directory: &Path, name: &'static str) -> Result<Self, WrongPeer> {
+    fn open(directory: &Path, name: &'static str) -> Result<Self, PeerError> {
         let this = Self {
             directory: directory.to_owned(),
             name,
@@ -209,15 +211,15 @@ impl PeerRecords {
         self.directory.join(self.name)
     }
 
-    fn failed(&self, what: impl std::fmt::Display) -> WrongPeer {
-        WrongPeer::Records {
+    fn failed(&self, what: impl std::fmt::Display) -> PeerError {
+        PeerError::RecordsUnusable {
             path: self.path(),
             what: what.to_string(),
         }
     }
 
-    fn open_directory(&self) -> Result<File, WrongPeer> {
-        let failed = |what: String| WrongPeer::Records {
+    fn open_directory(&self) -> Result<File, PeerError> {
+        let failed = |what: String| PeerError::RecordsUnusable {
             path: self.directory.clone(),
             what,
         };
@@ -233,7 +235,7 @@ impl PeerRecords {
         Ok(directory)
     }
 
-    fn read(&self, directory: &File) -> Result<Vec<Record>, WrongPeer> {
+    fn read(&self, directory: &File) -> Result<Vec<Record>, PeerError> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = match openat(directory, self.name, flags, Mode::empty()) {
             Ok(file) => File::from(file),
@@ -245,14 +247,14 @@ impl PeerRecords {
             return Err(self.failed("it is no regular file"));
         }
         let mut text = String::new();
-        let read = file.take(RECORDS_MAX + 1).read_to_string(&mut text);
-        if read.map_err(|error| self.failed(error))? as u64 > RECORDS_MAX {
-            return Err(self.failed(format!("it is longer than {RECORDS_MAX} bytes")));
+        let read = file.take(RECORDS_BYTES_MAX + 1).read_to_string(&mut text);
+        if read.map_err(|error| self.failed(error))? as u64 > RECORDS_BYTES_MAX {
+            return Err(self.failed(format!("it is longer than {RECORDS_BYTES_MAX} bytes")));
         }
         parse(&text).map_err(|line| self.failed(format!("line {line} is not a host and a fingerprint")))
     }
 
-    fn write(&self, directory: &File, records: &[Record]) -> Result<(), WrongPeer> {
+    fn write(&self, directory: &File, records: &[Record]) -> Result<(), PeerError> {
         let lines = records.iter().map(|Record { host, key, .. }| format!("{host} {key}\n"));
         let text: String = std::iter::once(HEADER.to_owned()).chain(lines).collect();
         let new = format!("{}.new", self.name);
@@ -274,22 +276,22 @@ impl PeerRecords {
     }
 
     /// Runs an operation on the records of a host while no other process can change them.
-    fn with<T>(
+    fn with_lock<T>(
         &self,
         host: &str,
-        does: impl FnOnce(&File, Vec<Record>, Vec<Record>) -> Result<T, WrongPeer>,
-    ) -> Result<T, WrongPeer> {
+        operation: impl FnOnce(&File, Vec<Record>, Vec<Record>) -> Result<T, PeerError>,
+    ) -> Result<T, PeerError> {
         let directory = self.open_directory()?;
         flock(&directory, FlockOperation::LockExclusive).map_err(|error| self.failed(io::Error::from(error)))?;
         let (of_host, others) = self.read(&directory)?.into_iter().partition(|it| it.host == host);
-        does(&directory, of_host, others)
+        operation(&directory, of_host, others)
     }
 
     /// Compares the key that a host has shown with its records. The key of a new host is recorded.
-    fn check(&self, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
-        self.with(host, |directory, of_host, others| match of_host.first() {
+    fn check(&self, host: &str, key: Fingerprint) -> Result<(), PeerError> {
+        self.with_lock(host, |directory, of_host, others| match of_host.first() {
             _ if of_host.iter().any(|record| record.key == key) => Ok(()),
-            Some(known) => Err(WrongPeer::Changed {
+            Some(known) => Err(PeerError::KeyChanged {
                 host: host.to_owned(),
                 shown: key,
                 known: known.key,
@@ -309,8 +311,8 @@ impl PeerRecords {
     }
 
     /// Replaces the recorded keys of a host by the key that it has shown.
-    fn replace(&self, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
-        self.with(host, |directory, of_host, others| {
+    fn replace(&self, host: &str, key: Fingerprint) -> Result<(), PeerError> {
+        self.with_lock(host, |directory, of_host, others| {
             if of_host.iter().any(|record| record.key == key) {
                 return Ok(());
             }
@@ -327,7 +329,7 @@ impl PeerRecords {
         })
     }
 
-    fn add(&self, directory: &File, mut records: Vec<Record>, host: &str, key: Fingerprint) -> Result<(), WrongPeer> {
+    fn add(&self, directory: &File, mut records: Vec<Record>, host: &str, key: Fingerprint) -> Result<(), PeerError> {
         records.push(Record {
             host: host.to_owned(),
             key,
@@ -362,39 +364,40 @@ fn parse(text: &str) -> Result<Vec<Record>, usize> {
 #[derive(Clone, Debug, Default)]
 pub struct Peers {
     /// Peers named by the user; if there are any, no others are accepted.
-    pub given: Vec<Peer>,
+    pub allowed: Vec<AllowedPeer>,
     /// Otherwise, records of known hosts; new hosts are added. Without records, all are accepted.
     pub records: Option<PeerRecords>,
 }
 
 impl Peers {
     /// Checks the certificate that `host` has shown, and records its key where records apply.
-    pub(super) fn check(&self, host: &str, shown: Option<&[CertificateDer<'_>]>) -> Result<(), WrongPeer> {
-        if self.given.is_empty() && self.records.is_none() {
+    pub(super) fn check(&self, host: &str, peer_certificates: Option<&[CertificateDer<'_>]>) -> Result<(), PeerError> {
+        if self.allowed.is_empty() && self.records.is_none() {
             return Ok(());
         }
-        let unreadable = |error: &dyn std::fmt::Display| WrongPeer::Unreadable(error.to_string());
-        let leaf = shown.and_then(|chain| chain.first());
+        let unreadable = |error: &dyn std::fmt::Display| PeerError::Unreadable(error.to_string());
+        let leaf = peer_certificates.and_then(|chain| chain.first());
         let leaf = leaf.ok_or_else(|| unreadable(&"there is none"))?;
         let parsed = ParsedCertificate::try_from(leaf).map_err(|error| unreadable(&error))?;
         let certificate = Fingerprint::of(leaf);
         let key = Fingerprint::of(&parsed.subject_public_key_info());
-        if self.given.is_empty() {
+        if self.allowed.is_empty() {
             return self.records.as_ref().map_or(Ok(()), |records| records.check(host, key));
         }
         let is_fingerprint =
-            |peer: &Peer| matches!(peer, Peer::Fingerprint(given) if [certificate, key].contains(given));
-        if self.given.iter().any(is_fingerprint) {
+            |peer: &AllowedPeer| matches!(peer, AllowedPeer::Fingerprint(given) if [certificate, key].contains(given));
+        if self.allowed.iter().any(is_fingerprint) {
             // The peer is accepted even if it cannot be recorded.
             if let Some(Err(error)) = self.records.as_ref().map(|records| records.replace(host, key)) {
                 tracing::warn!("{host} could not be recorded: {error}");
             }
             return Ok(());
         }
-        let is_name = |peer: &Peer| matches!(peer, Peer::Name(name) if verify_server_name(&parsed, name).is_ok());
-        match self.given.iter().any(is_name) {
+        let is_name =
+            |peer: &AllowedPeer| matches!(peer, AllowedPeer::Name(name) if verify_server_name(&parsed, name).is_ok());
+        match self.allowed.iter().any(is_name) {
             true => Ok(()),
-            false => Err(WrongPeer::NotGiven { certificate, key }),
+            false => Err(PeerError::NotAllowed { certificate, key }),
         }
     }
 }
@@ -421,15 +424,15 @@ mod tests {
             .map(|pair| String::from_utf8_lossy(pair).into_owned())
             .collect();
         let with_colons = with_colons.join(":");
-        let wanted = Fingerprint::parse(&plain).expect("64 digits");
-        assert_eq!(wanted.to_string(), plain);
-        for said in [&plain, &with_colons, &format!("sha256 Fingerprint={with_colons}")] {
-            assert_eq!(said.parse(), Ok(Peer::Fingerprint(wanted)), "{said}");
+        let expected = Fingerprint::parse(&plain).expect("64 digits");
+        assert_eq!(expected.to_string(), plain);
+        for text in [&plain, &with_colons, &format!("sha256 Fingerprint={with_colons}")] {
+            assert_eq!(text.parse(), Ok(AllowedPeer::Fingerprint(expected)), "{text}");
         }
         for name in ["host2.example", "HOST", "192.0.2.7", "2001:db8::1", "::1"] {
-            assert!(matches!(name.parse(), Ok(Peer::Name(_))), "{name}");
+            assert!(matches!(name.parse(), Ok(AllowedPeer::Name(_))), "{name}");
         }
-        for wrong in [
+        for invalid in [
             "",
             "00",
             "ab:cd",
@@ -439,7 +442,7 @@ mod tests {
             "-",
             "sha256 Fingerprint=",
         ] {
-            assert!(wrong.parse::<Peer>().is_err(), "{wrong}");
+            assert!(invalid.parse::<AllowedPeer>().is_err(), "{invalid}");
         }
     }
 
@@ -447,23 +450,23 @@ mod tests {
     /// key.
     #[test]
     fn host_is_pinned_to_first_key() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let records = PeerRecords::of_senders(folder.path()).expect("it is ours");
+        let directory = tempfile::tempdir().expect("a folder");
+        let records = PeerRecords::of_senders(directory.path()).expect("it is ours");
         records.check("a", key(1)).expect("it is new");
         records.check("b", key(2)).expect("it is new");
-        let again = PeerRecords::of_senders(folder.path()).expect("it is ours");
+        let again = PeerRecords::of_senders(directory.path()).expect("it is ours");
         again.check("a", key(1)).expect("it is known");
         let refused = again.check("b", key(1)).expect_err("it is another").to_string();
-        let place = format!("{}:3 has {} for it", records.path().display(), key(2));
+        let location = format!("{}:3 has {} for it", records.path().display(), key(2));
         assert!(
-            refused.contains(&place) && refused.contains(&format!("--peer {}", key(1))),
+            refused.contains(&location) && refused.contains(&format!("--peer {}", key(1))),
             "{refused}"
         );
         again.replace("b", key(1)).expect("it is given");
         again.check("b", key(1)).expect("it is known");
         again.check("b", key(2)).expect_err("it was replaced");
         // Receivers have separate records.
-        let receivers = PeerRecords::of_receivers(folder.path()).expect("it is ours");
+        let receivers = PeerRecords::of_receivers(directory.path()).expect("it is ours");
         receivers.check("a", key(9)).expect("it is new");
         let mode = fs::metadata(records.path()).expect("a file").permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
@@ -472,10 +475,10 @@ mod tests {
     /// Several lines of a host are alternatives.
     #[test]
     fn host_may_have_several_keys() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a folder");
         let text = format!("# ours\n\na {}\na {}\n", key(1), key(2));
-        fs::write(folder.path().join("senders"), text).expect("a file");
-        let records = PeerRecords::of_senders(folder.path()).expect("it is ours");
+        fs::write(directory.path().join("senders"), text).expect("a file");
+        let records = PeerRecords::of_senders(directory.path()).expect("it is ours");
         records.check("a", key(1)).expect("it is known");
         records.check("a", key(2)).expect("it is known");
         records.check("a", key(3)).expect_err("it is another");
@@ -484,27 +487,27 @@ mod tests {
     /// Records that cannot be trusted or read refuse every peer, and are not changed.
     #[test]
     fn damaged_or_foreign_records_refuse() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("senders");
+        let directory = tempfile::tempdir().expect("a folder");
+        let path = directory.path().join("senders");
         for text in ["a", "a b", "a b c", &format!("x {}\na {}0\n", key(1), key(2))] {
             fs::write(&path, text).expect("a file");
-            PeerRecords::of_senders(folder.path()).expect_err(text);
+            PeerRecords::of_senders(directory.path()).expect_err(text);
             assert_eq!(fs::read_to_string(&path).expect("is there"), text);
         }
         fs::remove_file(&path).expect("was there");
-        let records = PeerRecords::of_senders(folder.path()).expect("it is ours");
-        let elsewhere = folder.path().join("elsewhere");
+        let records = PeerRecords::of_senders(directory.path()).expect("it is ours");
+        let elsewhere = directory.path().join("elsewhere");
         symlink(&elsewhere, &path).expect("a link");
         records.check("a", key(1)).expect_err("it is a link");
         fs::remove_file(&path).expect("was there");
         // A link in the place of the new file is not followed either.
-        symlink(&elsewhere, folder.path().join("senders.new")).expect("a link");
+        symlink(&elsewhere, directory.path().join("senders.new")).expect("a link");
         records.check("a", key(1)).expect("it is new");
         assert!(!elsewhere.exists());
-        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).expect("ours");
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).expect("ours");
         records.check("a", key(1)).expect_err("others can write there");
-        let linked = folder.path().join("linked");
-        symlink(folder.path(), &linked).expect("a link");
+        let linked = directory.path().join("linked");
+        symlink(directory.path(), &linked).expect("a link");
         PeerRecords::of_senders(&linked).expect_err("it is a link");
     }
 }

@@ -15,12 +15,12 @@ pub const LINKS_MAX: u32 = 1 << 13;
 pub type Proof = [u8; 32];
 
 /// Proofs of a session's links.
-pub struct Chain {
+pub struct ProofChain {
     /// Proof of the last link, [`LINKS_MAX`].
     last: Proof,
 }
 
-impl Chain {
+impl ProofChain {
     /// Draws a new chain at random; returns `None` if the system has no random numbers.
     #[must_use]
     pub fn new() -> Option<Self> {
@@ -32,17 +32,17 @@ impl Chain {
     /// Returns the proof of `link`, which is at most [`LINKS_MAX`].
     #[must_use]
     pub fn proof(&self, link: u32) -> Proof {
-        hashed(self.last, LINKS_MAX.saturating_sub(link))
+        hash_times(self.last, LINKS_MAX.saturating_sub(link))
     }
 }
 
 /// Returns true if the proof of link `to` comes from the same chain as the proof of the earlier link `from`.
 #[must_use]
-pub fn continues((from, before): (u32, &Proof), (to, proof): (u32, &Proof)) -> bool {
-    from < to && to <= LINKS_MAX && hashed(*proof, to - from) == *before
+pub fn continues((from, earlier): (u32, &Proof), (to, proof): (u32, &Proof)) -> bool {
+    from < to && to <= LINKS_MAX && hash_times(*proof, to - from) == *earlier
 }
 
-fn hashed(proof: Proof, times: u32) -> Proof {
+fn hash_times(proof: Proof, times: u32) -> Proof {
     (0..times).fold(proof, |proof, _| {
         let hash = digest::digest(&digest::SHA256, &proof);
         hash.as_ref().try_into().expect("SHA-256 has 32 bytes")
@@ -56,7 +56,7 @@ mod tests {
     /// Only proofs of the same chain, for later links, continue a session.
     #[test]
     fn only_session_opener_can_continue() {
-        let chain = Chain::new().expect("random numbers");
+        let chain = ProofChain::new().expect("random numbers");
         let (first, third) = (chain.proof(0), chain.proof(3));
         assert!(continues((0, &first), (3, &third)));
         assert!(continues((3, &third), (LINKS_MAX, &chain.proof(LINKS_MAX))));
@@ -65,7 +65,7 @@ mod tests {
         assert!(!continues((3, &third), (3, &third)));
         assert!(!continues((3, &third), (0, &first)));
         assert!(!continues((3, &third), (4, &third)));
-        let other = Chain::new().expect("random numbers");
+        let other = ProofChain::new().expect("random numbers");
         assert!(!continues((0, &first), (1, &other.proof(1))));
         assert!(!continues((0, &first), (u32::MAX, &other.proof(1))));
     }

@@ -1,8 +1,8 @@
 //! Header of a frame.
 
 use super::{
-    FRAME_DELTAS_MAX, FRAME_OPERATIONS_MAX, FRAME_RAW_MAX, WireError, check_seal, get_u16, get_u32, get_u64, put_u16,
-    put_u32, put_u64, seal,
+    FRAME_DELTAS_MAX, FRAME_OPERATIONS_MAX, FRAME_RAW_MAX, WireError, get_u16, get_u32, get_u64, put_u16, put_u32,
+    put_u64, verify_checksum, write_checksum,
 };
 
 const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"LFRM");
@@ -67,7 +67,7 @@ impl FrameHeader {
         put_u32(&mut bytes, 44, self.pages_len);
         put_u32(&mut bytes, 48, self.deltas_len);
         put_u32(&mut bytes, 52, self.raw_crc);
-        seal(&mut bytes);
+        write_checksum(&mut bytes);
         bytes
     }
 
@@ -83,7 +83,7 @@ impl FrameHeader {
                 found,
             });
         }
-        check_seal(bytes, Self::WHAT)?;
+        verify_checksum(bytes, Self::WHAT)?;
         let header = Self {
             channel: get_u16(bytes, 4),
             method: bytes[6],
@@ -115,7 +115,7 @@ impl FrameHeader {
         ];
         for (field, value, most) in bounds {
             if value as usize > most {
-                return Err(WireError::Field {
+                return Err(WireError::InvalidField {
                     what: Self::WHAT,
                     field,
                     value: value.into(),
@@ -124,7 +124,7 @@ impl FrameHeader {
             }
         }
         if self.raw_len == 0 || self.after > self.number || self.offset.checked_add(self.raw_len.into()).is_none() {
-            return Err(WireError::Field {
+            return Err(WireError::InvalidField {
                 what: Self::WHAT,
                 field: "the order",
                 value: self.number,

@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 
 use super::chain::Proof;
 use super::{
-    CHANNELS_MAX, FRAME_RAW_MAX, LANES_MAX, SessionId, VERSION, WireError, check_seal, get_u16, get_u32, get_u64,
-    printable, put_u16, put_u32, put_u64, seal,
+    CHANNELS_MAX, FRAME_RAW_MAX, LANES_MAX, SessionId, VERSION, WireError, get_u16, get_u32, get_u64, printable,
+    put_u16, put_u32, put_u64, verify_checksum, write_checksum,
 };
 
 const HELLO_MAGIC: [u8; 8] = *b"LARDMIG\x01";
@@ -13,7 +13,7 @@ const WELCOME_MAGIC: [u8; 8] = *b"LARDMIG\x02";
 
 /// Purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum ConnectionRole {
     /// Control connection, the first one of a link. That of link 0 opens a session; those of later links resume it.
     Control,
     /// Lane with this number, which carries frames.
@@ -35,7 +35,7 @@ pub enum Role {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// Purpose of the connection.
-    pub role: Role,
+    pub role: ConnectionRole,
     /// Number of the link: how often the session's connections were made, or tried, before.
     pub link: u32,
     /// Identifier of the session, or zeros where none is open yet.
@@ -64,7 +64,7 @@ impl Hello {
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&HELLO_MAGIC);
         put_u16(&mut bytes, 8, VERSION);
-        if let Role::Lane(number) = self.role {
+        if let ConnectionRole::Lane(number) = self.role {
             bytes[10] = 1;
             put_u16(&mut bytes, 42, number);
         }
@@ -75,7 +75,7 @@ impl Hello {
         put_u32(&mut bytes, 44, self.patience_ms);
         put_u64(&mut bytes, 48, self.received);
         bytes[56..88].copy_from_slice(&self.proof);
-        seal(&mut bytes);
+        write_checksum(&mut bytes);
         to.write_all(&bytes)
             .and_then(|()| to.flush())
             .map_err(WireError::io(Self::WHAT))
@@ -88,10 +88,10 @@ impl Hello {
     pub fn read(from: &mut impl Read) -> Result<Self, WireError> {
         let bytes: [u8; Self::LEN] = read_greeting(from, Self::WHAT, HELLO_MAGIC)?;
         let role = match bytes[10] {
-            0 => Role::Control,
-            1 => Role::Lane(get_u16(&bytes, 42)),
+            0 => ConnectionRole::Control,
+            1 => ConnectionRole::Lane(get_u16(&bytes, 42)),
             other => {
-                return Err(WireError::Field {
+                return Err(WireError::InvalidField {
                     what: Self::WHAT,
                     field: "the role",
                     value: other.into(),
@@ -152,7 +152,7 @@ impl Welcome {
     /// # Errors
     /// The connection broke.
     pub fn write(&self, to: &mut impl Write) -> Result<(), WireError> {
-        let mut bytes = Self::begin();
+        let mut bytes = Self::header();
         bytes[16..32].copy_from_slice(&self.session);
         put_u64(&mut bytes, 32, self.delta_memory);
         put_u32(&mut bytes, 40, self.window);
@@ -160,7 +160,7 @@ impl Welcome {
         put_u16(&mut bytes, 46, self.channels);
         put_u32(&mut bytes, 48, self.methods);
         put_u64(&mut bytes, 56, self.received);
-        seal(&mut bytes);
+        write_checksum(&mut bytes);
         to.write_all(&bytes)
             .and_then(|()| to.flush())
             .map_err(WireError::io(Self::WHAT))
@@ -172,10 +172,10 @@ impl Welcome {
     /// The connection broke.
     pub fn refuse(to: &mut impl Write, reason: &str) -> Result<(), WireError> {
         let reason = &reason.as_bytes()[..reason.len().min(Self::REASON_MAX)];
-        let mut bytes = Self::begin();
+        let mut bytes = Self::header();
         bytes[10] = 1;
         put_u32(&mut bytes, 12, reason.len() as u32);
-        seal(&mut bytes);
+        write_checksum(&mut bytes);
         to.write_all(&bytes)
             .and_then(|()| to.write_all(reason))
             .and_then(|()| to.flush())
@@ -191,7 +191,7 @@ impl Welcome {
         if bytes[10] != 0 {
             let len = get_u32(&bytes, 12) as usize;
             if len > Self::REASON_MAX {
-                return Err(WireError::Field {
+                return Err(WireError::InvalidField {
                     what: Self::WHAT,
                     field: "the length of the reason",
                     value: len as u64,
@@ -211,8 +211,8 @@ impl Welcome {
             methods: get_u32(&bytes, 48),
             received: get_u64(&bytes, 56),
         };
-        let wrong = |field, value, allowed| {
-            Err(WireError::Field {
+        let invalid = |field, value, allowed| {
+            Err(WireError::InvalidField {
                 what: Self::WHAT,
                 field,
                 value,
@@ -220,13 +220,13 @@ impl Welcome {
             })
         };
         if (welcome.window as usize) < FRAME_RAW_MAX {
-            return wrong("the window", welcome.window.into(), "at least a frame (278528)");
+            return invalid("the window", welcome.window.into(), "at least a frame (278528)");
         }
         if welcome.lanes == 0 || welcome.lanes > LANES_MAX {
-            return wrong("the number of lanes", welcome.lanes.into(), "1 to 64");
+            return invalid("the number of lanes", welcome.lanes.into(), "1 to 64");
         }
         if welcome.channels == 0 || welcome.channels > CHANNELS_MAX {
-            return wrong("the number of channels", welcome.channels.into(), "1 to 256");
+            return invalid("the number of channels", welcome.channels.into(), "1 to 256");
         }
         Ok(welcome)
     }
@@ -235,11 +235,11 @@ impl Welcome {
     ///
     /// # Errors
     /// The answer demands more delta memory than the sender offered.
-    pub fn answers(&self, hello: &Hello) -> Result<(), WireError> {
+    pub fn check_answer(&self, hello: &Hello) -> Result<(), WireError> {
         if self.delta_memory <= hello.delta_memory {
             return Ok(());
         }
-        Err(WireError::Field {
+        Err(WireError::InvalidField {
             what: Self::WHAT,
             field: "the delta memory",
             value: self.delta_memory,
@@ -247,7 +247,7 @@ impl Welcome {
         })
     }
 
-    fn begin() -> [u8; Self::LEN] {
+    fn header() -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&WELCOME_MAGIC);
         put_u16(&mut bytes, 8, VERSION);
@@ -268,7 +268,7 @@ fn read_greeting<const LEN: usize>(
     // A peer that requires TLS closes the connection after an alert of 7 bytes; one that starts TLS sends its
     // ClientHello.
     if matches!(found[..2], [0x15 | 0x16, 3]) {
-        return Err(WireError::Tls { what });
+        return Err(WireError::UnexpectedTls { what });
     }
     read.map_err(WireError::io(what))?;
     if *found != magic {
@@ -280,6 +280,6 @@ fn read_greeting<const LEN: usize>(
     if found != VERSION {
         return Err(WireError::Version { found });
     }
-    check_seal(&bytes, what)?;
+    verify_checksum(&bytes, what)?;
     Ok(bytes)
 }

@@ -9,7 +9,7 @@ const MESSAGE_MAGIC: u16 = u16::from_le_bytes(*b"LM");
 /// Kind of a control message. The numbers never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum MessageKind {
     /// From the sender: QEMU has opened this channel. The receiver opens it to the other QEMU, in the order of these
     /// messages.
     Open = 1,
@@ -33,7 +33,7 @@ pub enum Kind {
     Received = 10,
 }
 
-impl Kind {
+impl MessageKind {
     const ALL: [Self; 10] = [
         Self::Open,
         Self::Close,
@@ -50,7 +50,7 @@ impl Kind {
     /// Returns true if the message is kept and sent again after a loss. The other kinds report a current state, which
     /// the next message of the kind supersedes.
     #[must_use]
-    pub const fn is_kept(self) -> bool {
+    pub const fn is_retained(self) -> bool {
         !matches!(self, Self::Alive | Self::Received)
     }
 }
@@ -65,7 +65,7 @@ impl Kind {
 #[derive(Clone, PartialEq, Eq)]
 pub struct Message {
     /// Kind of the message.
-    pub kind: Kind,
+    pub kind: MessageKind,
     /// Number of the channel; 0 where the kind concerns none.
     pub channel: u16,
     /// Count of bytes or messages, where the kind has one.
@@ -94,7 +94,7 @@ impl Message {
 
     /// Creates a message without a body.
     #[must_use]
-    pub const fn new(kind: Kind, channel: u16, value: u64) -> Self {
+    pub const fn new(kind: MessageKind, channel: u16, value: u64) -> Self {
         Self {
             kind,
             channel,
@@ -105,7 +105,7 @@ impl Message {
 
     /// Creates a message whose body is a reason or a note. A body longer than [`BODY_MAX`] is truncated.
     #[must_use]
-    pub fn with_body(kind: Kind, channel: u16, body: &[u8]) -> Self {
+    pub fn with_body(kind: MessageKind, channel: u16, body: &[u8]) -> Self {
         Self {
             kind,
             channel,
@@ -149,8 +149,8 @@ impl Message {
         let Some(header) = bytes.first_chunk::<{ Self::HEADER_LEN }>() else {
             return Ok(None);
         };
-        let wrong = |field, value, allowed| {
-            Err(WireError::Field {
+        let invalid = |field, value, allowed| {
+            Err(WireError::InvalidField {
                 what: Self::WHAT,
                 field,
                 value,
@@ -158,14 +158,14 @@ impl Message {
             })
         };
         if get_u16(header, 0) != MESSAGE_MAGIC {
-            return wrong("the magic", get_u16(header, 0).into(), "19788");
+            return invalid("the magic", get_u16(header, 0).into(), "19788");
         }
         let len = get_u32(header, 4) as usize;
         if len > BODY_MAX {
-            return wrong("the length of the body", len as u64, "at most 65536");
+            return invalid("the length of the body", len as u64, "at most 65536");
         }
-        let Some(kind) = Kind::ALL.into_iter().find(|kind| *kind as u8 == header[2]) else {
-            return wrong("the kind", header[2].into(), "1 to 10");
+        let Some(kind) = MessageKind::ALL.into_iter().find(|kind| *kind as u8 == header[2]) else {
+            return invalid("the kind", header[2].into(), "1 to 10");
         };
         let Some(body) = bytes.get(Self::HEADER_LEN..Self::HEADER_LEN + len) else {
             return Ok(None);

@@ -5,7 +5,9 @@ use std::net::TcpStream;
 use std::thread;
 
 use larder_migrate::receive::{ReceiveError, receive};
-use larder_migrate::wire::{Chain, Hello, Kind, Message, Proof, Role, SessionId, Welcome, WireError};
+use larder_migrate::wire::{
+    ConnectionRole, Hello, Message, MessageKind, Proof, ProofChain, SessionId, Welcome, WireError,
+};
 
 use crate::pair::{Pair, watch};
 use crate::peers::{frame, hear, say};
@@ -13,7 +15,7 @@ use crate::peers::{frame, hear, say};
 /// Sender that has opened a session with two lanes, and can reconnect.
 struct Raw<'a> {
     pair: &'a Pair,
-    chain: Chain,
+    chain: ProofChain,
     session: SessionId,
     link: u32,
     control: TcpStream,
@@ -21,7 +23,7 @@ struct Raw<'a> {
 }
 
 /// Returns a greeting of a sender that reconnects for up to a minute.
-fn greeting(role: Role, link: u32, session: SessionId, proof: Proof) -> Hello {
+fn greeting(role: ConnectionRole, link: u32, session: SessionId, proof: Proof) -> Hello {
     Hello {
         role,
         link,
@@ -43,8 +45,8 @@ fn greet(pair: &Pair, hello: &Hello) -> Result<(TcpStream, Welcome), WireError> 
 
 impl<'a> Raw<'a> {
     fn open(pair: &'a Pair) -> Self {
-        let chain = Chain::new().expect("random numbers");
-        let hello = greeting(Role::Control, 0, [0; 16], chain.proof(0));
+        let chain = ProofChain::new().expect("random numbers");
+        let hello = greeting(ConnectionRole::Control, 0, [0; 16], chain.proof(0));
         let (control, welcome) = greet(pair, &hello).expect("it is welcome");
         let mut raw = Self {
             pair,
@@ -61,7 +63,7 @@ impl<'a> Raw<'a> {
     /// Connects the lanes; returns the number of frames received of each.
     fn connect_lanes(&mut self) -> Vec<u64> {
         let connected = (0..2).map(|number| {
-            let hello = greeting(Role::Lane(number), self.link, self.session, [0; 32]);
+            let hello = greeting(ConnectionRole::Lane(number), self.link, self.session, [0; 32]);
             greet(self.pair, &hello).expect("it is welcome")
         });
         let connected: Vec<_> = connected.collect();
@@ -78,7 +80,7 @@ impl<'a> Raw<'a> {
 
     fn control_again(&mut self, link: u32, received: u64) -> u64 {
         self.link = link;
-        let mut hello = greeting(Role::Control, link, self.session, self.chain.proof(link));
+        let mut hello = greeting(ConnectionRole::Control, link, self.session, self.chain.proof(link));
         hello.received = received;
         let (control, welcome) = greet(self.pair, &hello).expect("it is welcome");
         self.control = control;
@@ -101,7 +103,7 @@ impl<'a> Raw<'a> {
     fn wait_for(&self, lane: u16, frames: u64) {
         loop {
             let message = crate::peers::hear_any(&self.control).expect("it lives");
-            if (message.kind, message.channel) == (Kind::Received, lane) && message.value >= frames {
+            if (message.kind, message.channel) == (MessageKind::Received, lane) && message.value >= frames {
                 return;
             }
         }
@@ -130,17 +132,21 @@ fn new_link_exchanges_received_counts() {
         raw.send(1, &frame(6, 400, 7)[..50]);
         raw.wait_for(0, 5);
         raw.wait_for(1, 1);
-        say(&raw.control, &Message::new(Kind::Close, 1, 0)).expect("it takes it");
+        say(&raw.control, &Message::new(MessageKind::Close, 1, 0)).expect("it takes it");
         (&raw.control).write_all(b"LM").expect("it takes it");
         // Waits for the keep-alive that confirms the message.
-        while !matches!(crate::peers::hear_any(&raw.control), Some(message) if message.kind == Kind::Alive && message.value == 1)
+        while !matches!(crate::peers::hear_any(&raw.control), Some(message) if message.kind == MessageKind::Alive && message.value == 1)
         {
         }
         assert_eq!(raw.again(3, 0), (1, vec![5, 1]));
         raw.send(1, &frame(6, 400, 7));
         raw.wait_for(1, 2);
         assert_eq!(raw.again(4, 0), (1, vec![5, 2]));
-        say(&raw.control, &Message::with_body(Kind::Failed, 0, b"that is all")).expect("it takes it");
+        say(
+            &raw.control,
+            &Message::with_body(MessageKind::Failed, 0, b"that is all"),
+        )
+        .expect("it takes it");
     });
     assert_eq!(
         ended.expect_err("as it was told").to_string(),
@@ -152,13 +158,13 @@ fn new_link_exchanges_received_counts() {
 #[test]
 fn end_is_resent_until_confirmed() {
     let ended = receives(|raw| {
-        say(&raw.control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
+        say(&raw.control, &Message::new(MessageKind::End, 0, 0)).expect("it takes it");
         let answer = hear(&raw.control).expect("it answers");
-        assert_eq!(answer.kind, Kind::End);
+        assert_eq!(answer.kind, MessageKind::End);
         // Pretends that the answer was lost.
         assert_eq!(raw.again(5, 0), (1, vec![0, 0]));
         assert_eq!(hear(&raw.control), Some(answer));
-        say(&raw.control, &Message::new(Kind::Alive, 0, 1)).expect("it takes it");
+        say(&raw.control, &Message::new(MessageKind::Alive, 0, 1)).expect("it takes it");
     });
     ended.expect("in order");
 }
@@ -174,8 +180,8 @@ fn repeated_frame_ends_session() {
         raw.send(0, &frame(3, 106, 7));
         // On a slow machine a keep-alive arrives first.
         let mut heard = std::iter::from_fn(|| hear(&raw.control));
-        let answer = heard.find(|message| message.kind != Kind::Alive);
-        assert!(answer.is_some_and(|message| message.kind == Kind::Failed));
+        let answer = heard.find(|message| message.kind != MessageKind::Alive);
+        assert!(answer.is_some_and(|message| message.kind == MessageKind::Failed));
     });
     assert_eq!(ended.expect_err("again").to_string(), "frame 3 is out of order");
 }
@@ -185,7 +191,7 @@ fn repeated_frame_ends_session() {
 fn excess_received_count_ends_session() {
     let ended = receives(|raw| {
         assert_eq!(raw.control_again(1, 7), 0);
-        assert!(hear(&raw.control).is_some_and(|message| message.kind == Kind::Failed));
+        assert!(hear(&raw.control).is_some_and(|message| message.kind == MessageKind::Failed));
     });
     let text = "the other side confirms 7 messages; the valid range is 0 to 0";
     assert_eq!(ended.expect_err("too many").to_string(), text);
@@ -196,7 +202,7 @@ fn excess_received_count_ends_session() {
 fn eavesdropper_cannot_take_over_session() {
     let ended = receives(|raw| {
         raw.again(2, 0);
-        let control = |link, proof| greeting(Role::Control, link, raw.session, proof);
+        let control = |link, proof| greeting(ConnectionRole::Control, link, raw.session, proof);
         let others = "this session belongs to another sender";
         // Replayed and invented proofs; the sender itself has skipped link 1.
         for (link, proof) in [
@@ -208,10 +214,10 @@ fn eavesdropper_cannot_take_over_session() {
         ] {
             assert_eq!(raw.refused(&control(link, proof)), others, "{link}");
         }
-        let elsewhere = greeting(Role::Control, 3, [1; 16], raw.chain.proof(3));
+        let elsewhere = greeting(ConnectionRole::Control, 3, [1; 16], raw.chain.proof(3));
         let reason = raw.refused(&elsewhere);
         assert!(reason.starts_with("there is no such session here: "), "{reason}");
-        let begins = greeting(Role::Control, 0, [0; 16], [0; 32]);
+        let begins = greeting(ConnectionRole::Control, 0, [0; 16], [0; 32]);
         assert_eq!(raw.refused(&begins), "it is in the middle of a migration");
         for (number, link, session) in [
             (0, 2, raw.session),
@@ -219,13 +225,13 @@ fn eavesdropper_cannot_take_over_session() {
             (0, 3, raw.session),
             (0, 2, [0; 16]),
         ] {
-            let reason = raw.refused(&greeting(Role::Lane(number), link, session, [0; 32]));
+            let reason = raw.refused(&greeting(ConnectionRole::Lane(number), link, session, [0; 32]));
             assert_eq!(reason, "there is no such session here, or it has all its lanes");
         }
         // None of these attempts has disturbed the session.
-        say(&raw.control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
-        assert!(hear(&raw.control).is_some_and(|message| message.kind == Kind::End));
-        say(&raw.control, &Message::new(Kind::Alive, 0, 1)).expect("it takes it");
+        say(&raw.control, &Message::new(MessageKind::End, 0, 0)).expect("it takes it");
+        assert!(hear(&raw.control).is_some_and(|message| message.kind == MessageKind::End));
+        say(&raw.control, &Message::new(MessageKind::Alive, 0, 1)).expect("it takes it");
     });
     ended.expect("in order");
 }
@@ -236,7 +242,7 @@ fn new_sender_replaces_lost_one() {
     let _watched = watch();
     let pair = Pair::new(2, 0);
     let agent = |notes: larder_migrate::notes::Notes| {
-        while notes.receive(crate::pair::LIMIT) != larder_migrate::notes::Received::Over {}
+        while notes.receive(crate::pair::LIMIT) != larder_migrate::notes::ReceivedNote::SessionEnded {}
     };
     thread::scope(|scope| {
         let receiver = scope.spawn(|| {
@@ -246,7 +252,7 @@ fn new_sender_replaces_lost_one() {
         let first = Raw::open(&pair);
         let session = first.session;
         drop(first);
-        let hello = greeting(Role::Control, 0, [0; 16], [0; 32]);
+        let hello = greeting(ConnectionRole::Control, 0, [0; 16], [0; 32]);
         let (control, welcome) = loop {
             match greet(&pair, &hello) {
                 Ok(greeted) => break greeted,
@@ -256,9 +262,9 @@ fn new_sender_replaces_lost_one() {
             }
         };
         assert_ne!(welcome.session, session);
-        say(&control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
-        assert!(hear(&control).is_some_and(|message| message.kind == Kind::End));
-        say(&control, &Message::new(Kind::Alive, 0, 1)).expect("it takes it");
+        say(&control, &Message::new(MessageKind::End, 0, 0)).expect("it takes it");
+        assert!(hear(&control).is_some_and(|message| message.kind == MessageKind::End));
+        say(&control, &Message::new(MessageKind::Alive, 0, 1)).expect("it takes it");
         drop(control);
         let (first, second) = receiver.join().expect("it ends");
         assert!(matches!(first, Err(ReceiveError::Replaced)), "{first:?}");

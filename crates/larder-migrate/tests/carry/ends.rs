@@ -10,8 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use larder_migrate::limits::Limits;
-use larder_migrate::notes::{Notes, Received};
-use larder_migrate::progress::Totals;
+use larder_migrate::notes::{Notes, ReceivedNote};
+use larder_migrate::progress::SenderTotals;
 use larder_migrate::receive::receive;
 use larder_migrate::send::{SendError, Sender};
 use larder_migrate::wire::{CHANNEL_FRAMES_MAX, FRAME_RAW_MAX};
@@ -159,7 +159,7 @@ fn channel_closed_while_full_ends() {
 #[test]
 fn bandwidth_limited_sender_can_be_stopped() {
     let pair = Pair::new(1, 0);
-    pair.limits.change(|limits| limits.bandwidth = Some(1000));
+    pair.limits.update(|limits| limits.bandwidth = Some(1000));
     let mut bytes = vec![0; 2 * FRAME_RAW_MAX + 100_000];
     Numbers(8).fill(&mut bytes);
     let written = Barrier::new(2);
@@ -185,11 +185,11 @@ fn bandwidth_limited_sender_can_be_stopped() {
 
 /// Returns memory that compresses, and takes time to do so.
 fn text(len: usize) -> Vec<u8> {
-    larder_codec::measure::Kind::Text.memory(len, 3)
+    larder_codec::measure::MemoryContent::Text.generate(len, 3)
 }
 
 /// Carries bytes, and calls `begun` after the first frame was sent.
-fn carry(pair: &Pair, bytes: &[u8], begun: impl FnOnce() + Send) -> Totals {
+fn carry(pair: &Pair, bytes: &[u8], begun: impl FnOnce() + Send) -> SenderTotals {
     let (_, read, totals) = pair.run(
         |path| {
             let mut socket = UnixStream::connect(path).expect("connects");
@@ -213,7 +213,7 @@ fn carry(pair: &Pair, bytes: &[u8], begun: impl FnOnce() + Send) -> Totals {
 #[test]
 fn lanes_obey_cpu_limit() {
     let pair = Pair::new(3, 0);
-    pair.limits.change(|limits| limits.processors = Some(0.05));
+    pair.limits.update(|limits| limits.processors = Some(0.05));
     let bytes = text(48 << 20);
     let begun = Instant::now();
     let totals = carry(&pair, &bytes, || {});
@@ -239,10 +239,10 @@ fn lifted_limits_take_effect_at_once() {
     ];
     for limit in limit {
         let pair = Pair::new(2, 0);
-        pair.limits.change(limit);
+        pair.limits.update(limit);
         // With the limit, the rest would take days.
         carry(&pair, &text(4 << 20), || {
-            pair.limits.change(|limits| *limits = Limits::default());
+            pair.limits.update(|limits| *limits = Limits::default());
         });
     }
 }
@@ -258,7 +258,10 @@ fn unaccepting_qemu_blocks_no_notes() {
     let heard = Barrier::new(2);
     let ended = pair.end_with(
         Some(&|notes: Notes| {
-            assert_eq!(notes.receive(LIMIT), Received::Note(b"after it was opened".to_vec()));
+            assert_eq!(
+                notes.receive(LIMIT),
+                ReceivedNote::Note(b"after it was opened".to_vec())
+            );
             heard.wait();
         }),
         |sender| drop(notes.set(sender.notes())),
@@ -307,13 +310,13 @@ fn unread_return_path_blocks_no_notes() {
         Some(&|notes: Notes| {
             written.wait();
             notes.send(b"after all that");
-            while notes.receive(LIMIT) != Received::Over {}
+            while notes.receive(LIMIT) != ReceivedNote::SessionEnded {}
         }),
         |sender| drop(notes.set(sender.notes())),
         |path| {
             let mut socket = UnixStream::connect(path).expect("connects");
             let notes = notes.wait();
-            assert_eq!(notes.receive(LIMIT), Received::Note(b"after all that".to_vec()));
+            assert_eq!(notes.receive(LIMIT), ReceivedNote::Note(b"after all that".to_vec()));
             let mut bytes = Vec::new();
             socket.read_to_end(&mut bytes).expect("reads");
             bytes
@@ -345,7 +348,7 @@ fn frames_waiting_for_qemu_are_bounded() {
     let ended = pair.end(
         |path| {
             let mut socket = UnixStream::connect(path).expect("connects");
-            let under_way = |totals: &Totals| totals.raw_bytes.saturating_sub(totals.delivered_bytes);
+            let under_way = |totals: &SenderTotals| totals.raw_bytes.saturating_sub(totals.delivered_bytes);
             let mut rest = bytes.chunks(1);
             // One frame for each byte, until the limit is reached.
             for (at, byte) in (1..).zip(&mut rest) {

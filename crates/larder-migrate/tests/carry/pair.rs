@@ -9,9 +9,9 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use larder_migrate::limits::InForce;
-use larder_migrate::progress::{Progress, Totals};
-use larder_migrate::receive::{self, Agent, Delivered, Port, ReceiveError, receive};
+use larder_migrate::limits::SharedLimits;
+use larder_migrate::progress::{SenderProgress, SenderTotals};
+use larder_migrate::receive::{self, Delivered, NotesHandler, Port, ReceiveError, receive};
 use larder_migrate::send::{self, SendError, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 
@@ -29,7 +29,7 @@ pub(crate) struct Pair {
     pub(crate) delta_memory: u64,
     pub(crate) window: u32,
     /// Limits of the sender.
-    pub(crate) limits: Arc<InForce>,
+    pub(crate) limits: Arc<SharedLimits>,
     pub(crate) tls: Option<(SenderTls, ReceiverTls)>,
     pub(crate) tcp: Port,
     /// Time for which the sender tries to reconnect.
@@ -37,7 +37,7 @@ pub(crate) struct Pair {
     pub(crate) steering: Steering,
     /// Stops the receiver.
     pub(crate) stop: AtomicBool,
-    pub(crate) progress: Progress,
+    pub(crate) progress: SenderProgress,
 }
 
 /// Results of the four participants.
@@ -74,7 +74,7 @@ impl Pair {
             patience: Duration::from_secs(30),
             steering: Steering::default(),
             stop: AtomicBool::new(false),
-            progress: Progress::new(),
+            progress: SenderProgress::new(),
         }
     }
 
@@ -101,7 +101,7 @@ impl Pair {
             window: self.window,
             channels: 16,
             lanes: self.lanes,
-            watched: Arc::default(),
+            progress: Arc::default(),
         }
     }
 
@@ -130,7 +130,7 @@ impl Pair {
     /// Runs like [`Self::end`], with an agent at the receiver and a callback once the sender is connected.
     pub(crate) fn end_with<S: Send, D: Send>(
         &self,
-        agent: Option<&Agent<'_>>,
+        agent: Option<&NotesHandler<'_>>,
         connected: impl FnOnce(&Sender) + Send,
         source: impl FnOnce(&Path) -> S + Send,
         destination: impl FnOnce(&UnixListener) -> D + Send,
@@ -160,7 +160,7 @@ impl Pair {
         &self,
         source: impl FnOnce(&Path) -> S + Send,
         destination: impl FnOnce(&UnixListener) -> D + Send,
-    ) -> (S, D, Totals) {
+    ) -> (S, D, SenderTotals) {
         let ended = self.end(source, destination);
         ended.sender.expect("it carries");
         ended.receiver.expect("it receives");
@@ -168,7 +168,7 @@ impl Pair {
     }
 
     /// Waits until the sender's sums fulfil a condition.
-    pub(crate) fn wait_until(&self, done: impl Fn(&Totals) -> bool) {
+    pub(crate) fn wait_until(&self, done: impl Fn(&SenderTotals) -> bool) {
         while !done(&self.progress.totals()) {
             thread::yield_now();
         }

@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use larder_migrate::progress::Progress;
+use larder_migrate::progress::SenderProgress;
 use larder_migrate::receive::{ReceiveError, receive};
 use larder_migrate::send::{self, SendError, Sender, Steering};
 use larder_migrate::wire::{
-    CHANNEL_FRAMES_MAX, FrameHeader, Hello, Kind, Message, Role, SessionId, Welcome, WireError,
+    CHANNEL_FRAMES_MAX, ConnectionRole, FrameHeader, Hello, Message, MessageKind, SessionId, Welcome, WireError,
 };
 
 use crate::pair::{Pair, watch};
 
 /// Returns a greeting of a sender that does not reconnect.
-fn greeting(role: Role, session: SessionId) -> Hello {
+fn greeting(role: ConnectionRole, session: SessionId) -> Hello {
     Hello {
         role,
         link: 0,
@@ -38,9 +38,9 @@ struct Raw {
 
 impl Raw {
     fn connect(pair: &Pair) -> Self {
-        let (control, welcome) = Self::greet(pair, Role::Control, [0; 16]).expect("it is welcome");
+        let (control, welcome) = Self::greet(pair, ConnectionRole::Control, [0; 16]).expect("it is welcome");
         let lane = |number| {
-            Self::greet(pair, Role::Lane(number), welcome.session)
+            Self::greet(pair, ConnectionRole::Lane(number), welcome.session)
                 .expect("it is welcome")
                 .0
         };
@@ -50,7 +50,7 @@ impl Raw {
         }
     }
 
-    fn greet(pair: &Pair, role: Role, session: SessionId) -> Result<(TcpStream, Welcome), WireError> {
+    fn greet(pair: &Pair, role: ConnectionRole, session: SessionId) -> Result<(TcpStream, Welcome), WireError> {
         let mut socket = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
         greeting(role, session).write(&mut socket)?;
         let welcome = Welcome::read(&mut socket)?;
@@ -68,7 +68,7 @@ pub(crate) fn say(mut to: &TcpStream, message: &Message) -> std::io::Result<()> 
 pub(crate) fn hear(from: &TcpStream) -> Option<Message> {
     loop {
         let message = hear_any(from)?;
-        if message.kind.is_kept() {
+        if message.kind.is_retained() {
             return Some(message);
         }
     }
@@ -114,7 +114,7 @@ fn peer_leaving_during_greeting_is_ignored() {
     let pair = Pair::new(2, 0);
     {
         let mut socket = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
-        greeting(Role::Control, [0; 16])
+        greeting(ConnectionRole::Control, [0; 16])
             .write(&mut socket)
             .expect("there is room");
         // The connection ends with a reset, which the receiver's answer meets.
@@ -123,15 +123,15 @@ fn peer_leaving_during_greeting_is_ignored() {
     thread::scope(|scope| {
         let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
         let control = loop {
-            match Raw::greet(&pair, Role::Control, [0; 16]) {
+            match Raw::greet(&pair, ConnectionRole::Control, [0; 16]) {
                 Ok((control, _)) => break control,
                 // The receiver has not detected yet that the first sender has disconnected.
                 Err(WireError::Refused(_)) => thread::yield_now(),
                 Err(error) => panic!("{error}"),
             }
         };
-        say(&control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
-        assert_eq!(hear(&control).map(|message| message.kind), Some(Kind::End));
+        say(&control, &Message::new(MessageKind::End, 0, 0)).expect("it takes it");
+        assert_eq!(hear(&control).map(|message| message.kind), Some(MessageKind::End));
         drop(control);
         receiver.join().expect("it ends").expect("in order");
     });
@@ -146,9 +146,9 @@ fn open_connections_do_not_delay_end() {
         let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
         let raw = Raw::connect(&pair);
         let stranger = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
-        say(&raw.control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
+        say(&raw.control, &Message::new(MessageKind::End, 0, 0)).expect("it takes it");
         let answer = hear(&raw.control).map(|message| message.kind);
-        assert_eq!(answer, Some(Kind::End));
+        assert_eq!(answer, Some(MessageKind::End));
         drop(raw.control);
         receiver.join().expect("it ends").expect("in order");
         drop((raw.lanes, stranger));
@@ -164,7 +164,7 @@ fn flooding_sender_does_not_delay_stop() {
         let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
         let raw = Raw::connect(&pair);
         let mut many = Vec::new();
-        (0..10_000).for_each(|_| Message::new(Kind::Alive, 0, 0).append_to(&mut many));
+        (0..10_000).for_each(|_| Message::new(MessageKind::Alive, 0, 0).append_to(&mut many));
         let mut control = raw.control.try_clone().expect("a socket");
         scope.spawn(move || while control.write_all(&many).is_ok() {});
         pair.stop.store(true, Ordering::Relaxed);
@@ -186,9 +186,12 @@ fn excess_small_frames_are_refused() {
             (&raw.lanes[0]).write_all(&bytes).expect("it takes it");
         }
         let ended = receiver.join().expect("it ends");
-        assert!(matches!(ended, Err(ReceiveError::Frames { channel: 0 })), "{ended:?}");
+        assert!(
+            matches!(ended, Err(ReceiveError::TooManyFrames { channel: 0 })),
+            "{ended:?}"
+        );
         let told = hear(&raw.control).expect("it says why");
-        assert_eq!(told.kind, Kind::Failed);
+        assert_eq!(told.kind, MessageKind::Failed);
         assert_eq!(told.text(), ended.expect_err("it failed").to_string());
     });
 }
@@ -226,8 +229,8 @@ fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
                 }
             }
         });
-        let result =
-            Sender::connect(&options).and_then(|sender| sender.carry(&qemu, &Progress::new(), &Steering::default()));
+        let result = Sender::connect(&options)
+            .and_then(|sender| sender.carry(&qemu, &SenderProgress::new(), &Steering::default()));
         is_over.store(true, Ordering::Relaxed);
         // Wakes the thread that accepts connections.
         let _ = TcpStream::connect(&options.to);
@@ -256,6 +259,6 @@ fn receiver_demanding_more_memory_is_refused() {
 
 #[test]
 fn unrequested_end_is_an_error() {
-    let error = with_receiver(&welcome(0), &[Message::new(Kind::End, 0, 0)]).expect_err("nothing has ended");
+    let error = with_receiver(&welcome(0), &[Message::new(MessageKind::End, 0, 0)]).expect_err("nothing has ended");
     assert!(error.to_string().ends_with("which violates the protocol"), "{error}");
 }

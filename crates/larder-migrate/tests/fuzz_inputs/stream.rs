@@ -1,6 +1,6 @@
 //! Channels of QEMU's migration stream with random bytes.
 
-use larder_migrate::stream::{Blocks, Facts};
+use larder_migrate::stream::{Blocks, StreamFacts};
 
 use super::Input;
 use super::reader::{Cuts, Reading, Whole, read};
@@ -38,10 +38,10 @@ fn fresh(kind: u8, bytes: &[u8], cuts: &mut impl Cuts) -> (Blocks, Reading) {
 }
 
 /// Merges the page counts, the only facts that depend on flushes.
-fn all_pages(facts: &Facts) -> Facts {
-    Facts {
-        pages: facts.pages + facts.pages_untold,
-        pages_untold: 0,
+fn all_pages(facts: &StreamFacts) -> StreamFacts {
+    StreamFacts {
+        pages: facts.pages + facts.pages_unreported,
+        pages_unreported: 0,
         ..facts.clone()
     }
 }

@@ -3,9 +3,9 @@
 use std::io::Cursor;
 
 use larder_migrate::base::{Frontier, Slots};
-use larder_migrate::control::{Counted, Mailbox};
+use larder_migrate::control::{Mailbox, ReceivedCount};
 use larder_migrate::decode::{Bases, DecodeError, FrameDecoder};
-use larder_migrate::wire::{FRAME_RAW_MAX, FrameHeader, Hello, Kind, Message, Welcome};
+use larder_migrate::wire::{FRAME_RAW_MAX, FrameHeader, Hello, Message, MessageKind, Welcome};
 
 use super::Input;
 
@@ -57,8 +57,8 @@ fn greetings(bytes: &[u8]) {
 fn messages(bytes: &[u8]) {
     let mut rest = bytes.to_vec();
     let mailbox = Mailbox::new().expect("an eventfd");
-    mailbox.send(&Message::new(Kind::Open, 0, 0));
-    let mut came = Counted::default();
+    mailbox.send(&Message::new(MessageKind::Open, 0, 0));
+    let mut came = ReceivedCount::default();
     while rest.len() >= Message::HEADER_LEN {
         // The checksum is corrected if the stated length is within the input.
         let len = u32::from_le_bytes([rest[4], rest[5], rest[6], rest[7]]) as usize;
@@ -78,7 +78,9 @@ fn messages(bytes: &[u8]) {
         );
         assert!(!message.text().contains(|c: char| c.is_control()));
         match message.kind {
-            Kind::Received => mailbox.receipt(message.channel, came.one(0).expect("it is this link's")),
+            MessageKind::Received => {
+                mailbox.record_receipt(message.channel, came.count_one(0).expect("it is this link's"))
+            }
             _ => mailbox.send(&message),
         }
         rest.drain(..len);

@@ -3,7 +3,9 @@
 
 use std::ops::Range;
 
-use larder_migrate::stream::{Blocks, Facts, PAGE_HEADER, Parser, Step, ZERO_RECORD, page_header, zero_record};
+use larder_migrate::stream::{
+    Blocks, PAGE_HEADER, ParseStep, Parser, StreamFacts, ZERO_RECORD, page_header, zero_record,
+};
 
 use super::writer::{PAGE, Place};
 
@@ -37,7 +39,7 @@ pub struct Reading {
     pub literal: usize,
     /// Ranges that were passed although the parser needed more bytes.
     pub passed: Vec<Range<usize>>,
-    pub facts: Facts,
+    pub facts: StreamFacts,
 }
 
 /// Parses a channel from its first byte to its last. Bytes left at the end are passed.
@@ -97,27 +99,27 @@ fn step(
         }
     };
     match step {
-        Step::NeedMore { at_least } => {
+        ParseStep::NeedMore { at_least } => {
             assert!(at_least > there.len() && at_least <= Parser::LOOKAHEAD, "{step:?}");
             return None;
         }
-        Step::Literal { .. } => {
+        ParseStep::Literal { .. } => {
             reading.literal += len;
             rebuilt.extend_from_slice(&there[..len]);
         }
-        Step::Pages { block, pages } => {
+        ParseStep::Pages { block, pages } => {
             assert!((1..=128).contains(&pages.len()), "{step:?}");
             for (index, page) in pages.iter().enumerate() {
                 reading.pages.push(place(index * PAGE, block, page.get()));
             }
             rebuilt.extend_from_slice(&there[..len]);
         }
-        Step::Record { block, page } => {
+        ParseStep::Record { block, page } => {
             reading.pages.push(place(PAGE_HEADER, block, page.get()));
             rebuilt.extend_from_slice(&page_header(page));
             rebuilt.extend_from_slice(&there[PAGE_HEADER..len]);
         }
-        Step::Zeros { block, first, count } => {
+        ParseStep::Zeros { block, first, count } => {
             for index in 0..count {
                 let page = larder_migrate::stream::PageIndex::new(first.get() + index);
                 reading

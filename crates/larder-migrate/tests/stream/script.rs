@@ -221,7 +221,7 @@ pub fn at(places: &[Place]) -> Vec<(usize, &str, u32)> {
 pub fn check_all_told(channel: &Channel, reading: &Reading) {
     assert_eq!(at(&reading.pages), at(&channel.pages));
     check_facts(channel, reading);
-    assert_eq!(reading.facts.pages_untold, 0);
+    assert_eq!(reading.facts.pages_unreported, 0);
 }
 
 /// Checks the facts that hold with flushes too.
@@ -229,7 +229,7 @@ pub fn check_facts(channel: &Channel, reading: &Reading) {
     let facts = &reading.facts;
     assert_eq!(facts.losses, 0);
     assert_eq!(facts.pages, reading.pages.len() as u64);
-    assert_eq!(facts.pages + facts.pages_untold, channel.pages.len() as u64);
+    assert_eq!(facts.pages + facts.pages_unreported, channel.pages.len() as u64);
     assert_eq!(facts.zero_pages, channel.zeros.len() as u64);
     assert_eq!(facts.encoded_pages, channel.encoded);
     let zeros = at(&channel.zeros);

@@ -29,7 +29,7 @@ impl<const N: usize> KeyLists<N> {
         }
     }
 
-    /// Returns the list that a key is in, or `OUT`.
+    /// Returns the list that a key is in, or `NO_LIST`.
     pub(super) fn list_of(&self, key: u32) -> u8 {
         self.list[key as usize]
     }

@@ -15,15 +15,15 @@ pub(super) async fn check(walk: &mut Walk<'_>) -> Result<(), CheckError> {
         if offset == 0 {
             continue;
         }
-        let one = walk.counts.is_stored_one(image.cluster_of(offset));
-        if one != (entry & COPIED != 0) {
+        let is_one = walk.counts.is_stored_one(image.cluster_of(offset));
+        if is_one != (entry & COPIED != 0) {
             let which = || {
                 format!(
                     "L1 entry {index}, {entry:#018x}, is wrongly flagged as used {}",
-                    times(!one)
+                    times(!is_one)
                 )
             };
-            walk.report.derived(which);
+            walk.report.add_derived(which);
         }
         if let Some(table) = image.l2_table(entry) {
             check_l2(walk, index as u64, table).await?;
@@ -40,14 +40,14 @@ async fn check_l2(walk: &mut Walk<'_>, l1_index: u64, table: u64) -> Result<(), 
         let Some(host) = entry.host(shape) else {
             continue;
         };
-        let one = shape.data_file || walk.counts.is_stored_one(image.cluster_of(host));
-        if one != entry.is_copied() {
+        let is_one = shape.data_file || walk.counts.is_stored_one(image.cluster_of(host));
+        if is_one != entry.is_copied() {
             let guest = guest_offset(image, l1_index, index);
-            walk.report.derived(|| {
+            walk.report.add_derived(|| {
                 format!(
                     "the entry of guest offset {guest:#x}, {:#018x}, is wrongly flagged as used {}",
                     entry.word,
-                    times(!one)
+                    times(!is_one)
                 )
             });
         }
@@ -60,7 +60,7 @@ fn times(one: bool) -> &'static str {
 }
 
 /// Corrects the flags. A table whose clusters have another use too is left unchanged.
-pub(super) async fn mend(walk: &Walk<'_>) -> Result<(), CheckError> {
+pub(super) async fn repair(walk: &Walk<'_>) -> Result<(), CheckError> {
     let image = walk.image;
     if image.header.l1.offset >= image.size() {
         return Ok(());
@@ -80,16 +80,16 @@ pub(super) async fn mend(walk: &Walk<'_>) -> Result<(), CheckError> {
         if let Some(table) = image.l2_table(entry)
             && walk.counts.is_table_only(image.cluster_of(table))
         {
-            mend_l2(walk, table).await?;
+            repair_l2(walk, table).await?;
         }
     }
-    if is_alone(walk, at.offset, at.entries * 8) {
+    if is_sole_user(walk, at.offset, at.entries * 8) {
         image.write_changes(at.offset, &old, &new).await?;
     }
     Ok(())
 }
 
-async fn mend_l2(walk: &Walk<'_>, table: u64) -> Result<(), CheckError> {
+async fn repair_l2(walk: &Walk<'_>, table: u64) -> Result<(), CheckError> {
     let image: &Image = walk.image;
     let shape = image.header.shape;
     let old = image.read_bytes(table, shape.cluster_len()).await?;
@@ -98,19 +98,19 @@ async fn mend_l2(walk: &Walk<'_>, table: u64) -> Result<(), CheckError> {
         let Some(host) = entry.host(shape) else {
             continue;
         };
-        let one = shape.data_file || walk.counts.is_stored_one(image.cluster_of(host));
-        let flagged = with_flag(entry.word, one);
+        let is_one = shape.data_file || walk.counts.is_stored_one(image.cluster_of(host));
+        let flagged = with_flag(entry.word, is_one);
         new[index * shape.entry_len() as usize..][..8].copy_from_slice(&flagged.to_be_bytes());
     }
     image.write_changes(table, &old, &new).await
 }
 
-const fn with_flag(entry: u64, one: bool) -> u64 {
-    if one { entry | COPIED } else { entry & !COPIED }
+const fn with_flag(entry: u64, is_one: bool) -> u64 {
+    if is_one { entry | COPIED } else { entry & !COPIED }
 }
 
 /// Returns true if a table is the only user of its clusters.
-pub(super) fn is_alone(walk: &Walk<'_>, offset: u64, len: u64) -> bool {
+pub(super) fn is_sole_user(walk: &Walk<'_>, offset: u64, len: u64) -> bool {
     len > 0
         && walk
             .image

@@ -1,7 +1,7 @@
 //! The faults of a single L1 or L2 entry, and its corrected value.
 
 use crate::check::Image;
-use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COPIED, Entry, OFFSET, ZERO};
+use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COPIED, L2Entry, OFFSET, ZERO};
 
 const L1_RESERVED: u64 = !(COPIED | OFFSET);
 /// The reserved bits of an entry that is not compressed. Bit 0, the zero flag, is examined separately.
@@ -18,7 +18,7 @@ pub(super) struct Fault {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Remedy {
     /// The entry is corrected, and nothing is lost.
-    Mend,
+    Correct,
     /// The entry becomes zero or unallocated, because its target does not exist.
     Drop,
     /// None.
@@ -27,28 +27,28 @@ pub(super) enum Remedy {
 
 /// An entry with the results of its examination.
 #[derive(Debug)]
-pub(super) struct Examined<E> {
+pub(super) struct Examination<E> {
     /// The faults of the entry, rarely more than one.
     pub(super) faults: smallvec::SmallVec<[Fault; 3]>,
     /// The entry as a repair leaves it.
-    pub(super) mended: E,
+    pub(super) corrected: E,
     /// The offset and length of the target in the image, if the entry has a valid one.
     pub(super) refers_to: Option<(u64, u64)>,
     /// The target is past the end of the file.
     pub(super) is_past_end: bool,
 }
 
-impl<E> Examined<E> {
+impl<E> Examination<E> {
     fn new(entry: E) -> Self {
         Self {
             faults: smallvec::SmallVec::new(),
-            mended: entry,
+            corrected: entry,
             refers_to: None,
             is_past_end: false,
         }
     }
 
-    fn fault(&mut self, what: &'static str, remedy: Remedy) {
+    fn add_fault(&mut self, what: &'static str, remedy: Remedy) {
         self.faults.push(Fault { what, remedy });
     }
 
@@ -66,31 +66,31 @@ impl Image {
     }
 
     /// Returns true if the file contains all of `len` bytes at `offset`.
-    pub(super) fn holds(&self, offset: u64, len: u64) -> bool {
+    pub(super) fn contains(&self, offset: u64, len: u64) -> bool {
         len == 0 || offset.saturating_add(len) <= self.size()
     }
 
     /// Examines an L1 entry that is not 0.
-    pub(super) fn examine_l1(&self, entry: u64) -> Examined<u64> {
-        let mut examined = Examined::new(entry & !L1_RESERVED);
+    pub(super) fn examine_l1(&self, entry: u64) -> Examination<u64> {
+        let mut examined = Examination::new(entry & !L1_RESERVED);
         if entry & L1_RESERVED != 0 {
-            examined.fault("has reserved bits set", Remedy::Mend);
+            examined.add_fault("has reserved bits set", Remedy::Correct);
         }
         let offset = entry & OFFSET;
         if offset == 0 {
-            examined.mended = 0;
+            examined.corrected = 0;
             if entry & COPIED != 0 {
                 // QEMU takes the header for the table, and reports the image as corrupt.
-                examined.fault("is flagged as used once, but points nowhere", Remedy::Mend);
+                examined.add_fault("is flagged as used once, but points nowhere", Remedy::Correct);
             }
             return examined;
         }
         if !self.is_aligned(offset) {
-            examined.fault("points to an L2 table that is not aligned to clusters", Remedy::None);
+            examined.add_fault("points to an L2 table that is not aligned to clusters", Remedy::None);
         } else if self.is_past_end(offset, self.cluster_len()) {
-            examined.fault("points past the end of the file", Remedy::Drop);
+            examined.add_fault("points past the end of the file", Remedy::Drop);
             examined.is_past_end = true;
-            examined.mended = 0;
+            examined.corrected = 0;
         } else {
             examined.refers_to = Some((offset, self.cluster_len()));
         }
@@ -98,65 +98,65 @@ impl Image {
     }
 
     /// Examines the L2 entry of the cluster at offset `guest`.
-    pub(super) fn examine_l2(&self, entry: Entry, guest: u64) -> Examined<Entry> {
+    pub(super) fn examine_l2(&self, entry: L2Entry, guest: u64) -> Examination<L2Entry> {
         match entry.is_compressed() {
             true => self.examine_compressed(entry),
             false => self.examine_standard(entry, guest),
         }
     }
 
-    fn examine_compressed(&self, entry: Entry) -> Examined<Entry> {
-        let mut examined = Examined::new(entry);
+    fn examine_compressed(&self, entry: L2Entry) -> Examination<L2Entry> {
+        let mut examined = Examination::new(entry);
         if entry.word & COPIED != 0 {
-            examined.fault("is compressed, but flagged as used once", Remedy::Mend);
-            examined.mended.word &= !COPIED;
+            examined.add_fault("is compressed, but flagged as used once", Remedy::Correct);
+            examined.corrected.word &= !COPIED;
         }
         if self.header.shape.data_file {
-            examined.fault(
+            examined.add_fault(
                 "is compressed, although the data is in an external data file",
                 Remedy::None,
             );
             return examined;
         }
         if entry.bitmap != 0 {
-            examined.fault("is compressed, but has a subcluster bitmap", Remedy::Mend);
-            examined.mended.bitmap = 0;
+            examined.add_fault("is compressed, but has a subcluster bitmap", Remedy::Correct);
+            examined.corrected.bitmap = 0;
         }
-        let at = entry.compressed_at(self.header.shape);
+        let at = entry.compressed_location(self.header.shape);
         if self.is_past_end(at.offset, at.len) {
-            examined.fault("is compressed and points past the end of the file", Remedy::Drop);
+            examined.add_fault("is compressed and points past the end of the file", Remedy::Drop);
             examined.is_past_end = true;
-            examined.mended = self.zero();
+            examined.corrected = self.zero();
         } else {
             examined.refers_to = Some((at.offset, at.len));
         }
         examined
     }
 
-    fn examine_standard(&self, entry: Entry, guest: u64) -> Examined<Entry> {
+    fn examine_standard(&self, entry: L2Entry, guest: u64) -> Examination<L2Entry> {
         let shape = self.header.shape;
-        let mut examined = Examined::new(entry);
+        let mut examined = Examination::new(entry);
         if entry.word & L2_RESERVED != 0 {
-            examined.fault("has reserved bits set", Remedy::Mend);
-            examined.mended.word &= !L2_RESERVED;
+            examined.add_fault("has reserved bits set", Remedy::Correct);
+            examined.corrected.word &= !L2_RESERVED;
         }
         if entry.has_unknown_zero_flag(shape) {
-            examined.fault("has the zero flag, which version 2 does not define", Remedy::None);
+            examined.add_fault("has the zero flag, which version 2 does not define", Remedy::None);
         }
         let allocated = entry.bitmap & ALL_ALLOCATED;
         let Some(host) = entry.host(shape) else {
             if allocated != 0 {
-                examined.fault("is not allocated, but its subclusters are", Remedy::None);
+                examined.add_fault("is not allocated, but its subclusters are", Remedy::None);
             }
             return examined;
         };
         if allocated & entry.bitmap >> 32 != 0 {
-            examined.fault("has subclusters that are both allocated and zero", Remedy::Drop);
-            examined.mended = self.zero();
+            examined.add_fault("has subclusters that are both allocated and zero", Remedy::Drop);
+            examined.corrected = self.zero();
             return examined;
         }
         if shape.data_file {
-            self.examine_place(&mut examined, host, guest);
+            self.examine_data_file_offset(&mut examined, host, guest);
             return examined;
         }
         let len = self.cluster_len();
@@ -166,17 +166,17 @@ impl Image {
                 false => entry.word & ZERO == 0,
             };
             match has_data {
-                true => examined.fault("points to data that is not aligned to clusters", Remedy::None),
+                true => examined.add_fault("points to data that is not aligned to clusters", Remedy::None),
                 false => {
-                    examined.fault("points to reserved space that is not aligned to clusters", Remedy::Drop);
-                    examined.mended = self.zero();
+                    examined.add_fault("points to reserved space that is not aligned to clusters", Remedy::Drop);
+                    examined.corrected = self.zero();
                 }
             }
         }
         if self.is_past_end(host, len) {
-            examined.fault("points past the end of the file", Remedy::Drop);
+            examined.add_fault("points past the end of the file", Remedy::Drop);
             examined.is_past_end = true;
-            examined.mended = self.dropped(entry);
+            examined.corrected = self.without_target(entry);
         } else {
             examined.refers_to = Some((host, len));
         }
@@ -185,37 +185,37 @@ impl Image {
 
     /// Reports an entry that points to another offset of the data file than its own. QEMU reports the image as
     /// corrupt when it reads there. Former versions of Larder wrote such entries, but the data to the right offset.
-    fn examine_place(&self, examined: &mut Examined<Entry>, host: u64, guest: u64) {
+    fn examine_data_file_offset(&self, examined: &mut Examination<L2Entry>, host: u64, guest: u64) {
         if host == guest {
             return;
         }
         if guest & !OFFSET != 0 {
-            examined.fault(
+            examined.add_fault(
                 "maps a guest offset that an entry cannot express as an offset in the data file",
                 Remedy::None,
             );
             return;
         }
-        examined.fault(
+        examined.add_fault(
             "points to another offset in the data file than its guest offset",
-            Remedy::Mend,
+            Remedy::Correct,
         );
-        examined.mended.word = examined.mended.word & !OFFSET | guest | COPIED;
+        examined.corrected.word = examined.corrected.word & !OFFSET | guest | COPIED;
     }
 
     /// Returns a zero entry, or an unallocated one if the version has no zero flag.
-    fn zero(&self) -> Entry {
+    fn zero(&self) -> L2Entry {
         match self.header.shape.version {
-            2 => Entry::UNALLOCATED,
-            _ => Entry::zero(self.header.shape),
+            2 => L2Entry::UNALLOCATED,
+            _ => L2Entry::zero(self.header.shape),
         }
     }
 
     /// Returns the entry without its target, which is past the end of the file and so reads as zeros. Unallocated
     /// subclusters stay unallocated.
-    fn dropped(&self, entry: Entry) -> Entry {
+    fn without_target(&self, entry: L2Entry) -> L2Entry {
         match self.header.shape.extended {
-            true => Entry {
+            true => L2Entry {
                 word: 0,
                 bitmap: entry.bitmap & ALL_ZERO | (entry.bitmap & ALL_ALLOCATED) << 32,
             },

@@ -23,12 +23,12 @@ use std::task::Poll;
 
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, IoError, ReadBuf, WriteBuf, WriteFlags};
 
-pub use repair::{Repair, Repaired, discard_session, repair};
+pub use repair::{Repair, RepairReport, discard_session, repair};
 
 use crate::entry::OFFSET;
-use crate::header::{Header, HeaderError, TableAt};
+use crate::header::{Header, HeaderError, TableLocation};
 use crate::open::{OpenError, read_area};
-use count::{Counts, OutOfMemory};
+use count::{OutOfMemory, ReferenceCounts};
 use walk::Walk;
 
 /// The maximum number of findings that are reported individually; further ones are only counted.
@@ -41,7 +41,7 @@ pub struct CheckOptions {
     pub memory_max: ByteLen,
     /// The maximum number of bytes of tables that are read: a crafted image's tables can refer to the same tables
     /// again and again.
-    pub work_max: ByteLen,
+    pub table_bytes_max: ByteLen,
     /// The length of the file, if the device is larger because it pads a file's last block.
     pub file_len: Option<ByteLen>,
 }
@@ -53,7 +53,7 @@ impl Default for CheckOptions {
     fn default() -> Self {
         Self {
             memory_max: CHECK_MEMORY_DEFAULT,
-            work_max: ByteLen::new(u64::MAX),
+            table_bytes_max: ByteLen::new(u64::MAX),
             file_len: None,
         }
     }
@@ -70,14 +70,14 @@ pub enum Severity {
 
 /// A fault that a check has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct CheckFinding {
     /// The severity of the fault.
     pub severity: Severity,
     /// A description of the fault and its location.
     pub text: String,
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for CheckFinding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let severity = match self.severity {
             Severity::Error => "error",
@@ -89,13 +89,13 @@ impl fmt::Display for Finding {
 
 /// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct CheckReport {
     /// The number of errors.
     pub errors: u64,
     /// The number of leaked clusters.
     pub leaks: u64,
     /// The first errors and leaks, one by one.
-    pub findings: Vec<Finding>,
+    pub findings: Vec<CheckFinding>,
     /// The header marks the refcounts as possibly wrong.
     pub dirty: bool,
     /// The header marks the image as corrupt.
@@ -118,56 +118,56 @@ pub struct Report {
     /// so that any repair would make the image worse.
     pub overlap: Option<String>,
     /// The first L2 tables whose end is missing.
-    cut_tables: Vec<String>,
+    truncated_tables: Vec<String>,
     /// The persistent bitmaps lie wholly or partially past the end of the file.
-    cut_bitmaps: bool,
+    truncated_bitmaps: bool,
     /// The number of errors in refcounts and flags, which follow from the rest of the metadata.
     derived_errors: u64,
     /// The number of entries that can be corrected or dropped.
-    mendable: u64,
+    repairable: u64,
     /// The number of errors that cannot be repaired.
-    lost: u64,
+    unrepairable: u64,
     /// The refcount table or a refcount block is unusable.
     structures_unusable: bool,
 }
 
-impl Report {
+impl CheckReport {
     /// Returns true if the image has no errors and leaks, and is not marked as dirty or corrupt.
     pub fn is_clean(&self) -> bool {
         self.errors == 0 && self.leaks == 0 && !self.dirty && !self.corrupt
     }
 
     /// Returns true if any repair would make the image worse.
-    pub fn is_hopeless(&self) -> bool {
+    pub fn is_unsafe_to_repair(&self) -> bool {
         self.cut_off.is_some() || self.overlap.is_some()
     }
 
-    fn note(&mut self, severity: Severity, text: impl FnOnce() -> String) {
+    fn add_finding(&mut self, severity: Severity, text: impl FnOnce() -> String) {
         match severity {
             Severity::Error => self.errors += 1,
             Severity::Leak => self.leaks += 1,
         }
         if self.findings.len() < FINDINGS_MAX {
-            self.findings.push(Finding { severity, text: text() });
+            self.findings.push(CheckFinding { severity, text: text() });
         }
     }
 
     /// Records an error in metadata that can be derived from the rest.
-    fn derived(&mut self, text: impl FnOnce() -> String) {
+    fn add_derived(&mut self, text: impl FnOnce() -> String) {
         self.derived_errors += 1;
-        self.note(Severity::Error, text);
+        self.add_finding(Severity::Error, text);
     }
 
     /// Records an error that a repair cannot fix.
-    fn lost(&mut self, text: impl FnOnce() -> String) {
-        self.lost += 1;
-        self.note(Severity::Error, text);
+    fn add_unrepairable(&mut self, text: impl FnOnce() -> String) {
+        self.unrepairable += 1;
+        self.add_finding(Severity::Error, text);
     }
 
     /// Records an error that a repair can fix.
-    fn mendable(&mut self, text: impl FnOnce() -> String) {
-        self.mendable += 1;
-        self.note(Severity::Error, text);
+    fn add_repairable(&mut self, text: impl FnOnce() -> String) {
+        self.repairable += 1;
+        self.add_finding(Severity::Error, text);
     }
 }
 
@@ -198,13 +198,13 @@ pub enum CheckError {
          image of its size has; see `larder disk check`",
         allowed >> 20
     )]
-    Work { name: String, allowed: u64 },
+    TooMuchTableData { name: String, allowed: u64 },
     #[error(
         "{name}: a server of this image was killed, and may have left a journal with unflushed writes: serve the image once, which applies the journal, or discard it with `larder disk check --discard-journal`, then repair the image"
     )]
-    CutOff { name: String },
+    UnfinishedSession { name: String },
     #[error("{name}: there is no space for a new refcount table and its blocks, {needed} bytes; no data was lost")]
-    NoRoom { name: String, needed: u64 },
+    NoSpace { name: String, needed: u64 },
 }
 
 impl From<IoError> for CheckError {
@@ -227,37 +227,37 @@ impl From<OpenError> for CheckError {
 ///
 /// # Errors
 /// See [`CheckError`]; damage is not one of them.
-pub async fn check(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<Report, CheckError> {
+pub async fn check(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<CheckReport, CheckError> {
     let image = Image::read(file, options).await?;
     let mut walk = Walk::new(&image, options, false);
-    walk.all().await?;
+    walk.run().await?;
     stored::compare(&mut walk).await?;
     copied::check(&mut walk).await?;
     Ok(walk.report)
 }
 
-/// Returns the number of references that lead past the end of the file, as in [`Report::past_end`]. Reads little of
-/// the image unless something seems to be missing.
+/// Returns the number of references that lead past the end of the file, as in [`CheckReport::past_end`]. Reads little
+/// of the image unless something seems to be missing.
 ///
 /// # Errors
 /// See [`CheckError`].
-pub async fn past_end(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<u64, CheckError> {
+pub async fn count_past_end(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<u64, CheckError> {
     let image = Image::read(file, options).await?;
     let header = &image.header;
     let tables = [header.l1, header.refcount_table].map(|table| (table.offset, table.entries * 8));
-    let is_whole = tables.iter().all(|(offset, len)| image.holds(*offset, *len))
-        && (header.snapshots == 0 || image.holds(header.snapshots_offset, 1));
-    if is_whole && !stored::has_use_past_end(&image).await? && !has_cut_table(&image).await? {
+    let is_complete = tables.iter().all(|(offset, len)| image.contains(*offset, *len))
+        && (header.snapshots == 0 || image.contains(header.snapshots_offset, 1));
+    if is_complete && !stored::has_refcounts_past_end(&image).await? && !has_truncated_table(&image).await? {
         return Ok(0);
     }
     Ok(check(file, options).await?.past_end)
 }
 
 /// Returns true if the end of the file cuts off an L2 table.
-async fn has_cut_table(image: &Image) -> Result<bool, CheckError> {
+async fn has_truncated_table(image: &Image) -> Result<bool, CheckError> {
     let l1 = image.read_table(image.header.l1).await?;
     let mut tables = l1.iter().map(|entry| entry & OFFSET).filter(|offset| *offset != 0);
-    Ok(tables.any(|offset| !image.holds(offset, image.cluster_len())))
+    Ok(tables.any(|offset| !image.contains(offset, image.cluster_len())))
 }
 
 /// An image during a check.
@@ -269,13 +269,13 @@ struct Image {
     /// The length of the file in bytes.
     size: u64,
     /// The maximum number of bytes of tables that are read.
-    work_max: u64,
+    table_bytes_max: u64,
     /// The number of bytes of tables that were read.
-    work: Cell<u64>,
+    table_bytes_read: Cell<u64>,
 }
 
 /// The number of bytes read after which the check lets other tasks run.
-const YIELD_EVERY: u64 = 4 << 20;
+const YIELD_INTERVAL_BYTES: u64 = 4 << 20;
 
 /// The bits of a refcount table's entry that do not belong to the offset.
 const REFCOUNT_ENTRY_RESERVED: u64 = 511;
@@ -294,8 +294,8 @@ impl Image {
             header,
             refcount_table: Vec::new(),
             size: options.file_len.unwrap_or(file.geometry().size).get(),
-            work_max: options.work_max.get(),
-            work: Cell::new(0),
+            table_bytes_max: options.table_bytes_max.get(),
+            table_bytes_read: Cell::new(0),
         };
         image.refcount_table = image.read_table(image.header.refcount_table).await?;
         Ok(image)
@@ -316,7 +316,7 @@ impl Image {
     }
 
     /// Returns true if the image has no snapshots, but an impossible offset of their table: QEMU refuses to open it.
-    fn has_senseless_snapshots_offset(&self) -> bool {
+    fn has_invalid_snapshots_offset(&self) -> bool {
         let offset = self.header.snapshots_offset;
         self.header.snapshots == 0 && (!self.is_aligned(offset) || offset > i64::MAX as u64)
     }
@@ -336,36 +336,36 @@ impl Image {
 
     /// Reads `len` bytes at `offset`, both multiples of 512. Bytes past the end of the file are zeros, as in QEMU.
     async fn read_bytes(&self, offset: u64, len: u64) -> Result<AlignedBuf, CheckError> {
-        self.work(len).await?;
+        self.count_table_bytes(len).await?;
         let mut bytes = AlignedBuf::zeroed(ByteLen::new(len).as_usize());
         let end = self.size().next_multiple_of(512);
-        let there = end.saturating_sub(offset).min(len) as usize;
-        if there > 0 {
+        let available = end.saturating_sub(offset).min(len) as usize;
+        if available > 0 {
             self.file
-                .read(ByteOffset::new(offset), ReadBuf::new(&mut bytes[..there]))
+                .read(ByteOffset::new(offset), ReadBuf::new(&mut bytes[..available]))
                 .await?;
         }
         Ok(bytes)
     }
 
     /// Accounts for bytes of tables that are about to be read.
-    async fn work(&self, len: u64) -> Result<(), CheckError> {
-        let before = self.work.get();
+    async fn count_table_bytes(&self, len: u64) -> Result<(), CheckError> {
+        let before = self.table_bytes_read.get();
         let after = before.saturating_add(len);
-        if after > self.work_max {
-            return Err(CheckError::Work {
+        if after > self.table_bytes_max {
+            return Err(CheckError::TooMuchTableData {
                 name: self.name.to_string(),
-                allowed: self.work_max,
+                allowed: self.table_bytes_max,
             });
         }
-        self.work.set(after);
-        if before / YIELD_EVERY != after / YIELD_EVERY {
+        self.table_bytes_read.set(after);
+        if before / YIELD_INTERVAL_BYTES != after / YIELD_INTERVAL_BYTES {
             yield_now().await;
         }
         Ok(())
     }
 
-    async fn read_table(&self, at: TableAt) -> Result<Vec<u64>, CheckError> {
+    async fn read_table(&self, at: TableLocation) -> Result<Vec<u64>, CheckError> {
         let bytes = self
             .read_bytes(at.offset, (at.entries * 8).next_multiple_of(512))
             .await?;
@@ -410,7 +410,7 @@ impl Image {
             name: name.to_string(),
             clusters,
             cluster_len,
-            needed: Counts::memory_for(clusters),
+            needed: ReferenceCounts::memory_for(clusters),
             allowed: options.memory_max.get(),
         }
     }

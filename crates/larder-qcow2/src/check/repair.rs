@@ -20,13 +20,13 @@ use std::rc::Rc;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ReadBuf, WriteBuf, WriteFlags};
 
 use crate::check::entries::Remedy;
-use crate::check::walk::{L1, Walk, entries, guest_offset};
-use crate::check::{CheckError, CheckOptions, Image, Report, check, copied, stored, words};
-use crate::header::{self, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_SECTOR};
+use crate::check::walk::{L1Table, Walk, entries, guest_offset};
+use crate::check::{CheckError, CheckOptions, CheckReport, Image, check, copied, stored, words};
+use crate::header::{self, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_SECTOR_BYTES};
 use crate::journal::is_of_this_boot;
 
 /// The maximum number of dropped entries that are reported individually.
-const DROPPED_TOLD_MAX: usize = 200;
+const DROPPED_LISTED_MAX: usize = 200;
 
 /// The kind of damage to repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,11 +41,11 @@ pub enum Repair {
 
 /// The result of a repair.
 #[derive(Clone, Debug, Default)]
-pub struct Repaired {
+pub struct RepairReport {
     /// The report before the repair.
-    pub before: Report,
-    /// The report after the repair. If it [is hopeless](Report::is_hopeless), nothing was changed.
-    pub after: Report,
+    pub before: CheckReport,
+    /// The report after the repair. If it [is hopeless](CheckReport::is_unsafe_to_repair), nothing was changed.
+    pub after: CheckReport,
     /// The first entries whose target did not exist, and which are zero or unallocated now.
     pub dropped: Vec<String>,
     /// The number of all dropped entries.
@@ -54,7 +54,7 @@ pub struct Repaired {
     pub rebuilt: bool,
 }
 
-impl Repaired {
+impl RepairReport {
     /// Returns the number of errors that were fixed.
     pub fn errors_fixed(&self) -> u64 {
         self.before.errors.saturating_sub(self.after.errors)
@@ -71,21 +71,25 @@ impl Repaired {
 ///
 /// # Errors
 /// See [`CheckError`]. The image is no worse then than before.
-pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOptions) -> Result<Repaired, CheckError> {
+pub async fn repair(
+    file: &Rc<dyn BlockDevice>,
+    what: Repair,
+    options: CheckOptions,
+) -> Result<RepairReport, CheckError> {
     let before = check(file, options).await?;
     let is_refused = match what {
         // The file would grow over the lost part, which could then no longer be distinguished from zeros.
-        Repair::All => before.is_hopeless(),
-        Repair::Leaks => before.leaks == 0 || before.mendable + before.lost > 0 || before.structures_unusable,
-        Repair::Refcounts => before.mendable + before.lost > 0,
+        Repair::All => before.is_unsafe_to_repair(),
+        Repair::Leaks => before.leaks == 0 || before.repairable + before.unrepairable > 0 || before.structures_unusable,
+        Repair::Refcounts => before.repairable + before.unrepairable > 0,
     };
-    let mut repaired = Repaired {
+    let mut repaired = RepairReport {
         after: before.clone(),
         before,
-        ..Repaired::default()
+        ..RepairReport::default()
     };
     if repaired.before.errors + repaired.before.leaks > 0 && !is_refused {
-        let len = mend(file, what, options, &mut repaired).await?;
+        let len = repair_image(file, what, options, &mut repaired).await?;
         let options = CheckOptions {
             file_len: options.file_len.map(|_| len),
             ..options
@@ -112,61 +116,61 @@ pub async fn discard_session(file: &Rc<dyn BlockDevice>) -> Result<(), CheckErro
     let image = Image::read(file, CheckOptions::default()).await?;
     let bits = image.header.autoclear;
     if bits & AUTOCLEAR_SESSION != 0 {
-        let kept = bits & !AUTOCLEAR_SESSION;
+        let remaining_bits = bits & !AUTOCLEAR_SESSION;
         image
-            .change_header(|sector| header::set_autoclear(sector, kept))
+            .change_header(|sector| header::set_autoclear(sector, remaining_bits))
             .await?;
     }
     Ok(())
 }
 
 /// Repairs the image, and returns the length of the file after it.
-async fn mend(
+async fn repair_image(
     file: &Rc<dyn BlockDevice>,
     what: Repair,
     options: CheckOptions,
-    repaired: &mut Repaired,
+    repaired: &mut RepairReport,
 ) -> Result<ByteLen, CheckError> {
     let mut image = Image::read(file, options).await?;
     // Clusters to which only a journal refers look leaked. A repair of refcounts is followed by a replay, which
     // raises them again.
     if is_of_this_boot(image.header.autoclear & AUTOCLEAR_SESSION) && what != Repair::Refcounts {
-        return Err(CheckError::CutOff {
+        return Err(CheckError::UnfinishedSession {
             name: image.name.to_string(),
         });
     }
-    image.fill_up().await?;
-    for table in std::mem::take(&mut repaired.before.cut_tables) {
-        repaired.drop(|| table);
+    image.extend_to_cluster().await?;
+    for table in std::mem::take(&mut repaired.before.truncated_tables) {
+        repaired.add_dropped(|| table);
     }
     let mut known = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA;
     if what == Repair::Refcounts {
         known |= AUTOCLEAR_SESSION;
     }
-    if repaired.before.cut_bitmaps {
+    if repaired.before.truncated_bitmaps {
         known &= !AUTOCLEAR_BITMAPS;
-        repaired.drop(|| "the persistent bitmaps".to_owned());
+        repaired.add_dropped(|| "the persistent bitmaps".to_owned());
     }
     if image.header.autoclear & !known != 0 {
-        let kept = image.header.autoclear & known;
+        let remaining_bits = image.header.autoclear & known;
         image
-            .change_header(|sector| header::set_autoclear(sector, kept))
+            .change_header(|sector| header::set_autoclear(sector, remaining_bits))
             .await?;
-        image.header.autoclear = kept;
+        image.header.autoclear = remaining_bits;
     }
     let mut walk = Walk::new(&image, options, what == Repair::All);
-    let tables = walk.all().await?;
-    if what == Repair::All && image.has_senseless_snapshots_offset() {
+    let tables = walk.run().await?;
+    if what == Repair::All && image.has_invalid_snapshots_offset() {
         image.change_header(header::clear_snapshots_offset).await?;
     }
-    if what == Repair::All && walk.report.mendable > 0 {
-        mend_entries(&mut walk, &tables, repaired).await?;
+    if what == Repair::All && walk.report.repairable > 0 {
+        repair_entries(&mut walk, &tables, repaired).await?;
         file.flush().await?;
     }
-    let (raise, lower) = (what != Repair::Leaks, walk.report.lost == 0);
+    let (raise, lower) = (what != Repair::Leaks, walk.report.unrepairable == 0);
     let mut file_len = image.size();
     let is_unusable = repaired.before.structures_unusable || walk.report.structures_unusable;
-    if raise && is_unusable && walk.leads_past_end {
+    if raise && is_unusable && walk.points_past_end {
         // A new structure would be allocated where an unrepairable table points, and the lost data would read as that
         // structure.
         return Ok(ByteLen::new(file_len));
@@ -180,21 +184,25 @@ async fn mend(
     };
     file.flush().await?;
     if what != Repair::Leaks || too_low == 0 {
-        copied::mend(&walk).await?;
+        copied::repair(&walk).await?;
         file.flush().await?;
     }
     Ok(ByteLen::new(file_len))
 }
 
 /// Corrects the entries of all tables, one table after the other.
-async fn mend_entries(walk: &mut Walk<'_>, tables: &[L1], repaired: &mut Repaired) -> Result<(), CheckError> {
+async fn repair_entries(
+    walk: &mut Walk<'_>,
+    tables: &[L1Table],
+    repaired: &mut RepairReport,
+) -> Result<(), CheckError> {
     for l1 in tables.iter().filter(|l1| l1.at.offset < walk.image.size()) {
-        mend_l1(walk, l1, repaired).await?;
+        repair_l1(walk, l1, repaired).await?;
     }
     Ok(())
 }
 
-async fn mend_l1(walk: &mut Walk<'_>, l1: &L1, repaired: &mut Repaired) -> Result<(), CheckError> {
+async fn repair_l1(walk: &mut Walk<'_>, l1: &L1Table, repaired: &mut RepairReport) -> Result<(), CheckError> {
     let image = walk.image;
     let len = l1.at.entries * 8;
     let old = image.read_bytes(l1.at.offset, len.next_multiple_of(512)).await?;
@@ -205,34 +213,34 @@ async fn mend_l1(walk: &mut Walk<'_>, l1: &L1, repaired: &mut Repaired) -> Resul
             continue;
         }
         if let Some((offset, _)) = examined.refers_to {
-            mend_l2(walk, l1, index as u64, offset, repaired).await?;
+            repair_l2(walk, l1, index as u64, offset, repaired).await?;
         }
         if examined.is_dropped() {
-            repaired.drop(|| format!("entry {index} of {}, {entry:#018x}", l1.name()));
+            repaired.add_dropped(|| format!("entry {index} of {}, {entry:#018x}", l1.name()));
         }
-        new[index * 8..][..8].copy_from_slice(&examined.mended.to_be_bytes());
+        new[index * 8..][..8].copy_from_slice(&examined.corrected.to_be_bytes());
     }
     if new == old[..] {
         return Ok(());
     }
-    if !copied::is_alone(walk, l1.at.offset, len) {
-        let kept = words(&old).take(l1.at.entries as usize);
-        walk.leads_past_end |= kept
+    if !copied::is_sole_user(walk, l1.at.offset, len) {
+        let unchanged = words(&old).take(l1.at.entries as usize);
+        walk.points_past_end |= unchanged
             .filter(|entry| *entry != 0)
             .any(|entry| image.examine_l1(entry).is_past_end);
         walk.report
-            .lost(|| format!("{} is also used for something else", l1.name()));
+            .add_unrepairable(|| format!("{} is also used for something else", l1.name()));
         return Ok(());
     }
     image.write_changes(l1.at.offset, &old, &new).await
 }
 
-async fn mend_l2(
+async fn repair_l2(
     walk: &mut Walk<'_>,
-    l1: &L1,
+    l1: &L1Table,
     l1_index: u64,
     offset: u64,
-    repaired: &mut Repaired,
+    repaired: &mut RepairReport,
 ) -> Result<(), CheckError> {
     let image = walk.image;
     let shape = image.header.shape;
@@ -248,26 +256,26 @@ async fn mend_l2(
             dropped.push((guest_offset(image, l1_index, index), entry));
         }
         let out = &mut new[index * shape.entry_len() as usize..];
-        out[..8].copy_from_slice(&examined.mended.word.to_be_bytes());
+        out[..8].copy_from_slice(&examined.corrected.word.to_be_bytes());
         if shape.extended {
-            out[8..16].copy_from_slice(&examined.mended.bitmap.to_be_bytes());
+            out[8..16].copy_from_slice(&examined.corrected.bitmap.to_be_bytes());
         }
     }
     if new == old[..] {
         return Ok(());
     }
     if !walk.counts.is_table_only(image.cluster_of(offset)) {
-        walk.leads_past_end |= (0..).zip(entries(image, &old)).any(|(index, entry)| {
+        walk.points_past_end |= (0..).zip(entries(image, &old)).any(|(index, entry)| {
             image
                 .examine_l2(entry, guest_offset(image, l1_index, index))
                 .is_past_end
         });
         walk.report
-            .lost(|| format!("the L2 table at {offset:#x} is also used for something else"));
+            .add_unrepairable(|| format!("the L2 table at {offset:#x} is also used for something else"));
         return Ok(());
     }
     for (guest, entry) in dropped {
-        repaired.drop(|| {
+        repaired.add_dropped(|| {
             format!(
                 "the entry of guest offset {guest:#x} in {}, {:#018x}",
                 l1.name(),
@@ -278,10 +286,10 @@ async fn mend_l2(
     image.write_changes(offset, &old, &new).await
 }
 
-impl Repaired {
-    fn drop(&mut self, what: impl FnOnce() -> String) {
+impl RepairReport {
+    fn add_dropped(&mut self, what: impl FnOnce() -> String) {
         self.dropped_count += 1;
-        if self.dropped.len() < DROPPED_TOLD_MAX {
+        if self.dropped.len() < DROPPED_LISTED_MAX {
             self.dropped.push(what());
         }
     }
@@ -290,18 +298,18 @@ impl Repaired {
 impl Image {
     /// Extends the file to whole clusters, so that the last one can be written as a whole. A block device is not
     /// changed.
-    async fn fill_up(&mut self) -> Result<(), CheckError> {
-        let whole = self.file_clusters() << self.header.shape.cluster_bits;
-        if whole == self.size || self.file.grow(ByteLen::new(whole)).await.is_err() {
+    async fn extend_to_cluster(&mut self) -> Result<(), CheckError> {
+        let aligned_size = self.file_clusters() << self.header.shape.cluster_bits;
+        if aligned_size == self.size || self.file.grow(ByteLen::new(aligned_size)).await.is_err() {
             return Ok(());
         }
-        self.size = whole;
+        self.size = aligned_size;
         Ok(())
     }
 
     /// Changes the header's first sector in the file durably.
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut [u8])) -> Result<(), CheckError> {
-        let mut sector = AlignedBuf::zeroed(HEADER_SECTOR);
+        let mut sector = AlignedBuf::zeroed(HEADER_SECTOR_BYTES);
         self.file.read(ByteOffset::ZERO, ReadBuf::new(&mut sector)).await?;
         change(&mut sector);
         self.file

@@ -5,14 +5,14 @@ use std::ops::RangeInclusive;
 
 use larder_block::{ByteLen, ByteOffset, WriteBuf, WriteFlags};
 
-use crate::check::count::Counts;
+use crate::check::count::ReferenceCounts;
 use crate::check::walk::Walk;
 use crate::check::{CheckError, Image, REFCOUNT_ENTRY_RESERVED, Severity};
-use crate::header::TableAt;
+use crate::header::TableLocation;
 use crate::refcount;
 
 /// The maximum length of a refcount table that QEMU accepts, in bytes, unless a cluster is larger.
-const TABLE_BYTES_MAX: u64 = 8 << 20;
+const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
 
 /// Compares every refcount with the counted references.
 pub(super) async fn compare(walk: &mut Walk<'_>) -> Result<(), CheckError> {
@@ -24,14 +24,14 @@ pub(super) async fn compare(walk: &mut Walk<'_>) -> Result<(), CheckError> {
     for block in 0..blocks {
         let (first, end) = (block << bits, (block + 1) << bits);
         let Some(bytes) = read_block(image, block).await? else {
-            used_end = used_end.max(without_block(walk, first, end.min(clusters)));
+            used_end = used_end.max(report_missing_block(walk, first, end.min(clusters)));
             continue;
         };
         for cluster in first..end {
             let stored = stored_in(image, &bytes, cluster);
             if stored == 1 {
-                let noted = walk.counts.set_stored_one(cluster, true);
-                noted.map_err(image.out_of_memory(walk.options))?;
+                let added = walk.counts.set_stored_one(cluster, true);
+                added.map_err(image.out_of_memory(walk.options))?;
             }
             if cluster >= clusters {
                 continue;
@@ -43,7 +43,7 @@ pub(super) async fn compare(walk: &mut Walk<'_>) -> Result<(), CheckError> {
             report_difference(walk, cluster, stored, counted);
         }
     }
-    used_end = used_end.max(without_block(walk, blocks << bits, clusters));
+    used_end = used_end.max(report_missing_block(walk, blocks << bits, clusters));
     walk.report.image_end = used_end << image.header.shape.cluster_bits;
     Ok(())
 }
@@ -53,7 +53,9 @@ async fn read_block(image: &Image, block: u64) -> Result<Option<larder_block::Al
         None => Ok(None),
         Some(offset) => {
             // Each refcount is compared, which takes as much work as an entry of a table.
-            image.work(8 << image.header.shape.refcount_block_bits()).await?;
+            image
+                .count_table_bytes(8 << image.header.shape.refcount_block_bits())
+                .await?;
             Ok(Some(image.read_bytes(offset, image.cluster_len()).await?))
         }
     }
@@ -61,7 +63,7 @@ async fn read_block(image: &Image, block: u64) -> Result<Option<larder_block::Al
 
 /// Returns true if a refcount marks a cluster past the end of the file as used, or cannot be read. A sound image has
 /// at most one or two refcount blocks for such clusters.
-pub(super) async fn has_use_past_end(image: &Image) -> Result<bool, CheckError> {
+pub(super) async fn has_refcounts_past_end(image: &Image) -> Result<bool, CheckError> {
     let bits = image.header.shape.refcount_block_bits();
     let first = image.file_clusters() >> bits;
     for block in first..image.refcount_table.len() as u64 {
@@ -89,11 +91,11 @@ fn stored_in(image: &Image, block: &[u8], cluster: u64) -> u64 {
 }
 
 /// Reports clusters that are used but have no refcount at all, and returns the end of the last one.
-fn without_block(walk: &mut Walk<'_>, first: u64, end: u64) -> u64 {
+fn report_missing_block(walk: &mut Walk<'_>, first: u64, end: u64) -> u64 {
     if first >= end {
         return 0;
     }
-    let used: Vec<u64> = walk.counts.counted(first, end).collect();
+    let used: Vec<u64> = walk.counts.referenced_clusters(first, end).collect();
     for cluster in &used {
         walk.report.structures_unusable = true;
         report_difference(walk, *cluster, 0, walk.counts.get(*cluster));
@@ -105,9 +107,9 @@ fn report_difference(walk: &mut Walk<'_>, cluster: u64, stored: u64, counted: u6
     let offset = cluster << walk.image.header.shape.cluster_bits;
     let text = || format!("cluster {cluster} at {offset:#x}: refcount {stored}, references {counted}");
     if stored < counted {
-        walk.report.derived(text);
+        walk.report.add_derived(text);
     } else if stored > counted {
-        walk.report.note(Severity::Leak, text);
+        walk.report.add_finding(Severity::Leak, text);
     }
 }
 
@@ -132,15 +134,15 @@ pub(super) async fn correct(walk: &mut Walk<'_>, raise: bool, lower: bool) -> Re
                 false => stored,
             };
             too_low += u64::from(stored < counted && !raise);
-            let right = match stored < counted && raise || stored > counted && lower {
+            let corrected = match stored < counted && raise || stored > counted && lower {
                 true => counted,
                 false => stored,
             };
-            if right != stored {
-                refcount::write(&mut new, shape.refcount_order, (cluster - first) as usize, right);
+            if corrected != stored {
+                refcount::write(&mut new, shape.refcount_order, (cluster - first) as usize, corrected);
             }
-            let noted = walk.counts.set_stored_one(cluster, right == 1);
-            noted.map_err(image.out_of_memory(walk.options))?;
+            let added = walk.counts.set_stored_one(cluster, corrected == 1);
+            added.map_err(image.out_of_memory(walk.options))?;
         }
         image.write_changes(offset, &old, &new).await?;
     }
@@ -148,13 +150,13 @@ pub(super) async fn correct(walk: &mut Walk<'_>, raise: bool, lower: bool) -> Re
 }
 
 /// The location of a new refcount structure: the table, followed by the blocks.
-struct Place {
+struct NewStructure {
     first: u64,
     table_clusters: u64,
     blocks: BTreeSet<u64>,
 }
 
-impl Place {
+impl NewStructure {
     fn clusters(&self) -> u64 {
         self.table_clusters + self.blocks.len() as u64
     }
@@ -164,64 +166,65 @@ impl Place {
     }
 
     /// Returns the first location from `first` on that has none of the clusters `taken`, which are sorted.
-    fn beside(image: &Image, first: u64, needed: &BTreeSet<u64>, taken: &[RangeInclusive<u64>]) -> Option<Self> {
-        let mut place = Self::at(image, first, needed)?;
+    fn avoiding(image: &Image, first: u64, needed: &BTreeSet<u64>, taken: &[RangeInclusive<u64>]) -> Option<Self> {
+        let mut structure = Self::starting_at(image, first, needed)?;
         for clusters in taken {
-            if place.first <= *clusters.end() && *clusters.start() < place.end() {
-                place = Self::at(image, clusters.end() + 1, needed)?;
+            if structure.first <= *clusters.end() && *clusters.start() < structure.end() {
+                structure = Self::starting_at(image, clusters.end() + 1, needed)?;
             }
         }
-        Some(place)
+        Some(structure)
     }
 
-    fn at(image: &Image, first: u64, needed: &BTreeSet<u64>) -> Option<Self> {
+    fn starting_at(image: &Image, first: u64, needed: &BTreeSet<u64>) -> Option<Self> {
         let shape = image.header.shape;
-        let mut place = Self {
+        let mut structure = Self {
             first,
             table_clusters: 1,
             blocks: needed.clone(),
         };
         loop {
-            let before = place.clusters();
-            let own = (first >> shape.refcount_block_bits())..=((place.end() - 1) >> shape.refcount_block_bits());
-            place.blocks.extend(own);
-            let entries = place.blocks.last().map_or(1, |block| block + 1);
-            place.table_clusters = (entries * 8).div_ceil(shape.cluster_len());
-            if place.table_clusters * shape.cluster_len() > TABLE_BYTES_MAX.max(shape.cluster_len()) {
+            let before = structure.clusters();
+            let own_blocks =
+                (first >> shape.refcount_block_bits())..=((structure.end() - 1) >> shape.refcount_block_bits());
+            structure.blocks.extend(own_blocks);
+            let entries = structure.blocks.last().map_or(1, |block| block + 1);
+            structure.table_clusters = (entries * 8).div_ceil(shape.cluster_len());
+            if structure.table_clusters * shape.cluster_len() > REFCOUNT_TABLE_BYTES_MAX.max(shape.cluster_len()) {
                 return None;
             }
-            if place.clusters() == before {
-                return Some(place);
+            if structure.clusters() == before {
+                return Some(structure);
             }
         }
     }
 }
 
 /// Writes a new refcount table and blocks to unused clusters, and makes the header point to them by a write of one
-/// sector, which a crash leaves old or new. If `keep` is true, clusters without references keep their old refcount,
-/// as far as it is readable. Returns the end of the new structure in the file, in bytes.
-pub(super) async fn rebuild(walk: &mut Walk<'_>, keep: bool) -> Result<u64, CheckError> {
+/// sector, which a crash leaves old or new. If `keep_unreferenced` is true, clusters without references keep their old
+/// refcount, as far as it is readable. Returns the end of the new structure in the file, in bytes.
+pub(super) async fn rebuild(walk: &mut Walk<'_>, keep_unreferenced: bool) -> Result<u64, CheckError> {
     let image = walk.image;
     let shape = image.header.shape;
     let bits = shape.refcount_block_bits();
     // The location is after the old structure too, which is in effect until the header is written.
-    let behind = walk.counts.end();
-    forget_structures(walk);
+    let counts_end = walk.counts.end();
+    remove_structure_counts(walk);
     let mut needed = BTreeSet::new();
     let mut from = 0;
-    while let Some(cluster) = walk.counts.counted(from, behind).next() {
+    while let Some(cluster) = walk.counts.referenced_clusters(from, counts_end).next() {
         needed.insert(cluster >> bits);
         from = ((cluster >> bits) + 1) << bits;
-        if from >= behind {
+        if from >= counts_end {
             break;
         }
     }
     let old_blocks: Vec<u64> = (0..image.refcount_table.len() as u64)
-        .filter(|block| keep && is_trusted(image, &walk.counts, *block))
+        .filter(|block| keep_unreferenced && is_trusted(image, &walk.counts, *block))
         .collect();
     needed.extend(&old_blocks);
-    let place = place(image, behind, &needed, keep).await?;
-    for (index, block) in place.blocks.iter().enumerate() {
+    let structure = find_location(image, counts_end, &needed, keep_unreferenced).await?;
+    for (index, block) in structure.blocks.iter().enumerate() {
         let mut bytes = vec![0; shape.cluster_len() as usize];
         let old = match old_blocks.contains(block) {
             true => read_block(image, *block).await?,
@@ -230,53 +233,62 @@ pub(super) async fn rebuild(walk: &mut Walk<'_>, keep: bool) -> Result<u64, Chec
         let first = block << bits;
         for cluster in first..first + (1 << bits) {
             let stored = old.as_ref().map_or(0, |old| stored_in(image, old, cluster));
-            let own = (place.first..place.end()).contains(&cluster);
-            let count = if own { 1 } else { walk.counts.get(cluster).max(stored) };
+            let in_structure = (structure.first..structure.end()).contains(&cluster);
+            let count = if in_structure {
+                1
+            } else {
+                walk.counts.get(cluster).max(stored)
+            };
             if count > 0 {
                 refcount::write(&mut bytes, shape.refcount_order, (cluster - first) as usize, count);
             }
-            let noted = walk.counts.set_stored_one(cluster, count == 1);
-            noted.map_err(image.out_of_memory(walk.options))?;
+            let added = walk.counts.set_stored_one(cluster, count == 1);
+            added.map_err(image.out_of_memory(walk.options))?;
         }
-        let at = (place.first + place.table_clusters + index as u64) << shape.cluster_bits;
+        let at = (structure.first + structure.table_clusters + index as u64) << shape.cluster_bits;
         write(image, at, &bytes).await?;
     }
-    let mut table = vec![0; (place.table_clusters << shape.cluster_bits) as usize];
-    for (index, block) in place.blocks.iter().enumerate() {
-        let at = (place.first + place.table_clusters + index as u64) << shape.cluster_bits;
+    let mut table = vec![0; (structure.table_clusters << shape.cluster_bits) as usize];
+    for (index, block) in structure.blocks.iter().enumerate() {
+        let at = (structure.first + structure.table_clusters + index as u64) << shape.cluster_bits;
         table[*block as usize * 8..][..8].copy_from_slice(&at.to_be_bytes());
     }
-    let at = place.first << shape.cluster_bits;
+    let at = structure.first << shape.cluster_bits;
     write(image, at, &table).await?;
     // A crash before the header is durable leaves the old structure, untouched.
     image.file.flush().await?;
-    let clusters = place.table_clusters as u32;
+    let clusters = structure.table_clusters as u32;
     image
         .change_header(|sector| crate::header::set_refcount_table(sector, at, clusters))
         .await?;
-    Ok(place.end() << shape.cluster_bits)
+    Ok(structure.end() << shape.cluster_bits)
 }
 
-async fn place(image: &Image, behind: u64, needed: &BTreeSet<u64>, keep: bool) -> Result<Place, CheckError> {
+async fn find_location(
+    image: &Image,
+    counts_end: u64,
+    needed: &BTreeSet<u64>,
+    keep_unreferenced: bool,
+) -> Result<NewStructure, CheckError> {
     let bits = image.header.shape.cluster_bits;
-    let taken = old_structure(image);
+    let occupied = old_structure(image);
     let mut bytes_needed = 0;
-    for first in [image.file_clusters().max(behind), behind] {
-        let Some(place) = Place::beside(image, first, needed, &taken) else {
+    for first in [image.file_clusters().max(counts_end), counts_end] {
+        let Some(structure) = NewStructure::avoiding(image, first, needed, &occupied) else {
             continue;
         };
-        bytes_needed = place.clusters() << bits;
+        bytes_needed = structure.clusters() << bits;
         // Clusters in the file without references may be all that is left of some data.
         let inside = first < image.file_clusters();
-        if inside && keep {
+        if inside && keep_unreferenced {
             continue;
         }
-        let end = place.end() << bits;
+        let end = structure.end() << bits;
         if end <= image.size() || image.file.grow(ByteLen::new(end)).await.is_ok() {
-            return Ok(place);
+            return Ok(structure);
         }
     }
-    Err(CheckError::NoRoom {
+    Err(CheckError::NoSpace {
         name: image.name.to_string(),
         needed: bytes_needed,
     })
@@ -285,22 +297,22 @@ async fn place(image: &Image, behind: u64, needed: &BTreeSet<u64>, keep: bool) -
 /// Returns the clusters of the old refcount table and its blocks according to the image, sorted; also those past the
 /// end of the file.
 fn old_structure(image: &Image) -> Vec<RangeInclusive<u64>> {
-    let TableAt { offset, entries } = image.header.refcount_table;
+    let TableLocation { offset, entries } = image.header.refcount_table;
     let blocks = image
         .refcount_table
         .iter()
         .map(|entry| entry & !REFCOUNT_ENTRY_RESERVED);
     let blocks = blocks.filter(|offset| *offset != 0);
-    let mut taken: Vec<_> = blocks
+    let mut occupied: Vec<_> = blocks
         .map(|offset| image.clusters_of(offset, image.cluster_len().min(u64::MAX - offset)))
         .chain([image.clusters_of(offset, entries * 8)])
         .collect();
-    taken.sort_unstable_by_key(|clusters| *clusters.start());
-    taken
+    occupied.sort_unstable_by_key(|clusters| *clusters.start());
+    occupied
 }
 
 /// Removes the references to the old refcount table and its blocks.
-fn forget_structures(walk: &mut Walk<'_>) {
+fn remove_structure_counts(walk: &mut Walk<'_>) {
     let image = walk.image;
     for (index, entry) in image.refcount_table.iter().enumerate() {
         let usable = image.refcount_block(index as u64).is_some() && entry & REFCOUNT_ENTRY_RESERVED == 0;
@@ -308,7 +320,7 @@ fn forget_structures(walk: &mut Walk<'_>) {
             walk.counts.remove(image.cluster_of(*entry));
         }
     }
-    let TableAt { offset, entries } = image.header.refcount_table;
+    let TableLocation { offset, entries } = image.header.refcount_table;
     if !image.is_past_end(offset, entries * 8) {
         for cluster in image.clusters_of(offset, entries * 8) {
             walk.counts.remove(cluster);
@@ -317,7 +329,7 @@ fn forget_structures(walk: &mut Walk<'_>) {
 }
 
 /// Returns true if an old refcount block has no other use. Its own reference was removed before.
-fn is_trusted(image: &Image, counts: &Counts, block: u64) -> bool {
+fn is_trusted(image: &Image, counts: &ReferenceCounts, block: u64) -> bool {
     image
         .refcount_block(block)
         .is_some_and(|offset| counts.get(image.cluster_of(offset)) == 0)

@@ -6,7 +6,7 @@
 
 use smallvec::SmallVec;
 
-use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COMPRESSED, COPIED, Entry, ZERO};
+use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COMPRESSED, COPIED, L2Entry, ZERO};
 use crate::shape::Shape;
 
 /// The maximum number of entries of a leaf.
@@ -14,9 +14,9 @@ pub const LEAF_ENTRIES_MAX: usize = 512;
 
 /// The bytes per entry up to which a changed list of runs stays a list: the maximum of packed entries on disks up to
 /// 16 TiB. Finding the smallest form takes as long as a write.
-const RUN_BYTES_KEPT: usize = 5;
+const RUN_BYTES_PER_ENTRY_MAX: usize = 5;
 /// The capacity for runs on the stack; more runs use a list on the heap.
-const RUNS_CHANGED: usize = 128;
+const INLINE_RUNS_MAX: usize = 128;
 
 /// One L2 slice.
 #[derive(Default)]
@@ -25,16 +25,16 @@ pub(super) enum Leaf {
     #[default]
     Absent,
     /// One run, which begins with this entry.
-    Run(Compact),
+    Run(CompactEntry),
     Runs(Box<[Run]>),
     Packed(Box<Packed>),
-    Raw(Box<[Entry]>),
+    Raw(Box<[L2Entry]>),
 }
 
 /// An entry without the bits that follow from its kind: the kind in the low 3 bits, above them a number. For a host
 /// cluster the number is its index in the image, for a compressed one the bits with its location.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Compact(u64);
+pub(super) struct CompactEntry(u64);
 
 const KIND_BITS: u32 = 3;
 const UNALLOCATED: u64 = 0;
@@ -48,7 +48,7 @@ const COMPRESSED_DATA: u64 = 6;
 /// A run of clusters, by the index of its first one.
 #[derive(Clone, Copy)]
 pub(super) struct Run {
-    compact: Compact,
+    compact: CompactEntry,
     first: u16,
 }
 
@@ -61,13 +61,13 @@ pub(super) struct Packed {
     bytes: Box<[u8]>,
 }
 
-impl Compact {
+impl CompactEntry {
     /// Returns the compact form; `None` if the entry has bits that do not follow from its kind.
-    fn of(shape: Shape, entry: Entry) -> Option<Self> {
-        let Entry { word, bitmap } = entry;
+    fn of(shape: Shape, entry: L2Entry) -> Option<Self> {
+        let L2Entry { word, bitmap } = entry;
         if word & COMPRESSED != 0 {
-            let place = word & !COMPRESSED;
-            return (bitmap == 0 && place >> (64 - KIND_BITS) == 0).then_some(Self::new(COMPRESSED_DATA, place));
+            let location = word & !COMPRESSED;
+            return (bitmap == 0 && location >> (64 - KIND_BITS) == 0).then_some(Self::new(COMPRESSED_DATA, location));
         }
         let host = entry.host(shape);
         let copied = word & COPIED != 0;
@@ -124,7 +124,7 @@ impl Compact {
         self.kind() == COMPRESSED_DATA
     }
 
-    fn entry(self, shape: Shape) -> Entry {
+    fn entry(self, shape: Shape) -> L2Entry {
         let host = self.number() << shape.cluster_bits;
         let (zero_word, zero_bitmap) = match shape.extended {
             false => (ZERO, 0),
@@ -140,7 +140,7 @@ impl Compact {
             COMPRESSED_DATA => (self.number() | COMPRESSED, 0),
             _ => (0, 0),
         };
-        Entry { word, bitmap }
+        L2Entry { word, bitmap }
     }
 
     /// Returns the compact entry `count` clusters later in the same run.
@@ -157,7 +157,7 @@ impl Compact {
     }
 
     /// Returns the lowest location that packing must be able to express, in clusters.
-    fn place(self, shape: Shape) -> Option<u64> {
+    fn location(self, shape: Shape) -> Option<u64> {
         if self.is_compressed() {
             let offset = self.number() & ((1 << shape.compressed_offset_bits()) - 1);
             return Some(offset >> shape.cluster_bits);
@@ -200,10 +200,10 @@ impl Compact {
 }
 
 impl Packed {
-    fn new(shape: Shape, compacts: &[Compact]) -> Option<Self> {
+    fn new(shape: Shape, compacts: &[CompactEntry]) -> Option<Self> {
         let base = compacts
             .iter()
-            .filter_map(|compact| compact.place(shape))
+            .filter_map(|compact| compact.location(shape))
             .min()
             .unwrap_or(0);
         let widest = compacts
@@ -215,7 +215,7 @@ impl Packed {
         // The shifted offset of a distant compressed cluster may not fit.
         let fits = compacts
             .iter()
-            .all(|compact| Compact::from_relative(shape, base, compact.relative(shape, base)) == *compact);
+            .all(|compact| CompactEntry::from_relative(shape, base, compact.relative(shape, base)) == *compact);
         if width > 7 || !fits {
             return None;
         }
@@ -230,12 +230,12 @@ impl Packed {
         Some(packed)
     }
 
-    fn load(&self, shape: Shape, index: usize) -> Compact {
+    fn load(&self, shape: Shape, index: usize) -> CompactEntry {
         let at = index * usize::from(self.width);
         let mut bytes = [0; 8];
         bytes.copy_from_slice(&self.bytes[at..at + 8]);
         let relative = u64::from_le_bytes(bytes) & (u64::MAX >> (64 - 8 * u32::from(self.width)));
-        Compact::from_relative(shape, self.base, relative)
+        CompactEntry::from_relative(shape, self.base, relative)
     }
 
     fn store(&mut self, index: usize, relative: u64) {
@@ -245,13 +245,13 @@ impl Packed {
     }
 
     /// Stores an entry in place. Returns false if it does not fit.
-    fn try_set(&mut self, shape: Shape, index: usize, compact: Compact) -> bool {
-        if compact.place(shape).is_some_and(|place| place < self.base) {
+    fn try_set(&mut self, shape: Shape, index: usize, compact: CompactEntry) -> bool {
+        if compact.location(shape).is_some_and(|location| location < self.base) {
             return false;
         }
         let relative = compact.relative(shape, self.base);
         let fits = relative >> (8 * u32::from(self.width)) == 0
-            && Compact::from_relative(shape, self.base, relative) == compact;
+            && CompactEntry::from_relative(shape, self.base, relative) == compact;
         if fits {
             self.store(index, relative);
         }
@@ -261,27 +261,27 @@ impl Packed {
 
 impl Leaf {
     /// A leaf with all entries unallocated.
-    pub(super) const UNALLOCATED: Self = Self::Run(Compact(UNALLOCATED));
+    pub(super) const UNALLOCATED: Self = Self::Run(CompactEntry(UNALLOCATED));
 
     pub(super) fn is_loaded(&self) -> bool {
         !matches!(self, Self::Absent)
     }
 
     /// Returns the smallest form for `entries`.
-    pub(super) fn of(shape: Shape, entries: &[Entry]) -> Self {
-        let mut compacts = SmallVec::<[Compact; LEAF_ENTRIES_MAX]>::new();
+    pub(super) fn of(shape: Shape, entries: &[L2Entry]) -> Self {
+        let mut compacts = SmallVec::<[CompactEntry; LEAF_ENTRIES_MAX]>::new();
         for entry in entries {
-            match Compact::of(shape, *entry) {
+            match CompactEntry::of(shape, *entry) {
                 Some(compact) => compacts.push(compact),
                 None => return Self::Raw(entries.into()),
             }
         }
         let mut runs = SmallVec::<[Run; 64]>::new();
         for (index, compact) in compacts.iter().enumerate() {
-            let goes_on = runs
+            let continues = runs
                 .last()
                 .is_some_and(|run| run.compact.continues(index as u64 - u64::from(run.first), *compact));
-            if !goes_on {
+            if !continues {
                 runs.push(Run {
                     compact: *compact,
                     first: index as u16,
@@ -313,11 +313,11 @@ impl Leaf {
 
     /// Returns entry `index`, and a lower bound of the length of its run, itself included; at most `limit` entries
     /// are checked.
-    pub(super) fn run_at(&self, shape: Shape, index: usize, limit: usize) -> (Entry, usize) {
+    pub(super) fn run_at(&self, shape: Shape, index: usize, limit: usize) -> (L2Entry, usize) {
         let all = 1usize << shape.leaf_bits();
         let limit = limit.min(all - index);
         match self {
-            Self::Absent => (Entry::UNALLOCATED, 0),
+            Self::Absent => (L2Entry::UNALLOCATED, 0),
             Self::Run(first) => (first.advanced(index as u64).entry(shape), limit),
             Self::Runs(runs) => {
                 let after = runs.partition_point(|run| usize::from(run.first) <= index);
@@ -346,7 +346,7 @@ impl Leaf {
     }
 
     /// Expands all entries to `entries`.
-    pub(super) fn expand(&self, shape: Shape, entries: &mut [Entry]) {
+    pub(super) fn expand(&self, shape: Shape, entries: &mut [L2Entry]) {
         let mut index = 0;
         while index < entries.len() {
             let (first, count) = self.run_at(shape, index, entries.len() - index);
@@ -359,7 +359,7 @@ impl Leaf {
 
     /// Returns this list of runs after a change of `count` entries from `index` on; `None` if another form may be
     /// smaller, or is needed.
-    fn with_run(&self, shape: Shape, index: usize, count: usize, compact: Compact) -> Option<Self> {
+    fn with_run(&self, shape: Shape, index: usize, count: usize, compact: CompactEntry) -> Option<Self> {
         let all = 1usize << shape.leaf_bits();
         let single;
         let runs = match self {
@@ -374,43 +374,47 @@ impl Leaf {
             _ => return None,
         };
         let end = index + count;
-        let mut changed = SmallVec::<[Run; RUNS_CHANGED]>::new();
-        let mut push = |compact: Compact, first: usize| {
-            let goes_on = changed
+        let mut changed = SmallVec::<[Run; INLINE_RUNS_MAX]>::new();
+        let mut push = |compact: CompactEntry, first: usize| {
+            let continues = changed
                 .last()
                 .is_some_and(|run: &Run| run.compact.continues((first - usize::from(run.first)) as u64, compact));
-            if !goes_on {
+            if !continues {
                 let first = first as u16;
                 changed.push(Run { compact, first });
             }
         };
-        let kept = runs.partition_point(|run| usize::from(run.first) < index);
-        runs[..kept].iter().for_each(|run| push(run.compact, run.first.into()));
+        let before = runs.partition_point(|run| usize::from(run.first) < index);
+        runs[..before]
+            .iter()
+            .for_each(|run| push(run.compact, run.first.into()));
         if count > 1 && compact.is_compressed() {
             return None;
         }
         push(compact, index);
         let after = runs.partition_point(|run| usize::from(run.first) <= end) - 1;
         if end < all {
-            let cut = runs[after];
-            push(cut.compact.advanced((end - usize::from(cut.first)) as u64), end);
+            let split = runs[after];
+            push(split.compact.advanced((end - usize::from(split.first)) as u64), end);
             runs[after + 1..]
                 .iter()
                 .for_each(|run| push(run.compact, run.first.into()));
         }
         match changed[..] {
             [run] if !run.compact.is_compressed() => Some(Self::Run(run.compact)),
-            _ if changed.len() * size_of::<Run>() <= all * RUN_BYTES_KEPT => Some(Self::Runs(changed[..].into())),
+            _ if changed.len() * size_of::<Run>() <= all * RUN_BYTES_PER_ENTRY_MAX => {
+                Some(Self::Runs(changed[..].into()))
+            }
             _ => None,
         }
     }
 
     /// Changes the `count` entries from `index` on into a run that begins with `first`.
-    pub(super) fn set_run(&mut self, shape: Shape, index: usize, count: usize, first: Entry) {
+    pub(super) fn set_run(&mut self, shape: Shape, index: usize, count: usize, first: L2Entry) {
         match self {
             Self::Packed(packed) => {
                 let in_place = (0..count).all(|step| {
-                    Compact::of(shape, first.advanced(shape, step as u64))
+                    CompactEntry::of(shape, first.advanced(shape, step as u64))
                         .is_some_and(|compact| packed.try_set(shape, index + step, compact))
                 });
                 if in_place {
@@ -424,7 +428,7 @@ impl Leaf {
                 return;
             }
             Self::Run(_) | Self::Runs(_) => {
-                let compact = Compact::of(shape, first);
+                let compact = CompactEntry::of(shape, first);
                 if let Some(runs) = compact.and_then(|compact| self.with_run(shape, index, count, compact)) {
                     *self = runs;
                     return;
@@ -432,7 +436,7 @@ impl Leaf {
             }
             Self::Absent => {}
         }
-        let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
+        let mut entries = [L2Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         let entries = &mut entries[..1 << shape.leaf_bits()];
         self.expand(shape, entries);
         for step in 0..count {
@@ -459,23 +463,23 @@ mod tests {
     }
 
     /// Generates entries as in real images: runs, scattered clusters, compressed ones, and invalid ones.
-    fn entry(shape: Shape) -> impl Strategy<Value = Entry> {
+    fn entry(shape: Shape) -> impl Strategy<Value = L2Entry> {
         let first = if shape.data_file { 0u64 } else { 1 };
         let host = prop_oneof![first..4, 1u64..1 << 24].prop_map(move |index| index << shape.cluster_bits);
         prop_oneof![
-            3 => Just(Entry::UNALLOCATED),
-            3 => Just(Entry::zero(shape)),
-            20 => host.clone().prop_map(move |host| Entry::data(shape, host)),
-            2 => host.clone().prop_map(move |host| Entry { word: host, ..Entry::data(shape, host) }),
+            3 => Just(L2Entry::UNALLOCATED),
+            3 => Just(L2Entry::zero(shape)),
+            20 => host.clone().prop_map(move |host| L2Entry::data(shape, host)),
+            2 => host.clone().prop_map(move |host| L2Entry { word: host, ..L2Entry::data(shape, host) }),
             2 => host.prop_map(move |host| {
-                let zero = Entry::zero(shape);
-                Entry { word: zero.word | host | COPIED, bitmap: zero.bitmap }
+                let zero = L2Entry::zero(shape);
+                L2Entry { word: zero.word | host | COPIED, bitmap: zero.bitmap }
             }),
-            2 => (0u64..1 << 40, 0u64..2).prop_map(move |(offset, sectors)| Entry {
+            2 => (0u64..1 << 40, 0u64..2).prop_map(move |(offset, sectors)| L2Entry {
                 word: COMPRESSED | sectors << shape.compressed_offset_bits() | offset,
                 bitmap: 0,
             }),
-            1 => (any::<u64>(), any::<u64>()).prop_map(move |(word, bitmap)| Entry {
+            1 => (any::<u64>(), any::<u64>()).prop_map(move |(word, bitmap)| L2Entry {
                 word,
                 bitmap: if shape.extended { bitmap } else { 0 },
             }),
@@ -483,7 +487,7 @@ mod tests {
     }
 
     /// Returns true if an entry has a host cluster, according to the format's specification.
-    fn has_host(shape: Shape, entry: Entry) -> bool {
+    fn has_host(shape: Shape, entry: L2Entry) -> bool {
         let plain_zero = !shape.extended && entry.word & ZERO != 0;
         entry.word & OFFSET != 0 || (shape.data_file && entry.word & COPIED != 0 && !plain_zero)
     }
@@ -491,7 +495,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(300))]
         #[test]
-        fn leaf_gives_back_original_entries(
+        fn leaf_restores_original_entries(
             (shape, runs, changes) in shapes().prop_flat_map(|shape| {
                 let run = (entry(shape), prop_oneof![Just(1usize), 1usize..200]);
                 let change = (any::<prop::sample::Index>(), entry(shape), 1usize..40);
@@ -499,18 +503,18 @@ mod tests {
             }),
         ) {
             let all = 1usize << shape.leaf_bits();
-            let mut expected: Vec<Entry> = runs
+            let mut expected: Vec<L2Entry> = runs
                 .iter()
                 .flat_map(|(first, count)| (0..*count as u64).map(|step| {
-                    if first.is_compressed() { *first } else { Entry { word: first.word.wrapping_add(
+                    if first.is_compressed() { *first } else { L2Entry { word: first.word.wrapping_add(
                         if has_host(shape, *first) { step << shape.cluster_bits } else { 0 }), ..*first } }
                 }))
                 .take(all)
                 .collect();
-            expected.resize(all, Entry::UNALLOCATED);
+            expected.resize(all, L2Entry::UNALLOCATED);
             let mut leaf = Leaf::of(shape, &expected);
-            let check = |leaf: &Leaf, expected: &[Entry]| {
-                let mut got = vec![Entry::UNALLOCATED; all];
+            let check = |leaf: &Leaf, expected: &[L2Entry]| {
+                let mut got = vec![L2Entry::UNALLOCATED; all];
                 leaf.expand(shape, &mut got);
                 prop_assert_eq!(&got[..], expected);
                 for index in (0..all).step_by(7) {
@@ -547,8 +551,8 @@ mod tests {
             data_file: false,
         };
         // Scattered over 16 TiB.
-        let entries: Vec<Entry> = (0..512u64)
-            .map(|index| Entry::data(shape, (1 + index * 0x9e37_79b9 % (1 << 28)) << 16))
+        let entries: Vec<L2Entry> = (0..512u64)
+            .map(|index| L2Entry::data(shape, (1 + index * 0x9e37_79b9 % (1 << 28)) << 16))
             .collect();
         let leaf = Leaf::of(shape, &entries);
         assert!(leaf.heap_bytes() <= 5 * 512, "{}", leaf.heap_bytes());

@@ -21,12 +21,12 @@ use directory::Directory;
 pub use leaf::LEAF_ENTRIES_MAX;
 use leaf::Leaf;
 
-use crate::entry::Entry;
+use crate::entry::L2Entry;
 use crate::metadata_memory::MetadataShare;
 use crate::shape::Shape;
 
 /// The number of leaves of a group.
-const GROUP: u64 = 8;
+const GROUP_LEAVES: u64 = 8;
 
 /// The index of a slice of the guest's clusters, from the start of the disk.
 pub type LeafIndex = u64;
@@ -67,7 +67,7 @@ pub struct Map {
 
 #[derive(Default)]
 struct Group {
-    leaves: [Leaf; GROUP as usize],
+    leaves: [Leaf; GROUP_LEAVES as usize],
     /// One bit per leaf: used since the clock hand last visited the group.
     used: u8,
 }
@@ -106,7 +106,7 @@ impl Map {
     /// Extends the map to at least `clusters` guest clusters.
     pub fn grow(&mut self, clusters: u64) {
         self.leaves = self.leaves.max(clusters.div_ceil(1 << self.shape.leaf_bits()));
-        self.groups.grow(self.leaves.div_ceil(GROUP) as usize);
+        self.groups.grow(self.leaves.div_ceil(GROUP_LEAVES) as usize);
     }
 
     /// Returns the number of leaves of the disk.
@@ -137,8 +137,8 @@ impl Map {
     }
 
     fn leaf(&self, index: LeafIndex) -> Option<&Leaf> {
-        let group = self.groups.get((index / GROUP) as usize)?;
-        Some(&group.leaves[(index % GROUP) as usize])
+        let group = self.groups.get((index / GROUP_LEAVES) as usize)?;
+        Some(&group.leaves[(index % GROUP_LEAVES) as usize])
     }
 
     /// Returns true if a leaf is loaded.
@@ -149,11 +149,11 @@ impl Map {
     /// Returns the entry of a guest cluster, and a lower bound of the length of its run, itself included (at most
     /// `limit`, and within its leaf). Returns `None` if its leaf is not loaded.
     #[inline]
-    pub fn run_at(&mut self, cluster: u64, limit: usize) -> Option<(Entry, usize)> {
+    pub fn run_at(&mut self, cluster: u64, limit: usize) -> Option<(L2Entry, usize)> {
         let leaf = cluster >> self.shape.leaf_bits();
         let index = (cluster & ((1 << self.shape.leaf_bits()) - 1)) as usize;
-        if let Some(group) = self.groups.get_mut((leaf / GROUP) as usize) {
-            let slot = (leaf % GROUP) as usize;
+        if let Some(group) = self.groups.get_mut((leaf / GROUP_LEAVES) as usize) {
+            let slot = (leaf % GROUP_LEAVES) as usize;
             group.used |= 1 << slot;
             let (entry, count) = group.leaves[slot].run_at(self.shape, index, limit);
             if count > 0 {
@@ -165,24 +165,24 @@ impl Map {
     }
 
     /// Inserts a leaf, unless it is loaded.
-    pub fn load(&mut self, index: LeafIndex, entries: &[Entry]) {
+    pub fn load(&mut self, index: LeafIndex, entries: &[L2Entry]) {
         if !self.is_loaded(index) {
-            self.put(index, Leaf::of(self.shape, entries));
+            self.insert_leaf(index, Leaf::of(self.shape, entries));
         }
     }
 
     /// Inserts a leaf of an L2 table that does not exist, unless the leaf is loaded.
     pub fn load_unallocated(&mut self, index: LeafIndex) {
         if !self.is_loaded(index) {
-            self.put(index, Leaf::UNALLOCATED);
+            self.insert_leaf(index, Leaf::UNALLOCATED);
         }
     }
 
-    fn put(&mut self, index: LeafIndex, leaf: Leaf) {
+    fn insert_leaf(&mut self, index: LeafIndex, leaf: Leaf) {
         self.leaf_bytes += leaf.heap_bytes();
         self.statistics.loaded += 1;
-        let group = self.groups.get_or_insert((index / GROUP) as usize);
-        let slot = (index % GROUP) as usize;
+        let group = self.groups.get_or_insert((index / GROUP_LEAVES) as usize);
+        let slot = (index % GROUP_LEAVES) as usize;
         group.leaves[slot] = leaf;
         group.used |= 1 << slot;
         if self.bytes() > self.limit.bytes() {
@@ -195,13 +195,13 @@ impl Map {
     ///
     /// # Panics
     /// If the leaf is not loaded.
-    pub fn set_run(&mut self, cluster: u64, count: usize, first: Entry) {
+    pub fn set_run(&mut self, cluster: u64, count: usize, first: L2Entry) {
         let index = cluster >> self.shape.leaf_bits();
         let within = (cluster & ((1 << self.shape.leaf_bits()) - 1)) as usize;
-        let Some(group) = self.groups.get_mut((index / GROUP) as usize) else {
+        let Some(group) = self.groups.get_mut((index / GROUP_LEAVES) as usize) else {
             panic!("leaf {index} is changed but not loaded");
         };
-        let leaf = &mut group.leaves[(index % GROUP) as usize];
+        let leaf = &mut group.leaves[(index % GROUP_LEAVES) as usize];
         assert!(leaf.is_loaded(), "leaf {index} is changed but not loaded");
         let before = leaf.heap_bytes();
         leaf.set_run(self.shape, within, count, first);
@@ -215,7 +215,7 @@ impl Map {
     }
 
     /// Encodes a dirty leaf as its slice on disk. The leaf counts as being written, and is not evicted, until
-    /// [`Map::written`].
+    /// [`Map::finish_write`].
     pub fn take_dirty(&mut self, index: LeafIndex, bytes: &mut [u8]) {
         self.encode(index, bytes);
         self.dirty.remove(&index);
@@ -223,7 +223,7 @@ impl Map {
     }
 
     /// Ends the writing of a leaf from [`Map::take_dirty`]. After a failure the leaf is dirty again.
-    pub fn written(&mut self, index: LeafIndex, success: bool) {
+    pub fn finish_write(&mut self, index: LeafIndex, success: bool) {
         self.writing.remove(&index);
         if !success {
             self.dirty.insert(index);
@@ -231,7 +231,7 @@ impl Map {
     }
 
     fn encode(&self, index: LeafIndex, bytes: &mut [u8]) {
-        let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
+        let mut entries = [L2Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         let entries = &mut entries[..1 << self.shape.leaf_bits()];
         if let Some(leaf) = self.leaf(index) {
             leaf.expand(self.shape, entries);
@@ -239,31 +239,31 @@ impl Map {
         encode(self.shape, entries, bytes);
     }
 
-    /// Evicts leaves, except `kept`, until the memory is within the limit. Dirty leaves are not evicted, even above
+    /// Evicts leaves, except `except`, until the memory is within the limit. Dirty leaves are not evicted, even above
     /// the limit.
-    fn evict(&mut self, kept: LeafIndex) {
+    fn evict(&mut self, except: LeafIndex) {
         // Each group is visited at most twice: the first visit may find that it has been used.
         let mut groups_left = self.groups.used() * 2;
         let limit = self.limit.bytes();
         while self.bytes() > limit && groups_left > 0 {
             groups_left -= 1;
-            let Some(number) = self.groups.next(self.hand) else {
+            let Some(number) = self.groups.next_present(self.hand) else {
                 return;
             };
             self.hand = number + 1;
             let Some(group) = self.groups.get_mut(number) else {
                 return;
             };
-            let first = number as u64 * GROUP;
-            let mut left = false;
-            for slot in 0..GROUP {
+            let first = number as u64 * GROUP_LEAVES;
+            let mut has_loaded = false;
+            for slot in 0..GROUP_LEAVES {
                 let (index, leaf) = (first + slot, &mut group.leaves[slot as usize]);
                 if !leaf.is_loaded() {
                     continue;
                 }
                 let needed = self.dirty.contains(&index) || self.writing.contains(&index);
-                if group.used >> slot & 1 != 0 || index == kept || needed {
-                    left = true;
+                if group.used >> slot & 1 != 0 || index == except || needed {
+                    has_loaded = true;
                     continue;
                 }
                 self.leaf_bytes -= leaf.heap_bytes();
@@ -272,7 +272,7 @@ impl Map {
                 *leaf = Leaf::Absent;
             }
             group.used = 0;
-            if !left {
+            if !has_loaded {
                 self.groups.remove(number);
             }
         }
@@ -280,7 +280,7 @@ impl Map {
 }
 
 /// Decodes the entries of a slice.
-pub fn decode(shape: Shape, bytes: &[u8], entries: &mut [Entry]) {
+pub fn decode(shape: Shape, bytes: &[u8], entries: &mut [L2Entry]) {
     let word_at = |at: usize| {
         let mut word = [0; 8];
         word.copy_from_slice(&bytes[at..at + 8]);
@@ -288,11 +288,11 @@ pub fn decode(shape: Shape, bytes: &[u8], entries: &mut [Entry]) {
     };
     for (index, entry) in entries.iter_mut().enumerate() {
         *entry = match shape.extended {
-            false => Entry {
+            false => L2Entry {
                 word: word_at(index * 8),
                 bitmap: 0,
             },
-            true => Entry {
+            true => L2Entry {
                 word: word_at(index * 16),
                 bitmap: word_at(index * 16 + 8),
             },
@@ -300,7 +300,7 @@ pub fn decode(shape: Shape, bytes: &[u8], entries: &mut [Entry]) {
     }
 }
 
-fn encode(shape: Shape, entries: &[Entry], bytes: &mut [u8]) {
+fn encode(shape: Shape, entries: &[L2Entry], bytes: &mut [u8]) {
     for (entry, out) in entries.iter().zip(bytes.chunks_exact_mut(shape.entry_len() as usize)) {
         out[..8].copy_from_slice(&entry.on_disk().to_be_bytes());
         if shape.extended {
@@ -322,10 +322,10 @@ mod tests {
     };
 
     fn load_all(map: &mut Map, host: impl Fn(u64) -> u64) {
-        let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
+        let mut entries = [L2Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         for leaf in 0..map.leaves() {
             for (index, entry) in entries.iter_mut().enumerate() {
-                *entry = Entry::data(SHAPE, host(leaf * 512 + index as u64) << 16);
+                *entry = L2Entry::data(SHAPE, host(leaf * 512 + index as u64) << 16);
             }
             map.load(leaf, &entries);
         }
@@ -339,7 +339,7 @@ mod tests {
         assert!(map.bytes() < 1 << 20, "{}", map.bytes());
         assert_eq!(
             map.run_at(clusters - 1, 8),
-            Some((Entry::data(SHAPE, (clusters + 99) << 16), 1))
+            Some((L2Entry::data(SHAPE, (clusters + 99) << 16), 1))
         );
     }
 
@@ -347,18 +347,18 @@ mod tests {
     fn eviction_keeps_limit_and_dirty_leaves() {
         let mut map = Map::new(SHAPE, 512 * 1000, MapLimit::Bytes(100_000));
         map.load_unallocated(3);
-        map.set_run(3 * 512 + 5, 1, Entry::data(SHAPE, 77 << 16));
+        map.set_run(3 * 512 + 5, 1, L2Entry::data(SHAPE, 77 << 16));
         load_all(&mut map, |cluster| 1 + cluster * 0x9e37_79b9 % (1 << 28));
         assert!(map.bytes() <= 100_000, "{}", map.bytes());
         assert!(map.statistics().evicted > 500);
-        assert_eq!(map.run_at(3 * 512 + 5, 1), Some((Entry::data(SHAPE, 77 << 16), 1)));
+        assert_eq!(map.run_at(3 * 512 + 5, 1), Some((L2Entry::data(SHAPE, 77 << 16), 1)));
         let mut slice = [0; 4096];
         map.take_dirty(3, &mut slice);
-        map.written(3, true);
+        map.finish_write(3, true);
         assert!(map.dirty().is_empty());
-        let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
+        let mut entries = [L2Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         decode(SHAPE, &slice, &mut entries);
-        assert_eq!(entries[5], Entry::data(SHAPE, 77 << 16));
-        assert_eq!(entries[6], Entry::UNALLOCATED);
+        assert_eq!(entries[5], L2Entry::data(SHAPE, 77 << 16));
+        assert_eq!(entries[6], L2Entry::UNALLOCATED);
     }
 }

@@ -3,13 +3,13 @@
 use larder_block::event_loop::WorkSlice;
 use larder_block::{ByteRange, Failure, IoResult, ZeroFlags};
 
-use super::{Allocation, Freed, STEPS_PER_SLICE};
+use super::{Allocation, FreedClusters, STEPS_PER_SLICE};
 use crate::device::Qcow2;
-use crate::header::TableAt;
-use crate::refcount::Known;
+use crate::header::TableLocation;
+use crate::refcount::SliceLookup;
 
 /// The unit in which tables are written, in bytes.
-pub(super) const SECTOR: u64 = 512;
+pub(super) const SECTOR_BYTES: u64 = 512;
 
 /// The maximum length of the refcount table: 8 MiB, as in QEMU.
 const REFCOUNT_TABLE_ENTRIES_MAX: u64 = 1 << 20;
@@ -21,17 +21,17 @@ impl Qcow2 {
 
     /// Extends the refcount table for all of the file as it was opened, while there is space: a device that is nearly
     /// full has no space for a longer table.
-    pub(super) async fn count_whole_file(&self) -> IoResult {
-        let clusters = self.space.borrow().given_clusters;
+    pub(super) async fn grow_refcount_table_to_file(&self) -> IoResult {
+        let clusters = self.space.borrow().initial_clusters;
         // Limited to the clusters that the longest table can count.
         let clusters = clusters.min(REFCOUNT_TABLE_ENTRIES_MAX << self.shape.refcount_block_bits());
         let counted = self.refcounts.borrow().counted_clusters();
-        if clusters <= counted || self.space.borrow().not_counted == clusters {
+        if clusters <= counted || self.space.borrow().failed_growth_clusters == clusters {
             return Ok(());
         }
         // If extending fails, the counted part can be used nonetheless; an allocation after it tries again.
-        self.space.borrow_mut().not_counted = clusters;
-        match self.lengthen_refcount_table(self.block_of(clusters - 1) + 1).await {
+        self.space.borrow_mut().failed_growth_clusters = clusters;
+        match self.grow_refcount_table(self.block_of(clusters - 1) + 1).await {
             Err(error) if error.failure() == Failure::NoSpace => Ok(()),
             Err(error) => Err(error),
             Ok(()) => self.write_refcounts().await,
@@ -42,36 +42,36 @@ impl Qcow2 {
     /// an existing block.
     pub(super) async fn add_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
         if block >= self.refcounts.borrow().table().len() as u64 {
-            self.lengthen_refcount_table(block + 1).await?;
+            self.grow_refcount_table(block + 1).await?;
             self.write_refcounts().await?;
             if self.refcounts.borrow().has_block(block) {
                 return Ok(());
             }
         }
-        self.make_refcount_block(block, cluster).await
+        self.create_refcount_block(block, cluster).await
     }
 
     /// Creates a refcount block like [`Self::add_refcount_block`], for which the refcount table already has an entry.
-    pub(super) async fn make_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
-        self.cover(cluster, 1).await?;
+    pub(super) async fn create_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
+        self.extend_to_cover(cluster, 1).await?;
         self.check_free(cluster..cluster + 1)?;
         self.clear_clusters(cluster, 1).await?;
-        let table = self.refcounts.borrow().table_at;
-        let table = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR);
+        let table = self.refcounts.borrow().table_location;
+        let table = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR_BYTES);
         self.file.allocate(table).await?;
         if self.block_of(cluster) != block {
-            self.secure_refcounts(cluster).await?;
+            self.allocate_refcount_slice(cluster).await?;
             // This loads the cluster's slice; there is no await until it is changed.
             self.refcount(cluster).await?;
         }
-        self.use_as_refcount_block(block, cluster);
+        self.register_refcount_block(block, cluster);
         // The block must be durable before one of its clusters is used, because a replay must find it.
         self.write_refcounts().await
     }
 
     /// Makes clusters of metadata read as zeros, with allocated space.
     pub(super) async fn clear_clusters(&self, first: u64, count: u64) -> IoResult {
-        self.space.borrow_mut().touch_all_before(first + count);
+        self.space.borrow_mut().mark_written_before(first + count);
         let bits = self.shape.cluster_bits;
         let at = ByteRange::new(first << bits, count << bits);
         self.file.write_zeroes(at, ZeroFlags::default()).await
@@ -79,10 +79,10 @@ impl Qcow2 {
 
     /// Registers a block in `cluster`, which is covered, cleared, and in `block`'s own part of the image or in one
     /// whose slice is loaded.
-    fn use_as_refcount_block(&self, block: u64, cluster: u64) {
+    fn register_refcount_block(&self, block: u64, cluster: u64) {
         let mut refcounts = self.refcounts.borrow_mut();
         refcounts.add_block(block, cluster << self.shape.cluster_bits);
-        if let Known::Absent(slice, _) = refcounts.get(cluster) {
+        if let SliceLookup::NotLoaded(slice, _) = refcounts.get(cluster) {
             // A new block reads as zeros, so the file need not be read.
             refcounts.load_zeros(slice);
         }
@@ -91,10 +91,10 @@ impl Qcow2 {
 
     /// Moves the refcount table to a location with space for at least `blocks` blocks; the next commit makes the
     /// image use it.
-    async fn lengthen_refcount_table(&self, blocks: u64) -> IoResult {
+    async fn grow_refcount_table(&self, blocks: u64) -> IoResult {
         let entries = self.refcount_entries(blocks)?;
-        match self.lengthen_table_behind(entries).await {
-            Err(error) if error.failure() == Failure::NoSpace => self.lengthen_table_inside(entries).await,
+        match self.grow_table_at_end(entries).await {
+            Err(error) if error.failure() == Failure::NoSpace => self.grow_table_inside(entries).await,
             result => result,
         }
     }
@@ -102,14 +102,18 @@ impl Qcow2 {
     /// Returns the number of entries of a table for `blocks` blocks: as many as the file needed when it was opened,
     /// so that a device of the measured size is enough; half as many again for a file that has grown.
     fn refcount_entries(&self, blocks: u64) -> IoResult<u64> {
-        let given = self.space.borrow().given_clusters;
-        let given = given.div_ceil(1 << self.shape.refcount_block_bits());
-        let wanted = if blocks <= given { given } else { blocks + blocks / 2 };
-        self.whole_table(wanted.min(REFCOUNT_TABLE_ENTRIES_MAX).max(blocks))
+        let initial_blocks = self.space.borrow().initial_clusters;
+        let initial_blocks = initial_blocks.div_ceil(1 << self.shape.refcount_block_bits());
+        let wanted = if blocks <= initial_blocks {
+            initial_blocks
+        } else {
+            blocks + blocks / 2
+        };
+        self.round_up_table_entries(wanted.min(REFCOUNT_TABLE_ENTRIES_MAX).max(blocks))
     }
 
     /// Rounds a number of entries up to whole clusters of the table.
-    fn whole_table(&self, entries: u64) -> IoResult<u64> {
+    fn round_up_table_entries(&self, entries: u64) -> IoResult<u64> {
         let entries = entries.next_multiple_of(self.shape.cluster_len() / 8);
         if entries <= REFCOUNT_TABLE_ENTRIES_MAX {
             return Ok(entries);
@@ -123,7 +127,7 @@ impl Qcow2 {
 
     /// Moves the refcount table into the first part of the image that it does not count, after that part's new
     /// blocks.
-    async fn lengthen_table_behind(&self, entries: u64) -> IoResult {
+    async fn grow_table_at_end(&self, entries: u64) -> IoResult {
         let per_cluster = self.shape.cluster_len() / 8;
         let block_bits = self.shape.refcount_block_bits();
         let first = self.refcounts.borrow().counted_clusters();
@@ -138,20 +142,21 @@ impl Qcow2 {
             if needed <= entries {
                 break (new_blocks, table_clusters);
             }
-            entries = self.whole_table(needed)?;
+            entries = self.round_up_table_entries(needed)?;
         };
-        let all = new_blocks + table_clusters;
-        self.check_free(first..first + all)?;
-        self.lengthen((first + all) << self.shape.cluster_bits).await?;
-        self.clear_clusters(first, all).await?;
+        let cluster_count = new_blocks + table_clusters;
+        self.check_free(first..first + cluster_count)?;
+        self.extend_file((first + cluster_count) << self.shape.cluster_bits)
+            .await?;
+        self.clear_clusters(first, cluster_count).await?;
         let mut refcounts = self.refcounts.borrow_mut();
-        refcounts.lengthen(entries);
+        refcounts.grow_table(entries);
         for index in 0..new_blocks {
             let block = (first >> block_bits) + index;
             refcounts.add_block(block, (first + index) << self.shape.cluster_bits);
         }
-        for cluster in first..first + all {
-            if let Known::Absent(slice, _) = refcounts.get(cluster) {
+        for cluster in first..first + cluster_count {
+            if let SliceLookup::NotLoaded(slice, _) = refcounts.get(cluster) {
                 refcounts.load_zeros(slice);
             }
             refcounts.set(cluster, 1);
@@ -163,11 +168,11 @@ impl Qcow2 {
 
     /// Moves the refcount table to free clusters in the part of the image that it counts already. The window must be
     /// empty. A crash before the header points there leaves these clusters leaked, and the old table in use.
-    async fn lengthen_table_inside(&self, entries: u64) -> IoResult {
+    async fn grow_table_inside(&self, entries: u64) -> IoResult {
         let count = entries * 8 / self.shape.cluster_len();
-        let run = self.take_run_inside(count).await?;
+        let run = self.allocate_run_inside(count).await?;
         self.clear_clusters(run.first, run.count).await?;
-        self.refcounts.borrow_mut().lengthen(entries);
+        self.refcounts.borrow_mut().grow_table(entries);
         self.move_refcount_table(run.first, entries);
         run.keep();
         Ok(())
@@ -176,35 +181,35 @@ impl Qcow2 {
     /// Sets the new location of the refcount table to `first`, and frees the old one.
     fn move_refcount_table(&self, first: u64, entries: u64) {
         let mut refcounts = self.refcounts.borrow_mut();
-        let old = refcounts.moves_to.unwrap_or(refcounts.table_at);
-        refcounts.moves_to = Some(TableAt {
+        let old = refcounts.next_table_location.unwrap_or(refcounts.table_location);
+        refcounts.next_table_location = Some(TableLocation {
             offset: first << self.shape.cluster_bits,
             entries,
         });
-        self.freed.borrow_mut().push(Freed {
+        self.freed.borrow_mut().push(FreedClusters {
             first: old.offset >> self.shape.cluster_bits,
             count: (old.entries * 8).div_ceil(self.shape.cluster_len()),
         });
     }
 
     /// Takes `count` contiguous free clusters inside the file. The window must be empty, and the caller must hold
-    /// `finding_space`.
-    pub(super) async fn take_run_inside(&self, count: u64) -> IoResult<Allocation<'_>> {
+    /// `allocation_lock`.
+    pub(super) async fn allocate_run_inside(&self, count: u64) -> IoResult<Allocation<'_>> {
         let Some(first) = self.find_run(count).await? else {
             return Err(self.no_space());
         };
-        self.take_run(first, count, false).await
+        self.allocate_run_at(first, count, false).await
     }
 
     /// Takes free clusters that the file covers and blocks count.
-    pub(super) async fn take_run(&self, first: u64, count: u64, reads_zero: bool) -> IoResult<Allocation<'_>> {
+    pub(super) async fn allocate_run_at(&self, first: u64, count: u64, reads_zero: bool) -> IoResult<Allocation<'_>> {
         let mut run = Allocation::new(self, first, 0, reads_zero);
         // A run that fails midway is freed like any other, and the next one must not begin here before that.
-        self.space.borrow_mut().touch_all_before(first + count);
+        self.space.borrow_mut().mark_written_before(first + count);
         let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         for cluster in first..first + count {
             slice.complete_steps(1).await;
-            self.secure_refcounts(cluster).await?;
+            self.allocate_refcount_slice(cluster).await?;
             self.refcount(cluster).await?;
             // Slices are processed one at a time, so the present one is not dropped.
             self.refcounts.borrow_mut().set(cluster, 1);

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, Loop, WriteBuf, WriteFlags};
 use larder_qcow2::header::{Header, MAGIC};
-use larder_qcow2::{OpenOptions, Others, Qcow2};
+use larder_qcow2::{OpenOptions, Qcow2, RelatedFiles};
 
 use super::Input;
 
@@ -24,7 +24,7 @@ pub fn run(data: &[u8]) {
     if let Err(error) = Header::parse(&bytes) {
         assert!(!error.to_string().is_empty());
     }
-    let _ = Header::area(&bytes);
+    let _ = Header::area_len(&bytes);
     let on = Loop::simulated().expect("a loop");
     on.block_on(async {
         let file: Rc<dyn BlockDevice> = Rc::new(MemoryDevice::new(ByteLen::new(FILE_BYTES), 512));
@@ -38,7 +38,7 @@ pub fn run(data: &[u8]) {
                 load_ahead: flags & 2 != 0,
                 ..OpenOptions::default()
             };
-            let opened = Qcow2::open(&on, Rc::clone(&file), Others::default(), options).await;
+            let opened = Qcow2::open(&on, Rc::clone(&file), RelatedFiles::default(), options).await;
             match (opened, &header) {
                 (Ok(image), Ok(header)) => {
                     assert_eq!(image.geometry().size.get(), header.size & !511);

@@ -13,7 +13,7 @@ use larder_block::{
 };
 use larder_qcow2::journal::Journal;
 use larder_qcow2::shape::Shape;
-use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2};
+use larder_qcow2::{MetadataMemory, OpenOptions, Qcow2, RelatedFiles};
 
 use super::Input;
 use super::guard::{Guard, Places};
@@ -135,7 +135,7 @@ impl Run<'_> {
     }
 
     /// Returns the backing file and the data file of the image.
-    async fn others(&self, on: &Loop, file: &Rc<dyn BlockDevice>) -> Others {
+    async fn others(&self, on: &Loop, file: &Rc<dyn BlockDevice>) -> RelatedFiles {
         let backing = match self.backing {
             Some(len) => {
                 let device = Rc::new(MemoryDevice::new(ByteLen::new(len), 512));
@@ -154,7 +154,7 @@ impl Run<'_> {
             let medium = SimulatedMedium::new(ByteLen::kib(64), 512);
             SimulatedDevice::open(on, medium, SimulatedOptions::default()) as _
         });
-        Others { backing, data_file }
+        RelatedFiles { backing, data_file }
     }
 
     async fn open(&mut self, on: &Loop, file: &Rc<Guard>) -> Option<Rc<Qcow2>> {
@@ -164,7 +164,7 @@ impl Run<'_> {
         let journal = self.journal.as_ref().map(|file| Journal::map(file).expect("a map"));
         let options = OpenOptions {
             journal,
-            left: None,
+            orphaned_journal: None,
             read_only: self.model.is_none() && flags & 7 == 7,
             metadata_memory: MetadataMemory::new(
                 [ByteLen::mib(1), ByteLen::ZERO, ByteLen::kib(2)][usize::from(flags >> 3) % 3],

@@ -11,10 +11,10 @@ use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Loop, Operation, ReadBuf,
     WriteBuf, WriteFlags,
 };
-use larder_qcow2::check::{self, CheckOptions, Report};
+use larder_qcow2::check::{self, CheckOptions, CheckReport};
 use larder_qcow2::journal::Journal;
 use larder_qcow2::shape::Shape;
-use larder_qcow2::{OpenOptions, Others, Qcow2};
+use larder_qcow2::{OpenOptions, Qcow2, RelatedFiles};
 
 /// A device that cannot grow once it is fixed, unless another program extends it.
 pub(crate) struct Fixed {
@@ -112,9 +112,9 @@ impl Kit {
             load_ahead: false,
             ..OpenOptions::default()
         };
-        let others = Others {
+        let others = RelatedFiles {
             data_file: self.data_file.clone(),
-            ..Others::default()
+            ..RelatedFiles::default()
         };
         let opening = Qcow2::open(&self.on, self.file(), others, options);
         self.on.block_on(opening).expect("it is sound")
@@ -131,7 +131,7 @@ impl Kit {
         assert!(found.is_clean(), "{found:?}");
     }
 
-    pub(crate) fn check(&self) -> Report {
+    pub(crate) fn check(&self) -> CheckReport {
         let file = self.file();
         let checking = check::check(&file, CheckOptions::default());
         self.on.block_on(checking).expect("it is read")

@@ -22,8 +22,8 @@
 //! If a right cannot be given up, [`confine`] fails, and the process is partly confined: it must end. Only Landlock
 //! may be missing in an older kernel, wholly or in part; that is logged as a warning.
 
-mod calls;
-mod files;
+mod landlock_rules;
+mod seccomp;
 mod threads;
 
 use std::collections::BTreeSet;
@@ -39,28 +39,28 @@ use larder_block::event_loop::SocketAddress;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
     /// Directories of its own, in which it creates, reads, writes, replaces and removes files.
-    own: BTreeSet<PathBuf>,
+    own_directories: BTreeSet<PathBuf>,
     /// TCP ports of NBD servers.
     ports: BTreeSet<u16>,
     /// A server is given by a name, which is looked up when the connection is made.
-    looks_up_names: bool,
+    resolves_names: bool,
 }
 
 impl Needs {
     /// Adds a directory that belongs to this process alone.
-    pub fn have(&mut self, folder: impl Into<PathBuf>) {
-        self.own.insert(folder.into());
+    pub fn add_directory(&mut self, directory: impl Into<PathBuf>) {
+        self.own_directories.insert(directory.into());
     }
 
     /// Adds a TCP connection to an NBD server; the opener makes connections to unix sockets. The server's name is
     /// looked up once now, because no library can be loaded later.
-    pub fn connect_to(&mut self, server: &SocketAddress) {
+    pub fn add_nbd_server(&mut self, server: &SocketAddress) {
         let SocketAddress::Tcp { host, port } = server else {
             return;
         };
         self.ports.insert(*port);
         if host.parse::<IpAddr>().is_err() {
-            self.looks_up_names = true;
+            self.resolves_names = true;
             // A later connection reports the error.
             let _ = (host.as_str(), *port).to_socket_addrs();
         }
@@ -82,11 +82,11 @@ pub enum ConfineError {
     #[error(
         "thread {thread} has not dropped its rights within {seconds} s: its storage may be stuck. Start the server again once the storage responds, or without --confine"
     )]
-    Silent { thread: String, seconds: u64 },
+    Unresponsive { thread: String, seconds: u64 },
     #[error("the threads of this process cannot be listed: {0}; --confine needs /proc")]
     Threads(io::Error),
     #[error("seccomp: {0}; --confine needs a kernel with CONFIG_SECCOMP_FILTER")]
-    Calls(String),
+    Seccomp(String),
 }
 
 /// Restricts this thread, and the programs that it starts, to programs and to reading `file`. A program that parses
@@ -94,8 +94,8 @@ pub enum ConfineError {
 ///
 /// # Errors
 /// The kernel refuses.
-pub(crate) fn only_programs_and(file: &File) -> io::Result<()> {
-    files::only_programs_and(file)
+pub(crate) fn restrict_to_programs_and(file: &File) -> io::Result<()> {
+    landlock_rules::restrict_to_programs_and(file)
 }
 
 /// Makes this process give up all rights except those that it `needs`. One thread calls it, once, when no other
@@ -105,8 +105,8 @@ pub(crate) fn only_programs_and(file: &File) -> io::Result<()> {
 /// See [`ConfineError`]; the process must end then.
 pub fn confine(needs: &Needs) -> Result<(), ConfineError> {
     boot::cache_host_facts();
-    let ruleset = files::ruleset(needs)?;
-    let filters = calls::filters(needs)?;
-    threads::give_up(ruleset.as_ref())?;
-    calls::apply(&filters)
+    let ruleset = landlock_rules::ruleset(needs)?;
+    let filters = seccomp::filters(needs)?;
+    threads::drop_rights(ruleset.as_ref())?;
+    seccomp::apply(&filters)
 }

@@ -16,10 +16,10 @@ use rustix::thread::gettid;
 use super::ConfineError;
 
 /// Longest time for a thread to respond. A thread that waits for a device in the kernel handles no signal meanwhile.
-const PATIENCE: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Interval between checks for the response.
-const PAUSE: Duration = Duration::from_micros(100);
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Value for no ruleset, no thread or no error.
 const NONE: i32 = -1;
@@ -27,10 +27,10 @@ const NONE: i32 = -1;
 /// Landlock ruleset for the threads.
 static RULESET: AtomicI32 = AtomicI32::new(NONE);
 /// ID of the last thread that has responded.
-static ANSWERED: AtomicI32 = AtomicI32::new(NONE);
-/// Index in [`STEPS`] of a step that has failed in a thread; `FAILED_WITH` is its error number.
+static LAST_RESPONDER: AtomicI32 = AtomicI32::new(NONE);
+/// Index in [`STEPS`] of a step that has failed in a thread; `FAILED_ERRNO` is its error number.
 static FAILED_STEP: AtomicI32 = AtomicI32::new(NONE);
-static FAILED_WITH: AtomicI32 = AtomicI32::new(0);
+static FAILED_ERRNO: AtomicI32 = AtomicI32::new(0);
 
 /// Steps of a thread, in order: without the first one the others need a capability, which the last one drops.
 const STEPS: [&str; 4] = [
@@ -41,28 +41,28 @@ const STEPS: [&str; 4] = [
 ];
 
 /// Upper bound of capability numbers: a set has 64 bits.
-const CAPABILITIES: libc::c_ulong = 64;
+const CAPABILITY_COUNT_MAX: libc::c_ulong = 64;
 
 /// Makes all threads give up their rights, the calling thread last.
-pub(super) fn give_up(ruleset: Option<&OwnedFd>) -> Result<(), ConfineError> {
+pub(super) fn drop_rights(ruleset: Option<&OwnedFd>) -> Result<(), ConfineError> {
     let ruleset = ruleset.map_or(NONE, AsRawFd::as_raw_fd);
     RULESET.store(ruleset, Ordering::SeqCst);
     let others = {
-        let _taken = Taken::new().map_err(ConfineError::Threads)?;
-        have_others()
+        let _handler = InstalledHandler::new().map_err(ConfineError::Threads)?;
+        restrict_other_threads()
     };
     others?;
-    match give_up_here(ruleset) {
+    match drop_own_rights(ruleset) {
         Ok(()) => Ok(()),
-        Err((step, error)) => Err(failed(step, error, "main".to_owned())),
+        Err((step, error)) => Err(step_error(step, error, "main".to_owned())),
     }
 }
 
 /// Signals threads until a round finds no new one. Threads that are started meanwhile by a restricted thread inherit
 /// the restrictions.
-fn have_others() -> Result<(), ConfineError> {
-    let own = gettid().as_raw_nonzero().get();
-    let mut done = HashSet::from([own]);
+fn restrict_other_threads() -> Result<(), ConfineError> {
+    let current = gettid().as_raw_nonzero().get();
+    let mut done = HashSet::from([current]);
     loop {
         let mut is_complete = true;
         for entry in fs::read_dir("/proc/self/task").map_err(ConfineError::Threads)? {
@@ -70,9 +70,9 @@ fn have_others() -> Result<(), ConfineError> {
             let Some(thread) = name.to_str().and_then(|name| name.parse().ok()) else {
                 continue;
             };
-            if done.insert(thread) && !is_kernels(thread) {
+            if done.insert(thread) && !is_io_uring_worker(thread) {
                 is_complete = false;
-                have(thread)?;
+                restrict_thread(thread)?;
             }
         }
         if is_complete {
@@ -82,17 +82,17 @@ fn have_others() -> Result<(), ConfineError> {
 }
 
 /// A worker of io_uring handles no signals and makes no system calls.
-fn is_kernels(thread: i32) -> bool {
-    let name = name_of(thread);
+fn is_io_uring_worker(thread: i32) -> bool {
+    let name = thread_name(thread);
     name.starts_with("iou-")
 }
 
-fn name_of(thread: i32) -> String {
+fn thread_name(thread: i32) -> String {
     let name = fs::read_to_string(format!("/proc/self/task/{thread}/comm")).unwrap_or_default();
     name.trim_end().to_owned()
 }
 
-fn have(thread: i32) -> Result<(), ConfineError> {
+fn restrict_thread(thread: i32) -> Result<(), ConfineError> {
     let since = Instant::now();
     loop {
         // SAFETY: this sends a signal to a thread of this process, whose handler is installed.
@@ -103,11 +103,11 @@ fn have(thread: i32) -> Result<(), ConfineError> {
             // The thread has ended.
             (_, Some(libc::ESRCH)) => return Ok(()),
             // The user's queue of pending signals is full.
-            (_, Some(libc::EAGAIN)) if since.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+            (_, Some(libc::EAGAIN)) if since.elapsed() < RESPONSE_TIMEOUT => std::thread::sleep(POLL_INTERVAL),
             _ => {
                 return Err(ConfineError::Thread {
                     step: "sending a signal",
-                    thread: name_of(thread),
+                    thread: thread_name(thread),
                     source: error,
                 });
             }
@@ -115,37 +115,37 @@ fn have(thread: i32) -> Result<(), ConfineError> {
     }
     // The thread may end while it is awaited. A thread that has just started may turn out to be a kernel worker only
     // now, once it has its name.
-    while !is_kernels(thread) && ANSWERED.load(Ordering::SeqCst) != thread && is_there(thread) {
-        if since.elapsed() > PATIENCE {
-            return Err(ConfineError::Silent {
-                thread: name_of(thread),
-                seconds: PATIENCE.as_secs(),
+    while !is_io_uring_worker(thread) && LAST_RESPONDER.load(Ordering::SeqCst) != thread && thread_exists(thread) {
+        if since.elapsed() > RESPONSE_TIMEOUT {
+            return Err(ConfineError::Unresponsive {
+                thread: thread_name(thread),
+                seconds: RESPONSE_TIMEOUT.as_secs(),
             });
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(POLL_INTERVAL);
     }
     match usize::try_from(FAILED_STEP.load(Ordering::SeqCst)) {
         Ok(step) => {
-            let error = io::Error::from_raw_os_error(FAILED_WITH.load(Ordering::SeqCst));
-            Err(failed(step, error, name_of(thread)))
+            let error = io::Error::from_raw_os_error(FAILED_ERRNO.load(Ordering::SeqCst));
+            Err(step_error(step, error, thread_name(thread)))
         }
         Err(_) => Ok(()),
     }
 }
 
-fn is_there(thread: i32) -> bool {
+fn thread_exists(thread: i32) -> bool {
     fs::exists(format!("/proc/self/task/{thread}")).unwrap_or(true)
 }
 
-fn failed(step: usize, source: io::Error, thread: String) -> ConfineError {
+fn step_error(step: usize, source: io::Error, thread: String) -> ConfineError {
     let step = STEPS[step];
     ConfineError::Thread { step, thread, source }
 }
 
 /// The installed signal handler, removed on drop. Nothing else in the process uses this signal.
-struct Taken(libc::sigaction);
+struct InstalledHandler(libc::sigaction);
 
-impl Taken {
+impl InstalledHandler {
     fn new() -> io::Result<Self> {
         // SAFETY: zeros are a valid sigaction without flags and with an empty mask; the handler has the required
         // signature.
@@ -162,7 +162,7 @@ impl Taken {
     }
 }
 
-impl Drop for Taken {
+impl Drop for InstalledHandler {
     fn drop(&mut self) {
         // SAFETY: this restores the previous action.
         unsafe { libc::sigaction(libc::SIGRTMAX(), &raw const self.0, std::ptr::null_mut()) };
@@ -172,13 +172,13 @@ impl Drop for Taken {
 extern "C" fn handler(_: libc::c_int) {
     // SAFETY: this is the address of the thread's errno, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
-    if let Err((step, error)) = give_up_here(RULESET.load(Ordering::SeqCst)) {
-        FAILED_WITH.store(error.raw_os_error().unwrap_or(0), Ordering::SeqCst);
+    if let Err((step, error)) = drop_own_rights(RULESET.load(Ordering::SeqCst)) {
+        FAILED_ERRNO.store(error.raw_os_error().unwrap_or(0), Ordering::SeqCst);
         FAILED_STEP.store(step as i32, Ordering::SeqCst);
     }
     // SAFETY: this call has no arguments, and cannot fail.
-    let own = unsafe { libc::syscall(libc::SYS_gettid) };
-    ANSWERED.store(own as i32, Ordering::SeqCst);
+    let current = unsafe { libc::syscall(libc::SYS_gettid) };
+    LAST_RESPONDER.store(current as i32, Ordering::SeqCst);
     // SAFETY: this writes to the address of the thread's errno.
     unsafe { *libc::__errno_location() = errno };
 }
@@ -192,7 +192,7 @@ struct CapabilityHeader {
 
 /// Drops the rights of the calling thread; the error has the failed step. It may run in a signal handler, so it
 /// allocates nothing.
-fn give_up_here(ruleset: i32) -> Result<(), (usize, io::Error)> {
+fn drop_own_rights(ruleset: i32) -> Result<(), (usize, io::Error)> {
     let step = |number: usize, result: libc::c_long| match result {
         0 => Ok(()),
         _ => Err((number, io::Error::last_os_error())),
@@ -210,7 +210,7 @@ fn give_up_here(ruleset: i32) -> Result<(), (usize, io::Error)> {
             1,
             libc::syscall(libc::SYS_prctl, libc::PR_CAP_AMBIENT, clear, zero, zero, zero),
         )?;
-        for capability in 0..CAPABILITIES {
+        for capability in 0..CAPABILITY_COUNT_MAX {
             // This requires CAP_SETPCAP. Without capabilities and with no_new_privs, the bounding set has no effect
             // any more.
             libc::syscall(libc::SYS_prctl, libc::PR_CAPBSET_DROP, capability, zero, zero, zero);

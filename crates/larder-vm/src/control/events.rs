@@ -19,7 +19,7 @@ use tracing_subscriber::registry::LookupSpan;
 use utoipa::ToSchema;
 
 /// Number of buffered events.
-const KEPT: usize = 256;
+const BUFFERED_EVENTS_MAX: usize = 256;
 
 /// Length in bytes to which the text of an event or a field is truncated.
 const TEXT_BYTES_MAX: usize = 2 << 10;
@@ -52,38 +52,38 @@ pub enum EventLevel {
 }
 
 /// The events of this process.
-static EVENTS: LazyLock<Events> = LazyLock::new(Events::default);
+static EVENTS: LazyLock<EventBuffer> = LazyLock::new(EventBuffer::default);
 
 /// A buffer of events, which notifies subscribers of new ones.
-pub(super) struct Events {
-    kept: Mutex<Kept>,
+pub(super) struct EventBuffer {
+    ring: Mutex<EventRing>,
     newest: watch::Sender<u64>,
 }
 
 #[derive(Default)]
-struct Kept {
+struct EventRing {
     events: VecDeque<Arc<Event>>,
     last: u64,
 }
 
-impl Default for Events {
+impl Default for EventBuffer {
     fn default() -> Self {
         Self {
-            kept: Mutex::default(),
+            ring: Mutex::default(),
             newest: watch::Sender::new(0),
         }
     }
 }
 
 /// Returns the events of this process.
-pub(super) fn events() -> &'static Events {
+pub(super) fn events() -> &'static EventBuffer {
     &EVENTS
 }
 
-impl Events {
+impl EventBuffer {
     /// Returns the buffered events after number `after`, the oldest first.
     pub(super) fn after(&self, after: u64) -> Vec<Arc<Event>> {
-        let kept = self.kept();
+        let kept = self.lock_ring();
         kept.events
             .iter()
             .filter(|event| event.number > after)
@@ -92,16 +92,16 @@ impl Events {
     }
 
     /// Returns a receiver that is notified of new events.
-    pub(super) fn listen(&self) -> watch::Receiver<u64> {
+    pub(super) fn subscribe(&self) -> watch::Receiver<u64> {
         self.newest.subscribe()
     }
 
-    fn add(&self, level: EventLevel, said: Said) {
+    fn push(&self, level: EventLevel, said: EventFields) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let mut kept = self.kept();
+        let mut kept = self.lock_ring();
         kept.last += 1;
         let number = kept.last;
-        if kept.events.len() == KEPT {
+        if kept.events.len() == BUFFERED_EVENTS_MAX {
             kept.events.pop_front();
         }
         kept.events.push_back(Arc::new(Event {
@@ -115,39 +115,39 @@ impl Events {
         self.newest.send_replace(number);
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_ring(&self) -> MutexGuard<'_, EventRing> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Returns the layer that turns log records into events.
 pub fn layer<S: Subscriber + for<'a> LookupSpan<'a>>() -> impl Layer<S> {
-    ToEvents.with_filter(Targets::new().with_target("larder", Level::INFO))
+    EventLayer.with_filter(Targets::new().with_target("larder", Level::INFO))
 }
 
-struct ToEvents;
+struct EventLayer;
 
-impl<S: Subscriber> Layer<S> for ToEvents {
+impl<S: Subscriber> Layer<S> for EventLayer {
     fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
         let level = match *event.metadata().level() {
             Level::ERROR => EventLevel::Error,
             Level::WARN => EventLevel::Warning,
             _ => EventLevel::Info,
         };
-        let mut said = Said::default();
-        event.record(&mut said);
-        EVENTS.add(level, said);
+        let mut fields = EventFields::default();
+        event.record(&mut fields);
+        EVENTS.push(level, fields);
     }
 }
 
 #[derive(Default)]
-struct Said {
+struct EventFields {
     text: String,
     about: BTreeMap<String, String>,
 }
 
-impl Said {
-    fn say(&mut self, field: &Field, mut text: String) {
+impl EventFields {
+    fn record_field(&mut self, field: &Field, mut text: String) {
         if text.len() > TEXT_BYTES_MAX {
             let end = (0..=TEXT_BYTES_MAX).rev().find(|at| text.is_char_boundary(*at));
             text.truncate(end.unwrap_or_default());
@@ -162,12 +162,12 @@ impl Said {
     }
 }
 
-impl Visit for Said {
+impl Visit for EventFields {
     fn record_str(&mut self, field: &Field, value: &str) {
-        self.say(field, value.to_owned());
+        self.record_field(field, value.to_owned());
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.say(field, format!("{value:?}"));
+        self.record_field(field, format!("{value:?}"));
     }
 }

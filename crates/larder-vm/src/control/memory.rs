@@ -2,9 +2,9 @@
 
 use larder_block::ByteLen;
 use larder_memory::entry::Tier;
-use larder_memory::pager::{COMPRESSED_BYTES_MIN, DiskStatus, Stuck};
-use larder_memory::pressure::Lost;
-use larder_memory::service::Status;
+use larder_memory::pager::{COMPRESSED_BYTES_MIN, DiskStatus, StuckReason};
+use larder_memory::pressure::StallTime;
+use larder_memory::service::PagerStatus;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -88,14 +88,14 @@ pub struct MemoryState {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PressureState {
     /// Time in which some thread waited.
-    pub some: LostState,
+    pub some: StallState,
     /// Time in which all vCPUs waited (all threads, if the program is not QEMU).
-    pub full: LostState,
+    pub full: StallState,
 }
 
 /// Time lost by waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct LostState {
+pub struct StallState {
     /// Percentage of the last 10 seconds.
     pub avg10: f64,
     /// Percentage of the last 60 seconds.
@@ -196,7 +196,7 @@ pub enum MemoryProblem {
 }
 
 impl SwapState {
-    fn new(disk: &DiskStatus, status: &Status) -> Self {
+    fn new(disk: &DiskStatus, status: &PagerStatus) -> Self {
         let (tier, pages) = match disk.tier {
             Tier::Slow => (SwapTier::SlowStore, status.stored.slow),
             Tier::Ram | Tier::Ssd => (SwapTier::SwapCache, status.stored.ssd),
@@ -232,7 +232,7 @@ impl MemoryProblem {
     }
 
     /// Returns a description for users.
-    pub fn words(self) -> &'static str {
+    pub fn description(self) -> &'static str {
         match self {
             Self::TiersFull => "there is no space for more evicted pages",
             Self::Memory => "pages cannot be evicted (the log has the reason)",
@@ -253,7 +253,7 @@ impl SwapTier {
 }
 
 /// Returns the non-empty buckets of counts, whose indexes are the powers of two of the upper bounds.
-fn distances(counts: &[u64]) -> Vec<RefaultDistance> {
+fn refault_histogram(counts: &[u64]) -> Vec<RefaultDistance> {
     let all = counts.iter().enumerate().map(|(power, count)| RefaultDistance {
         below_pages: 1 << power,
         count: *count,
@@ -268,14 +268,14 @@ impl MemoryState {
         (self.compressed.pages > 0 && self.compressed.used > 0).then(|| bytes / self.compressed.used as f64)
     }
 
-    pub(crate) fn new(process: &str, pid: i32, time_ns: u64, range: &BudgetRange, status: &Status) -> Self {
-        let figures = &status.figures;
+    pub(crate) fn new(process: &str, pid: i32, time_ns: u64, range: &BudgetRange, status: &PagerStatus) -> Self {
+        let statistics = &status.stats;
         Self {
             process: process.to_owned(),
             pid,
             time_ns,
             size: status.bytes,
-            resident: status.present_bytes,
+            resident: status.resident_bytes,
             budget: status.limit_bytes,
             range: (*range != BudgetRange::default()).then_some(*range),
             used: status.used_bytes,
@@ -292,35 +292,35 @@ impl MemoryState {
             uniform_pages: status.stored.uniform.into(),
             lost_pages: status.stored.lost.into(),
             faults: FaultsState {
-                zero: Latency::new(&figures.zero),
-                uniform: Latency::new(&figures.uniform),
-                compressed: Latency::new(&figures.ram),
-                disk: Latency::new(&figures.disk),
-                write: Latency::new(&figures.writes),
+                zero: Latency::new(&statistics.zero),
+                uniform: Latency::new(&statistics.uniform),
+                compressed: Latency::new(&statistics.ram),
+                disk: Latency::new(&statistics.disk),
+                write: Latency::new(&statistics.protected_writes),
             },
-            refaults: figures.refaults,
-            refault_distances: distances(&figures.distances),
-            evicted_pages: figures.evicted,
-            evicted_clean_pages: figures.evicted_clean,
-            evicted_uniform_pages: figures.evicted_uniform,
-            evicted_bytes: figures.evicted_bytes,
-            ahead_pages: figures.ahead,
-            ahead_zero_pages: figures.ahead_zero,
-            streamed_faults: figures.streamed,
+            refaults: statistics.refaults,
+            refault_distances: refault_histogram(&statistics.refault_distances),
+            evicted_pages: statistics.evicted,
+            evicted_clean_pages: statistics.evicted_clean,
+            evicted_uniform_pages: statistics.evicted_uniform,
+            evicted_bytes: statistics.evicted_bytes,
+            ahead_pages: statistics.prefetched,
+            ahead_zero_pages: statistics.prefetched_zero,
+            streamed_faults: statistics.stream_faults,
             clean_pages: status.stored.clean.into(),
-            saved_pages: figures.saved,
-            kept_pages: figures.kept,
-            given_up_pages: figures.removed,
+            saved_pages: statistics.evictions_cancelled,
+            kept_pages: statistics.incompressible,
+            given_up_pages: statistics.discarded,
             stalled: status.stalled as u64,
             pressure: PressureState {
-                some: LostState::new(status.pressure.some),
-                full: LostState::new(status.pressure.full),
+                some: StallState::new(status.pressure.some),
+                full: StallState::new(status.pressure.full),
             },
             problem: status.stuck.map(|why| match why {
-                Stuck::TiersFull => MemoryProblem::TiersFull,
-                Stuck::Memory => MemoryProblem::Memory,
-                Stuck::Incompressible => MemoryProblem::Incompressible,
-                Stuck::DiskFailed => MemoryProblem::DiskFailed,
+                StuckReason::TiersFull => MemoryProblem::TiersFull,
+                StuckReason::Memory => MemoryProblem::Memory,
+                StuckReason::Incompressible => MemoryProblem::Incompressible,
+                StuckReason::DiskFailed => MemoryProblem::DiskFailed,
             }),
             detaching: status.detaching,
             detach_problem: status.detach_problem.clone(),
@@ -328,8 +328,8 @@ impl MemoryState {
     }
 }
 
-impl LostState {
-    fn new(lost: Lost) -> Self {
+impl StallState {
+    fn new(lost: StallTime) -> Self {
         let [avg10, avg60, avg300] = lost.averages.map(|share| (share * 1e4).round() / 1e2);
         Self {
             avg10,
@@ -368,7 +368,7 @@ impl MemoryPatch {
 
 /// The answer to `POST /v1/memory/detach`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Detached {
+pub struct DetachResult {
     /// The detach is complete; otherwise pages are still being paged in, and it continues.
     pub detached: bool,
 }

@@ -57,38 +57,40 @@ pub struct FaultRates {
 impl MemoryRates {
     /// Returns the rates since Larder attached to the memory.
     pub fn since_start(now: &MemoryState) -> Self {
-        Since::new(None, now, now.time_ns.max(1)).rates().unwrap_or_default()
+        MemoryDelta::new(None, now, now.time_ns.max(1))
+            .rates()
+            .unwrap_or_default()
     }
 
     /// Returns the rates between two samples; `None` if no time has passed, or the pager was restarted in between.
     pub fn between(before: &MemoryState, now: &MemoryState) -> Option<Self> {
         let time = now.time_ns.checked_sub(before.time_ns).filter(|time| *time > 0)?;
-        Since::new(Some(before), now, time).rates()
+        MemoryDelta::new(Some(before), now, time).rates()
     }
 }
 
 /// Differences between two samples.
-struct Since<'a> {
+struct MemoryDelta<'a> {
     before: Option<&'a MemoryState>,
     now: &'a MemoryState,
     seconds: f64,
 }
 
-impl<'a> Since<'a> {
+impl<'a> MemoryDelta<'a> {
     fn new(before: Option<&'a MemoryState>, now: &'a MemoryState, time_ns: u64) -> Self {
         let seconds = time_ns as f64 / 1e9;
         Self { before, now, seconds }
     }
 
-    fn rate(&self, of: impl Fn(&MemoryState) -> u64) -> Option<f64> {
-        let before = self.before.map(&of).unwrap_or_default();
-        Some(of(self.now).checked_sub(before)? as f64 / self.seconds)
+    fn rate(&self, counter: impl Fn(&MemoryState) -> u64) -> Option<f64> {
+        let before = self.before.map(&counter).unwrap_or_default();
+        Some(counter(self.now).checked_sub(before)? as f64 / self.seconds)
     }
 
-    fn faults(&self, of: impl Fn(&FaultsState) -> &Latency) -> Option<FaultRates> {
-        let now = of(&self.now.faults);
+    fn faults(&self, counter: impl Fn(&FaultsState) -> &Latency) -> Option<FaultRates> {
+        let now = counter(&self.now.faults);
         let new = match self.before {
-            Some(before) => now.since(of(&before.faults))?,
+            Some(before) => now.since(counter(&before.faults))?,
             None => now.clone(),
         };
         let quantile = |share| new.quantile(share).map(|time| time.as_secs_f64());

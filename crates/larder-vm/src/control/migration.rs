@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// The interface of a process that moves a VM to its control socket. All calls return at once.
-pub trait Migration: Send + Sync {
+pub trait MigrationControl: Send + Sync {
     /// Returns the state of the move.
     fn state(&self) -> MigrationState;
 
@@ -22,7 +22,7 @@ pub trait Migration: Send + Sync {
 }
 
 /// Handle for requests, usable from any thread.
-pub type MigrationInquiry = Arc<dyn Migration>;
+pub type MigrationHandle = Arc<dyn MigrationControl>;
 
 /// The answer to `GET /v1/migration`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -49,7 +49,7 @@ pub struct MigrationState {
     /// Start of the process, in milliseconds since 1970 (UTC).
     pub started_ms: u64,
     /// QEMU's own progress report; `null` at the destination, or if Larder does not query QEMU.
-    pub course: Option<CourseState>,
+    pub course: Option<MigrationProgressState>,
     /// Rates over the last second.
     pub rates: Option<MoveRates>,
     /// Sent data; `null` at the destination.
@@ -59,7 +59,7 @@ pub struct MigrationState {
     /// Limits in force; `null` at the destination.
     pub limits: Option<MigrationLimits>,
     /// Choice of encoding methods, with reasons; `null` at the destination.
-    pub evidence: Option<EvidenceState>,
+    pub evidence: Option<MethodChoiceState>,
     /// Downtime of the guest in milliseconds, once it has occurred and is known.
     pub downtime_ms: Option<u64>,
     /// The connections between the hosts.
@@ -139,14 +139,14 @@ impl MigrationPhase {
     }
 
     /// Returns whether the move has ended.
-    pub const fn is_over(self) -> bool {
+    pub const fn has_ended(self) -> bool {
         matches!(self, Self::Done | Self::Failed)
     }
 }
 
 /// QEMU's own report on its migration.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct CourseState {
+pub struct MigrationProgressState {
     /// Seconds since QEMU started the migration.
     pub seconds: f64,
     /// Round of memory transfer, from 1; the first sends all memory.
@@ -265,16 +265,16 @@ pub struct MigrationPatch {
 
 /// Reasons for the choice of encoding methods.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct EvidenceState {
+pub struct MethodChoiceState {
     /// Encoding time, in nanoseconds, that saving one byte on the wire is worth: high if the link is the bottleneck.
     pub ns_per_byte: f64,
     /// Classes of pages seen so far.
-    pub classes: Vec<ClassState>,
+    pub classes: Vec<PageClassState>,
 }
 
 /// Knowledge about one class of pages.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct ClassState {
+pub struct PageClassState {
     /// Description of the class: how evenly the byte values are distributed, and whether the words increase.
     pub class: String,
     /// Number of batches so far.
@@ -282,12 +282,12 @@ pub struct ClassState {
     /// The method chosen now; `plain` sends pages unencoded.
     pub method: String,
     /// Cost of a page with each method: measured, or estimated if the method has not been tried.
-    pub offers: Vec<OfferState>,
+    pub offers: Vec<MethodCostState>,
 }
 
 /// Cost of a page with one method.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct OfferState {
+pub struct MethodCostState {
     /// Name of the method.
     pub method: String,
     /// Compression ratio.
@@ -301,7 +301,7 @@ pub struct OfferState {
 
 /// The answer to `POST /v1/migration/cancel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Cancelling {
+pub struct CancelResult {
     /// The request was forwarded; `phase` shows its result.
     pub cancelling: bool,
 }
@@ -339,17 +339,17 @@ impl MigrationState {
     }
 
     /// Describes the state in a few words: `moving, round 3`, perhaps with `; link lost, trying again since 2 s`.
-    pub fn words(&self) -> String {
+    pub fn summary(&self) -> String {
         let round = self.course.as_ref().map_or(0, |course| course.round);
-        let words = match self.phase {
+        let phase = match self.phase {
             MigrationPhase::Moving if round > 0 => format!("moving, round {round}"),
             MigrationPhase::PostCopy => "post-copy".to_owned(),
             MigrationPhase::HandingOver => "handing over".to_owned(),
             phase => phase.name().to_owned(),
         };
         match self.link.lost_seconds {
-            Some(seconds) if !self.phase.is_over() => format!("{words}; link lost, reconnecting for {seconds:.0} s"),
-            _ => words,
+            Some(seconds) if !self.phase.has_ended() => format!("{phase}; link lost, reconnecting for {seconds:.0} s"),
+            _ => phase,
         }
     }
 }

@@ -9,67 +9,67 @@ use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::events::Event;
-use super::memory::{Detached, MemoryPatch, MemoryState};
-use super::migration::{Cancelling, DOWNTIME_MS_MAX, MigrationPatch, MigrationState};
-use super::state::{DiskState, Disks, Failure, ServerState};
-use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
+use super::memory::{DetachResult, MemoryPatch, MemoryState};
+use super::migration::{CancelResult, DOWNTIME_MS_MAX, MigrationPatch, MigrationState};
+use super::requests::{CacheReplacement, DiskPatch, HotRanges, MoveRequest, ReloadResult};
+use super::state::{DiskList, DiskState, ErrorBody, ServerState};
 use super::{
-    CANCEL_DETACH_PATH, CANCEL_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH,
-    OPENAPI_PATH, RELOAD_PATH, SERVER_PATH,
+    CANCEL_DETACH_PATH, CANCEL_MIGRATION_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH,
+    MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH,
 };
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
-use crate::vm::Moved;
+use crate::vm::MoveStepResult;
 
 /// Returns the document.
 pub(super) fn document() -> Value {
-    let mut types = Types::default();
-    let server = types.of::<ServerState>();
-    let disks = types.of::<Disks>();
-    let disk = types.of::<DiskState>();
-    let patch = types.of::<DiskPatch>();
-    let replacement = types.of::<CacheReplacement>();
-    let reloaded = types.of::<Reloaded>();
-    let move_wish = types.of::<MoveWish>();
-    let moved = types.of::<Moved>();
-    let hot = types.of::<HotRanges>();
-    let memory = types.of::<MemoryState>();
-    let memory_patch = types.of::<MemoryPatch>();
-    let detached = types.of::<Detached>();
-    let migration = types.of::<MigrationState>();
-    let migration_patch = types.of::<MigrationPatch>();
-    let cancelling = types.of::<Cancelling>();
-    types.of::<Event>();
-    let failure = types.of::<Failure>();
-    types.bound_wishes();
+    let mut types = Schemas::default();
+    let server = types.reference::<ServerState>();
+    let disks = types.reference::<DiskList>();
+    let disk = types.reference::<DiskState>();
+    let patch = types.reference::<DiskPatch>();
+    let replacement = types.reference::<CacheReplacement>();
+    let reloaded = types.reference::<ReloadResult>();
+    let move_request = types.reference::<MoveRequest>();
+    let moved = types.reference::<MoveStepResult>();
+    let hot = types.reference::<HotRanges>();
+    let memory = types.reference::<MemoryState>();
+    let memory_patch = types.reference::<MemoryPatch>();
+    let detached = types.reference::<DetachResult>();
+    let migration = types.reference::<MigrationState>();
+    let migration_patch = types.reference::<MigrationPatch>();
+    let cancelling = types.reference::<CancelResult>();
+    types.reference::<Event>();
+    let failure = types.reference::<ErrorBody>();
+    types.add_request_bounds();
 
-    let fails = |status: &str, why: &str| (status.to_owned(), described(why, &failure));
-    let no_http = || fails("400", "The request is not valid HTTP/1.1.");
-    let stuck = || {
-        fails(
+    let error_content = |status: &str, why: &str| (status.to_owned(), json_content(why, &failure));
+    let bad_request = || error_content("400", "The request is not valid HTTP/1.1.");
+    let disk_unavailable = || {
+        error_content(
             "503",
             "The disk is being closed, or its thread does not answer, because its storage is stuck.",
         )
     };
-    let bad_body = || fails("400", "The body does not match its schema, or its values are invalid.");
-    let unknown = || fails("404", "There is no such disk.");
-    let done = |what: &str| ("200".to_owned(), described(what, &disk));
-    let goes_on = || {
+    let bad_body = || error_content("400", "The body does not match its schema, or its values are invalid.");
+    let no_such_disk = || error_content("404", "There is no such disk.");
+    let disk_content = |what: &str| ("200".to_owned(), json_content(what, &disk));
+    let accepted = || {
         let what = "The change takes longer than 2 s, and continues; `flush` of the disk's cache shows when it has ended, and its result.";
-        ("202".to_owned(), described(what, &disk))
+        ("202".to_owned(), json_content(what, &disk))
     };
-    let no_memory = || fails("404", "This process manages no memory.");
-    let memory_is = || ("200".to_owned(), described("The memory.", &memory));
-    let memory_over = || {
-        fails(
+    let no_memory = || error_content("404", "This process manages no memory.");
+    let memory_content = || ("200".to_owned(), json_content("The memory.", &memory));
+    let memory_unavailable = || {
+        error_content(
             "503",
             "Larder has detached from the memory, or its process has ended, or its thread does not answer.",
         )
     };
-    let no_migration = || fails("404", "This process migrates no virtual machine.");
-    let migration_is = || ("200".to_owned(), described("The migration.", &migration));
-    let refused = || fails("409", "The request cannot be carried out; `error` gives the reason.");
-    let of_disk = json!([{
+    let no_migration = || error_content("404", "This process migrates no virtual machine.");
+    let migration_content = || ("200".to_owned(), json_content("The migration.", &migration));
+    let conflict = || error_content("409", "The request cannot be carried out; `error` gives the reason.");
+    let disk_parameters = json!([{
         "name": "disk",
         "in": "path",
         "required": true,
@@ -90,14 +90,14 @@ pub(super) fn document() -> Value {
             SERVER_PATH: {"get": {
                 "operationId": "query-server",
                 "summary": "Properties of the process.",
-                "responses": responses([("200".to_owned(), described("The process.", &server)), no_http()]),
+                "responses": responses([("200".to_owned(), json_content("The process.", &server)), bad_request()]),
             }},
             OPENAPI_PATH: {"get": {
                 "operationId": "query-openapi",
                 "summary": "This document.",
                 "responses": responses([
-                    ("200".to_owned(), described("The document.", &json!({"type": "object"}))),
-                    no_http(),
+                    ("200".to_owned(), json_content("The document.", &json!({"type": "object"}))),
+                    bad_request(),
                 ]),
             }},
             EVENTS_PATH: {"get": {
@@ -115,51 +115,51 @@ pub(super) fn document() -> Value {
                         "description": "The events.",
                         "content": {"text/event-stream": {"schema": {"type": "string"}}},
                     })),
-                    no_http(),
-                    fails("503", "Too many event subscribers."),
+                    bad_request(),
+                    error_content("503", "Too many event subscribers."),
                 ]),
             }},
             RELOAD_PATH: {"post": {
                 "operationId": "reload",
                 "summary": "Reload the VM's file, and apply the changes that are possible while the VM runs.",
                 "responses": responses([
-                    ("200".to_owned(), described("The file was reloaded; the answer gives the result of each change.", &reloaded)),
-                    ("202".to_owned(), described("The reload takes longer than 8 s, and continues.", &reloaded)),
-                    fails("400", "The request is not valid HTTP/1.1, or it has a body."),
-                    fails("409", "There is no file to reload, or it is invalid; nothing has changed."),
-                    fails("503", "The server is being stopped."),
+                    ("200".to_owned(), json_content("The file was reloaded; the answer gives the result of each change.", &reloaded)),
+                    ("202".to_owned(), json_content("The reload takes longer than 8 s, and continues.", &reloaded)),
+                    error_content("400", "The request is not valid HTTP/1.1, or it has a body."),
+                    error_content("409", "There is no file to reload, or it is invalid; nothing has changed."),
+                    error_content("503", "The server is being stopped."),
                 ]),
             }},
             MOVE_PATH: {"post": {
                 "operationId": "move",
                 "summary": "Perform a step of the move of the VM's disks to or from another host, for the processes that move the VM.",
-                "requestBody": body(&move_wish),
+                "requestBody": request_body(&move_request),
                 "responses": responses([
-                    ("200".to_owned(), described("The step is complete.", &moved)),
-                    ("202".to_owned(), described("The step takes longer than 8 s, and continues, or the server is ending: repeat the request.", &moved)),
+                    ("200".to_owned(), json_content("The step is complete.", &moved)),
+                    ("202".to_owned(), json_content("The step takes longer than 8 s, and continues, or the server is ending: repeat the request.", &moved)),
                     bad_body(),
-                    fails("409", "The step cannot be performed; `error` gives the reason. Nothing has changed."),
+                    error_content("409", "The step cannot be performed; `error` gives the reason. Nothing has changed."),
                 ]),
             }},
             MIGRATION_PATH: {
                 "get": {
                     "operationId": "query-migration",
                     "summary": "State of the migration that the process performs.",
-                    "responses": responses([migration_is(), no_http(), no_migration()]),
+                    "responses": responses([migration_content(), bad_request(), no_migration()]),
                 },
                 "patch": {
                     "operationId": "limit-migration",
                     "summary": "Change the limits of the migration, effective at once.",
-                    "requestBody": body(&migration_patch),
-                    "responses": responses([migration_is(), bad_body(), no_migration(), refused()]),
+                    "requestBody": request_body(&migration_patch),
+                    "responses": responses([migration_content(), bad_body(), no_migration(), conflict()]),
                 },
             },
-            CANCEL_PATH: {"post": {
+            CANCEL_MIGRATION_PATH: {"post": {
                 "operationId": "cancel-migration",
                 "summary": "Cancel the migration, like SIGINT: the virtual machine stays on its host, as long as that is possible.",
                 "responses": responses([
-                    ("202".to_owned(), described("The request was forwarded; `phase` shows its result.", &cancelling)),
-                    no_http(),
+                    ("202".to_owned(), json_content("The request was forwarded; `phase` shows its result.", &cancelling)),
+                    bad_request(),
                     no_migration(),
                 ]),
             }},
@@ -167,93 +167,93 @@ pub(super) fn document() -> Value {
                 "get": {
                     "operationId": "query-memory",
                     "summary": "The memory that the process manages.",
-                    "responses": responses([memory_is(), no_http(), no_memory(), memory_over()]),
+                    "responses": responses([memory_content(), bad_request(), no_memory(), memory_unavailable()]),
                 },
                 "patch": {
                     "operationId": "limit-memory",
                     "summary": "Change the limits of the memory.",
-                    "requestBody": body(&memory_patch),
-                    "responses": responses([memory_is(), bad_body(), no_memory(), refused(), memory_over()]),
+                    "requestBody": request_body(&memory_patch),
+                    "responses": responses([memory_content(), bad_body(), no_memory(), conflict(), memory_unavailable()]),
                 },
             },
             DETACH_PATH: {"post": {
                 "operationId": "detach-memory",
                 "summary": "Page in all pages, and detach from the process.",
                 "responses": responses([
-                    ("200".to_owned(), described("Larder has detached.", &detached)),
-                    ("202".to_owned(), described("The detach takes longer than 2 s, and continues. If it is stopped, `detaching` becomes false, and `detach_problem` gives the reason.", &detached)),
-                    no_http(), no_memory(), refused(), memory_over(),
+                    ("200".to_owned(), json_content("Larder has detached.", &detached)),
+                    ("202".to_owned(), json_content("The detach takes longer than 2 s, and continues. If it is stopped, `detaching` becomes false, and `detach_problem` gives the reason.", &detached)),
+                    bad_request(), no_memory(), conflict(), memory_unavailable(),
                 ]),
             }},
             CANCEL_DETACH_PATH: {"post": {
                 "operationId": "cancel-detach-memory",
                 "summary": "Cancel a running detach; the memory remains managed, within its budget.",
                 "responses": responses([
-                    ("202".to_owned(), described("The detach is being cancelled; `detaching` becomes false.", &cancelling)),
-                    no_http(), no_memory(), refused(), memory_over(),
+                    ("202".to_owned(), json_content("The detach is being cancelled; `detaching` becomes false.", &cancelling)),
+                    bad_request(), no_memory(), conflict(), memory_unavailable(),
                 ]),
             }},
             DISKS_PATH: {"get": {
                 "operationId": "query-disks",
                 "summary": "All disks.",
-                "responses": responses([("200".to_owned(), described("The disks.", &disks)), no_http(), stuck()]),
+                "responses": responses([("200".to_owned(), json_content("The disks.", &disks)), bad_request(), disk_unavailable()]),
             }},
             format!("{DISKS_PATH}/{{disk}}"): {
-                "parameters": of_disk,
+                "parameters": disk_parameters,
                 "get": {
                     "operationId": "query-disk",
                     "summary": "A disk.",
-                    "responses": responses([done("The disk."), no_http(), unknown(), stuck()]),
+                    "responses": responses([disk_content("The disk."), bad_request(), no_such_disk(), disk_unavailable()]),
                 },
                 "patch": {
                     "operationId": "set-disk",
                     "summary": "Change the settings of a disk.",
-                    "requestBody": body(&patch),
-                    "responses": responses([done("The settings have been applied."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                    "requestBody": request_body(&patch),
+                    "responses": responses([disk_content("The settings have been applied."), accepted(), bad_body(), no_such_disk(), conflict(), disk_unavailable()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/hot"): {
-                "parameters": of_disk,
+                "parameters": disk_parameters,
                 "get": {
                     "operationId": "query-hot",
                     "summary": "The hot ranges of a disk, as recorded by its cache.",
                     "responses": responses([
-                        ("200".to_owned(), described("The hot ranges; empty if the disk has no cache.", &hot)),
-                        no_http(), unknown(), stuck(),
+                        ("200".to_owned(), json_content("The hot ranges; empty if the disk has no cache.", &hot)),
+                        bad_request(), no_such_disk(), disk_unavailable(),
                     ]),
                 },
                 "post": {
                     "operationId": "warm-disk",
                     "summary": "Fill a disk's cache with the ranges that were hot on another host, while the disk's guest is idle.",
-                    "requestBody": body(&hot),
-                    "responses": responses([done("The cache is being filled, if there is one with free space."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                    "requestBody": request_body(&hot),
+                    "responses": responses([disk_content("The cache is being filled, if there is one with free space."), accepted(), bad_body(), no_such_disk(), conflict(), disk_unavailable()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/cache/flush"): {
-                "parameters": of_disk,
+                "parameters": disk_parameters,
                 "post": {
                     "operationId": "flush-cache",
                     "summary": "Write the dirty data of a disk's cache to the disk.",
-                    "responses": responses([done("All dirty data has been written."), goes_on(), no_http(), unknown(), refused(), stuck()]),
+                    "responses": responses([disk_content("All dirty data has been written."), accepted(), bad_request(), no_such_disk(), conflict(), disk_unavailable()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/cache/replace"): {
-                "parameters": of_disk,
+                "parameters": disk_parameters,
                 "post": {
                     "operationId": "replace-cache",
                     "summary": "Replace a disk's cache, or reopen its failed cache.",
-                    "requestBody": body(&replacement),
-                    "responses": responses([done("The disk uses the new cache."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                    "requestBody": request_body(&replacement),
+                    "responses": responses([disk_content("The disk uses the new cache."), accepted(), bad_body(), no_such_disk(), conflict(), disk_unavailable()]),
                 },
             },
         },
         "components": {"schemas": types.0},
     });
-    with_readers(document, &described("The client may only read.", &failure))
+    with_forbidden(document, &json_content("The client may only read.", &failure))
 }
 
 /// Adds the refusal of clients that may only read to each operation that changes something.
-fn with_readers(mut document: Value, refused: &Value) -> Value {
+fn with_forbidden(mut document: Value, refused: &Value) -> Value {
     let paths = document["paths"].as_object_mut().into_iter().flatten();
     for (_, operations) in paths {
         for method in ["post", "patch"] {
@@ -265,11 +265,11 @@ fn with_readers(mut document: Value, refused: &Value) -> Value {
     document
 }
 
-fn described(what: &str, schema: &Value) -> Value {
+fn json_content(what: &str, schema: &Value) -> Value {
     json!({"description": what, "content": {"application/json": {"schema": schema}}})
 }
 
-fn body(schema: &Value) -> Value {
+fn request_body(schema: &Value) -> Value {
     json!({"required": true, "content": {"application/json": {"schema": schema}}})
 }
 
@@ -279,11 +279,11 @@ fn responses<const N: usize>(all: [(String, Value); N]) -> Map<String, Value> {
 
 /// Referenced types, by name.
 #[derive(Default)]
-struct Types(Map<String, Value>);
+struct Schemas(Map<String, Value>);
 
-impl Types {
+impl Schemas {
     /// Returns a reference to a type, and adds the schemas of the type and of its parts.
-    fn of<T: ToSchema + PartialSchema>(&mut self) -> Value {
+    fn reference<T: ToSchema + PartialSchema>(&mut self) -> Value {
         let mut parts = Vec::new();
         T::schemas(&mut parts);
         parts.push((T::name().into_owned(), T::schema()));
@@ -294,42 +294,42 @@ impl Types {
     }
 
     /// Adds bounds of request fields that are not part of their Rust types.
-    fn bound_wishes(&mut self) {
+    fn add_request_bounds(&mut self) {
         let size = |min: ByteLen, max: ByteLen| json!({"type": "integer", "minimum": min.get(), "maximum": max.get()});
-        let none_or = |size: Value| json!([{"type": "integer", "const": 0}, size, {"type": "null"}]);
+        let zero_or = |size: Value| json!([{"type": "integer", "const": 0}, size, {"type": "null"}]);
         let len = json!([size(PrefetchOptions::LEN_MIN, PrefetchOptions::MEMORY_MAX), {"type": "null"}]);
         let memory = size(PrefetchOptions::MEMORY_MIN, PrefetchOptions::MEMORY_MAX);
-        self.bound("PrefetchPatch", "memory", none_or(memory));
-        self.bound("PrefetchPatch", "ahead", len.clone());
-        self.bound("PrefetchPatch", "largest_read", len);
-        self.bound(
+        self.set_any_of("PrefetchPatch", "memory", zero_or(memory));
+        self.set_any_of("PrefetchPatch", "ahead", len.clone());
+        self.set_any_of("PrefetchPatch", "largest_read", len);
+        self.set_any_of(
             "CachePatch",
             "endurance",
-            none_or(size(CACHE_ENDURANCE_MIN, CACHE_ENDURANCE_MAX)),
+            zero_or(size(CACHE_ENDURANCE_MIN, CACHE_ENDURANCE_MAX)),
         );
         let downtime = json!([{"type": "integer", "minimum": 1, "maximum": DOWNTIME_MS_MAX}, {"type": "null"}]);
-        self.bound("MigrationPatch", "downtime_ms", downtime);
+        self.set_any_of("MigrationPatch", "downtime_ms", downtime);
         let processors = json!([
             {"type": "number", "const": 0},
             {"type": "number", "minimum": 0.01, "maximum": 1024},
             {"type": "null"},
         ]);
-        self.bound("MigrationPatch", "processors", processors);
+        self.set_any_of("MigrationPatch", "processors", processors);
         let modes: Vec<&str> = CACHE_MODES.into_iter().map(cache_mode_name).collect();
-        self.bound(
+        self.set_any_of(
             "CachePatch",
             "mode",
             json!([{"type": "string", "enum": modes}, {"type": "null"}]),
         );
         let address = json!({"type": "string", "pattern": "^(/|nbds?://|nbds?\\+unix://)."});
-        self.bound("CacheReplacement", "with", json!([address, {"type": "null"}]));
+        self.set_any_of("CacheReplacement", "with", json!([address, {"type": "null"}]));
         let limit = |name: &str| {
-            let most = if name.ends_with("-length") {
+            let max = if name.ends_with("-length") {
                 u32::MAX.into()
             } else {
                 RateLimit::MAX
             };
-            json!({"type": "integer", "minimum": 0, "maximum": most})
+            json!({"type": "integer", "minimum": 0, "maximum": max})
         };
         let limits: Map<String, Value> = LimitName::all()
             .map(|row| (row.name.to_owned(), limit(row.name)))
@@ -342,7 +342,7 @@ impl Types {
     }
 
     /// Replaces the schema of a property by a choice of schemas.
-    fn bound(&mut self, name: &str, property: &str, any_of: Value) {
+    fn set_any_of(&mut self, name: &str, property: &str, any_of: Value) {
         let described = self.0[name]["properties"][property]["description"].clone();
         self.0[name]["properties"][property] = json!({"description": described, "anyOf": any_of});
     }

@@ -7,19 +7,19 @@ use super::state::{CacheState, DiskState, Latency, LatencyBucket, PrefetchState,
 /// Rates of one disk. Times are in seconds, sizes in bytes, fractions from 0 to 1; `None` means that there was
 /// nothing to measure.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Rates {
+pub struct DiskRates {
     /// Time between the two samples.
     pub interval: f64,
     /// Reads.
-    pub read: KindRates,
+    pub read: RequestRates,
     /// Writes.
-    pub write: KindRates,
+    pub write: RequestRates,
     /// Flushes.
-    pub flush: KindRates,
+    pub flush: RequestRates,
     /// Discards.
-    pub discard: KindRates,
+    pub discard: RequestRates,
     /// Requests to write zeroes.
-    pub write_zeroes: KindRates,
+    pub write_zeroes: RequestRates,
     /// Mean number of requests in flight (iostat's aqu-sz).
     pub queue: f64,
     /// Fraction of the time with at least one request in flight.
@@ -29,7 +29,7 @@ pub struct Rates {
     /// Fraction of reads that were completely prefetched.
     pub prefetch_hits: Option<f64>,
     /// Sources of the bytes for guests.
-    pub tiers: Tiers,
+    pub tiers: TierRates,
     /// Read-ahead.
     pub prefetch: Option<PrefetchRates>,
     /// Internal work of the cache.
@@ -38,7 +38,7 @@ pub struct Rates {
 
 /// Rates of one kind of request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct KindRates {
+pub struct RequestRates {
     /// Requests per second.
     pub per_second: f64,
     /// Bytes per second.
@@ -59,7 +59,7 @@ pub struct KindRates {
 /// reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)]
-pub struct Tiers {
+pub struct TierRates {
     pub memory: Option<f64>,
     pub cache: Option<f64>,
     pub disk: f64,
@@ -83,33 +83,33 @@ pub struct CacheRates {
     pub filled: f64,
 }
 
-impl Rates {
+impl DiskRates {
     /// Returns the rates since the start of the disk's server.
     pub fn since_start(now: &DiskState) -> Self {
-        Between::new(now.time_ns).rates(None, now)
+        DiskDelta::new(now.time_ns).rates(None, now)
     }
 
     /// Returns the rates between two samples of a disk; `None` if no time has passed, or the server was restarted in
     /// between.
     pub fn between(before: &DiskState, now: &DiskState) -> Option<Self> {
         let time = now.time_ns.checked_sub(before.time_ns).filter(|time| *time > 0)?;
-        let mut between = Between::new(time);
+        let mut between = DiskDelta::new(time);
         let rates = between.rates(Some(before), now);
-        between.is_one.then_some(rates)
+        between.is_monotonic.then_some(rates)
     }
 }
 
 /// Differences between two samples. Detects counters that have decreased, which means that the server was restarted.
-struct Between {
+struct DiskDelta {
     time_ns: u64,
-    is_one: bool,
+    is_monotonic: bool,
 }
 
-impl Between {
+impl DiskDelta {
     fn new(time_ns: u64) -> Self {
         Self {
             time_ns: time_ns.max(1),
-            is_one: true,
+            is_monotonic: true,
         }
     }
 
@@ -117,17 +117,17 @@ impl Between {
         self.time_ns as f64 / 1e9
     }
 
-    fn count<T>(&mut self, before: Option<&T>, now: &T, of: impl Fn(&T) -> u64) -> u64 {
-        let (before, now) = (before.map(&of).unwrap_or_default(), of(now));
-        self.is_one &= now >= before;
+    fn delta<T>(&mut self, before: Option<&T>, now: &T, counter: impl Fn(&T) -> u64) -> u64 {
+        let (before, now) = (before.map(&counter).unwrap_or_default(), counter(now));
+        self.is_monotonic &= now >= before;
         now.saturating_sub(before)
     }
 
-    fn rate<T>(&mut self, before: Option<&T>, now: &T, of: impl Fn(&T) -> u64) -> f64 {
-        self.count(before, now, of) as f64 / self.seconds()
+    fn rate<T>(&mut self, before: Option<&T>, now: &T, counter: impl Fn(&T) -> u64) -> f64 {
+        self.delta(before, now, counter) as f64 / self.seconds()
     }
 
-    fn rates(&mut self, before: Option<&DiskState>, now: &DiskState) -> Rates {
+    fn rates(&mut self, before: Option<&DiskState>, now: &DiskState) -> DiskRates {
         let (was, is) = (before.map(|before| &before.requests), &now.requests);
         let kinds = [
             self.kind(was.map(|was| &was.read), &is.read),
@@ -137,7 +137,7 @@ impl Between {
             self.kind(was.map(|was| &was.write_zeroes), &is.write_zeroes),
         ];
         let [read, write, flush, discard, write_zeroes] = kinds;
-        let busy = self.count(was, is, |it| it.busy_ns) as f64 / self.time_ns as f64;
+        let busy = self.delta(was, is, |it| it.busy_ns) as f64 / self.time_ns as f64;
         let cache = now.cache.as_ref().map(|cache| {
             let before = before.and_then(|before| before.cache.as_ref());
             // The counters of a new cache start at zero.
@@ -155,11 +155,11 @@ impl Between {
         let disk = match cache {
             Some((was, is)) => self.rate(was, is, |it| it.disk_read),
             None => {
-                let besides = prefetch.map_or(0.0, |ahead| ahead.fetched - ahead.used);
-                (read.bytes_per_second + besides).max(0.0)
+                let unused_prefetch = prefetch.map_or(0.0, |ahead| ahead.fetched - ahead.used);
+                (read.bytes_per_second + unused_prefetch).max(0.0)
             }
         };
-        Rates {
+        DiskRates {
             interval: self.seconds(),
             read,
             write,
@@ -174,7 +174,7 @@ impl Between {
             utilization: busy.min(1.0),
             cache_hits: cache.and_then(|(was, is)| self.cache_hits(was, is)),
             prefetch_hits: ahead.and_then(|(was, is)| self.prefetch_hits(was, is)),
-            tiers: Tiers {
+            tiers: TierRates {
                 memory: prefetch.map(|ahead| ahead.used),
                 cache: cache.map(|(was, is)| self.rate(was, is, |it| it.hit_bytes)),
                 disk,
@@ -188,21 +188,21 @@ impl Between {
         }
     }
 
-    fn kind(&mut self, before: Option<&RequestCounts>, now: &RequestCounts) -> KindRates {
+    fn kind(&mut self, before: Option<&RequestCounts>, now: &RequestCounts) -> RequestRates {
         let times = match before {
             Some(before) => {
                 let times = now.latency.since(&before.latency);
-                self.is_one &= times.is_some();
+                self.is_monotonic &= times.is_some();
                 times.unwrap_or_default()
             }
             None => now.latency.clone(),
         };
         let seconds = |time: std::time::Duration| time.as_secs_f64();
         let (count, bytes) = (
-            self.count(before, now, |it| it.count),
-            self.count(before, now, |it| it.bytes),
+            self.delta(before, now, |it| it.count),
+            self.delta(before, now, |it| it.bytes),
         );
-        KindRates {
+        RequestRates {
             per_second: count as f64 / self.seconds(),
             bytes_per_second: bytes as f64 / self.seconds(),
             errors_per_second: self.rate(before, now, |it| it.errors),
@@ -214,19 +214,19 @@ impl Between {
     }
 
     fn cache_hits(&mut self, before: Option<&CacheState>, now: &CacheState) -> Option<f64> {
-        let hits = self.count(before, now, |it| it.hits);
-        let others = self.count(before, now, |it| it.partial_hits + it.misses + it.bypassed_slow);
-        share(hits, others)
+        let hits = self.delta(before, now, |it| it.hits);
+        let rest_count = self.delta(before, now, |it| it.partial_hits + it.misses + it.bypassed_slow);
+        fraction(hits, rest_count)
     }
 
     fn prefetch_hits(&mut self, before: Option<&PrefetchState>, now: &PrefetchState) -> Option<f64> {
-        let hits = self.count(before, now, |it| it.hits + it.waits);
-        let others = self.count(before, now, |it| it.partial_hits + it.misses + it.bypassed);
-        share(hits, others)
+        let hits = self.delta(before, now, |it| it.hits + it.waits);
+        let other_reads = self.delta(before, now, |it| it.partial_hits + it.misses + it.bypassed);
+        fraction(hits, other_reads)
     }
 }
 
-fn share(part: u64, others: u64) -> Option<f64> {
+fn fraction(part: u64, others: u64) -> Option<f64> {
     let all = part.saturating_add(others);
     (all > 0).then(|| part as f64 / all as f64)
 }
@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn rates_are_differences_of_two_samples() {
-        let rates = Rates::between(&disk(10, 1000), &disk(12, 5000)).expect("time has passed");
+        let rates = DiskRates::between(&disk(10, 1000), &disk(12, 5000)).expect("time has passed");
         assert_eq!((rates.interval, rates.read.per_second), (2.0, 2000.0));
         assert_eq!(rates.read.bytes_per_second, 2000.0 * 4096.0);
         assert_eq!(
@@ -297,13 +297,13 @@ mod tests {
             (0.5, rates.read.bytes_per_second)
         );
         assert_eq!(rates.queue, 2000.0 * 1e-6);
-        assert_eq!(Rates::since_start(&disk(10, 1000)).read.per_second, 100.0);
+        assert_eq!(DiskRates::since_start(&disk(10, 1000)).read.per_second, 100.0);
     }
 
     #[test]
     fn restarted_server_has_no_rates() {
-        assert_eq!(Rates::between(&disk(10, 1000), &disk(2, 10)), None);
-        assert_eq!(Rates::between(&disk(10, 1000), &disk(12, 10)), None);
-        assert_eq!(Rates::between(&disk(10, 1000), &disk(10, 1000)), None);
+        assert_eq!(DiskRates::between(&disk(10, 1000), &disk(2, 10)), None);
+        assert_eq!(DiskRates::between(&disk(10, 1000), &disk(12, 10)), None);
+        assert_eq!(DiskRates::between(&disk(10, 1000), &disk(10, 1000)), None);
     }
 }

@@ -17,10 +17,10 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use super::answers::{Asked, answer};
+use super::handlers::{ConnectionState, handle_request};
 use super::subject::Subject;
 use super::writers::Writers;
-use crate::listen::{Access, ListenError, Listening};
+use crate::listen::{Access, ListenError, ListeningSocket};
 use crate::read_group::read_group;
 
 /// Maximum number of concurrent clients. A further client replaces the one that has been silent longest; if all have
@@ -28,22 +28,22 @@ use crate::read_group::read_group;
 const CLIENTS_MAX: usize = 64;
 
 /// Maximum number of event subscribers, in addition to those clients.
-const LISTENERS_MAX: usize = 16;
+const SUBSCRIBERS_MAX: usize = 16;
 
 /// Longest time for a client to send its request.
-const REQUEST_TIME_MAX: Duration = Duration::from_secs(5);
+const REQUEST_HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest time from a client's connection to the last byte of its answer.
-const CLIENT_TIME_MAX: Duration = Duration::from_secs(10);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum length of the request line and all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
 
 /// Longest wait for pending answers when the server ends after them.
-const LAST_ANSWERS_TIME_MAX: Duration = Duration::from_secs(1);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Pause after accepting a client failed because the process or the host has no descriptors or memory left.
-const PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Reason why there is no control socket.
 #[derive(Debug, thiserror::Error)]
@@ -63,7 +63,7 @@ pub struct ControlSocket {
 
 enum Listener {
     /// The socket's file is removed when this is dropped.
-    Own(Listening),
+    Bound(ListeningSocket),
     /// The socket's file remains.
     Inherited(OwnedFd),
 }
@@ -76,17 +76,17 @@ impl ControlSocket {
     pub fn bind(path: &Path, access: Access) -> Result<Self, ListenError> {
         let access = access.with_readers(read_group());
         Ok(Self {
-            listener: Listener::Own(Listening::on(path, access)?),
-            writers: Arc::new(Writers::of_own(path, access)),
+            listener: Listener::Bound(ListeningSocket::bind(path, access)?),
+            writers: Arc::new(Writers::for_bound(path, access)),
         })
     }
 
     /// Takes over a socket that another process created at `path`. In addition to the users of `access`, the owner
     /// and the group of the file may change something, as far as its mode permits writing.
-    pub fn inherited(listener: OwnedFd, path: &Path, access: Access) -> Self {
+    pub fn from_inherited(listener: OwnedFd, path: &Path, access: Access) -> Self {
         Self {
             listener: Listener::Inherited(listener),
-            writers: Arc::new(Writers::of_inherited(path, access.with_readers(read_group()))),
+            writers: Arc::new(Writers::for_inherited(path, access.with_readers(read_group()))),
         }
     }
 }
@@ -107,16 +107,16 @@ impl ControlServer {
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
     pub fn start(path: &Path, subject: Arc<Subject>) -> Result<Self, ControlError> {
-        Self::start_on(ControlSocket::bind(path, Access::OWNER)?, subject)
+        Self::start_with_socket(ControlSocket::bind(path, Access::OWNER)?, subject)
     }
 
     /// Serves `subject` on an existing socket.
     ///
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
-    pub fn start_on(socket: ControlSocket, subject: Arc<Subject>) -> Result<Self, ControlError> {
+    pub fn start_with_socket(socket: ControlSocket, subject: Arc<Subject>) -> Result<Self, ControlError> {
         let listener = match &socket.listener {
-            Listener::Own(socket) => socket.descriptor.try_clone()?,
+            Listener::Bound(socket) => socket.descriptor.try_clone()?,
             Listener::Inherited(listener) => listener.try_clone()?,
         };
         let writers = Arc::clone(&socket.writers);
@@ -142,7 +142,7 @@ impl ControlServer {
     }
 
     /// Ends the server after all pending requests are answered.
-    pub fn end_after_answers(mut self) {
+    pub fn shut_down_gracefully(mut self) {
         if let Some(stop) = self.stop.take() {
             // If the thread has died, its panic has been reported.
             let _ = stop.send(());
@@ -168,14 +168,14 @@ fn run(
 ) {
     runtime.block_on(async {
         let (end, ended) = oneshot::channel();
-        let mut accepting = std::pin::pin!(accept(listener, subject, writers, ended));
-        let is_patient = tokio::select! {
+        let mut accepting = std::pin::pin!(accept_clients(listener, subject, writers, ended));
+        let is_graceful = tokio::select! {
             () = &mut accepting => return,
             stopped = stopped => stopped.is_ok(),
         };
-        if is_patient {
+        if is_graceful {
             drop(end);
-            let _ = timeout(LAST_ANSWERS_TIME_MAX, accepting).await;
+            let _ = timeout(DRAIN_TIMEOUT, accepting).await;
         }
     });
 }
@@ -183,69 +183,84 @@ fn run(
 /// A client that is being served.
 struct Client {
     task: AbortHandle,
-    asked: Arc<Asked>,
+    connection: Arc<ConnectionState>,
 }
 
 /// Serves clients until `end`, and then completes the pending requests; dropping the future ends all.
-async fn accept(listener: UnixListener, subject: Arc<Subject>, writers: Arc<Writers>, mut end: oneshot::Receiver<()>) {
+async fn accept_clients(
+    listener: UnixListener,
+    subject: Arc<Subject>,
+    writers: Arc<Writers>,
+    mut end: oneshot::Receiver<()>,
+) {
     let mut tasks = JoinSet::new();
-    let listeners = Arc::new(Semaphore::new(LISTENERS_MAX));
+    let subscriber_slots = Arc::new(Semaphore::new(SUBSCRIBERS_MAX));
     // In order of connection, without event subscribers.
     let mut clients: Vec<Client> = Vec::with_capacity(CLIENTS_MAX + 1);
-    let mut is_told = false;
+    let mut is_reported = false;
     loop {
-        clients.retain(|client| !client.task.is_finished() && !client.asked.listens());
-        let may_come = clients.len() < CLIENTS_MAX || clients.iter().any(|client| client.asked.is_silent());
+        clients.retain(|client| !client.task.is_finished() && !client.connection.is_subscriber());
+        let can_accept =
+            clients.len() < CLIENTS_MAX || clients.iter().any(|client| client.connection.is_awaiting_request());
         let accepted = tokio::select! {
             _ = &mut end => break,
             Some(_) = tasks.join_next() => continue,
-            accepted = listener.accept(), if may_come => accepted,
+            accepted = listener.accept(), if can_accept => accepted,
         };
         match accepted {
             Ok((stream, _)) => {
                 if clients.len() >= CLIENTS_MAX
-                    && let Some(oldest) = clients.iter().position(|client| client.asked.is_silent())
+                    && let Some(oldest) = clients
+                        .iter()
+                        .position(|client| client.connection.is_awaiting_request())
                 {
                     clients.remove(oldest).task.abort();
                 }
-                let asked = Arc::new(Asked::new(Arc::clone(&listeners), writers.include(&stream)));
-                let serving = serve(stream, Arc::clone(&subject), Arc::clone(&asked));
-                let task = tasks.spawn(until_late(serving, Arc::clone(&asked)));
-                clients.push(Client { task, asked });
-                is_told = false;
+                let asked = Arc::new(ConnectionState::new(
+                    Arc::clone(&subscriber_slots),
+                    writers.permits(&stream),
+                ));
+                let serving = serve_request(stream, Arc::clone(&subject), Arc::clone(&asked));
+                let task = tasks.spawn(serve_with_deadline(serving, Arc::clone(&asked)));
+                clients.push(Client {
+                    task,
+                    connection: asked,
+                });
+                is_reported = false;
             }
             Err(error) => {
-                if !std::mem::replace(&mut is_told, true) {
+                if !std::mem::replace(&mut is_reported, true) {
                     tracing::warn!("the control socket cannot accept a client: {error}");
                 }
-                sleep(PAUSE).await;
+                sleep(ACCEPT_RETRY_DELAY).await;
             }
         }
     }
-    let is_waited_for =
-        |client: &Client| !client.task.is_finished() && !client.asked.listens() && !client.asked.is_silent();
-    while clients.iter().any(is_waited_for) && tasks.join_next().await.is_some() {}
+    let is_pending = |client: &Client| {
+        !client.task.is_finished() && !client.connection.is_subscriber() && !client.connection.is_awaiting_request()
+    };
+    while clients.iter().any(is_pending) && tasks.join_next().await.is_some() {}
 }
 
 /// Serves a client within its time limits.
-async fn until_late(serving: impl Future<Output = ()>, asked: Arc<Asked>) {
-    let late = async {
-        sleep(CLIENT_TIME_MAX).await;
-        if asked.listens() {
-            asked.is_stuck().await;
+async fn serve_with_deadline(serving: impl Future<Output = ()>, asked: Arc<ConnectionState>) {
+    let deadline = async {
+        sleep(CLIENT_TIMEOUT).await;
+        if asked.is_subscriber() {
+            asked.stalled().await;
         }
     };
     tokio::select! {
         () = serving => {}
-        () = late => {}
+        () = deadline => {}
     }
 }
 
 /// Serves one request with one answer.
-async fn serve(client: UnixStream, subject: Arc<Subject>, asked: Arc<Asked>) {
+async fn serve_request(client: UnixStream, subject: Arc<Subject>, asked: Arc<ConnectionState>) {
     let service = service_fn(|request| {
         let (subject, asked) = (Arc::clone(&subject), Arc::clone(&asked));
-        async move { Ok::<_, Infallible>(answer(request, &subject, &asked).await) }
+        async move { Ok::<_, Infallible>(handle_request(request, &subject, &asked).await) }
     });
     let served = http1::Builder::new()
         .keep_alive(false)
@@ -253,7 +268,7 @@ async fn serve(client: UnixStream, subject: Arc<Subject>, asked: Arc<Asked>) {
         .half_close(true)
         .max_buf_size(REQUEST_HEAD_BYTES_MAX)
         .timer(TokioTimer::new())
-        .header_read_timeout(REQUEST_TIME_MAX)
+        .header_read_timeout(REQUEST_HEAD_TIMEOUT)
         .serve_connection(TokioIo::new(client), service)
         .await;
     if let Err(error) = served {

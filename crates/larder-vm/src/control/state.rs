@@ -8,12 +8,12 @@ use std::time::Duration;
 use larder_block::ByteLen;
 use larder_block::filter::throttle::ThrottleLimits;
 use larder_block::histogram::{Bucket, Histogram, quantile};
-use larder_export::activity::{Activity, Kind};
+use larder_export::activity::{Activity, RequestKind};
 use larder_prefetch::Prefetch;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::image::{CachePlace, Format, absolute, cache_mode_name};
+use crate::image::{CacheSlot, Format, absolute, cache_mode_name};
 use crate::limits::{self, LimitsTextError, parse_limits};
 
 /// The answer to `GET /v1`.
@@ -38,14 +38,14 @@ pub struct ServerState {
 
 /// Reason for a failure: the body of every answer other than 200 or 202.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Failure {
+pub struct ErrorBody {
     /// Message for the user.
     pub error: String,
 }
 
 /// The answer to `GET /v1/disks`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Disks {
+pub struct DiskList {
     /// All disks that the process serves.
     pub disks: Vec<DiskState>,
 }
@@ -152,8 +152,8 @@ pub struct RequestCounts {
 
 impl RequestsState {
     pub(crate) fn new(activity: &Activity) -> Self {
-        let of = |kind| {
-            let counts = activity.of(kind);
+        let counts_of = |kind| {
+            let counts = activity.totals(kind);
             RequestCounts {
                 count: counts.requests,
                 bytes: counts.bytes,
@@ -162,12 +162,12 @@ impl RequestsState {
             }
         };
         Self {
-            read: of(Kind::Read),
-            write: of(Kind::Write),
-            flush: of(Kind::Flush),
-            discard: of(Kind::Discard),
-            write_zeroes: of(Kind::WriteZeroes),
-            under_way: activity.under_way().into(),
+            read: counts_of(RequestKind::Read),
+            write: counts_of(RequestKind::Write),
+            flush: counts_of(RequestKind::Flush),
+            discard: counts_of(RequestKind::Discard),
+            write_zeroes: counts_of(RequestKind::WriteZeroes),
+            under_way: activity.in_flight().into(),
             busy_ns: nanos(activity.busy()),
         }
     }
@@ -181,7 +181,7 @@ pub struct LimitsState(pub BTreeMap<String, u64>);
 
 impl LimitsState {
     pub(crate) fn new(limits: ThrottleLimits) -> Self {
-        let all = limits::named(&limits);
+        let all = limits::named_limits(&limits);
         Self(all.map(|(name, value)| (name.to_owned(), value)).collect())
     }
 
@@ -337,28 +337,28 @@ pub struct LatencyBucket {
 }
 
 impl Latency {
-    pub(super) fn new(of: &Histogram) -> Self {
+    pub(super) fn new(histogram: &Histogram) -> Self {
         let bucket = |bucket: Bucket| LatencyBucket {
             below_ns: bucket.below.map(nanos),
             count: bucket.count,
         };
         Self {
-            count: of.count(),
-            sum_ns: nanos(of.sum()),
-            max_ns: nanos(of.max()),
-            buckets: of.buckets().map(bucket).collect(),
+            count: histogram.count(),
+            sum_ns: nanos(histogram.sum()),
+            max_ns: nanos(histogram.max()),
+            buckets: histogram.buckets().map(bucket).collect(),
         }
     }
 
     /// Returns the latency that a fraction (0 to 1) of the requests did not exceed, overestimated by up to 25 %;
     /// `None` without requests.
-    pub fn quantile(&self, share: f64) -> Option<Duration> {
+    pub fn quantile(&self, fraction: f64) -> Option<Duration> {
         let bucket = |bucket: &LatencyBucket| Bucket {
             below: bucket.below_ns.map(Duration::from_nanos),
             count: bucket.count,
         };
         let buckets: Vec<Bucket> = self.buckets.iter().map(bucket).collect();
-        quantile(&buckets, share, Duration::from_nanos(self.max_ns))
+        quantile(&buckets, fraction, Duration::from_nanos(self.max_ns))
     }
 
     /// Returns the mean latency; `None` without requests.
@@ -378,9 +378,9 @@ pub enum CacheHealth {
 }
 
 impl CacheState {
-    pub(crate) fn new(place: &CachePlace) -> Self {
-        let cache = place.now();
-        let done = cache.layer.statistics();
+    pub(crate) fn new(slot: &CacheSlot) -> Self {
+        let cache = slot.current();
+        let statistics = cache.layer.statistics();
         let shape = cache.layer.layout();
         let in_lines = |lines: u64| lines * shape.line_len();
         let miss_ratios = cache.layer.miss_ratios().into_iter();
@@ -398,32 +398,32 @@ impl CacheState {
             size: cache.size.get(),
             capacity: shape.capacity().get(),
             line_size: shape.line_len(),
-            occupancy: in_lines(done.lines),
-            dirty: in_lines(done.dirty_lines),
-            cleaned: done.cleaned,
+            occupancy: in_lines(statistics.lines),
+            dirty: in_lines(statistics.dirty_lines),
+            cleaned: statistics.cleaned,
             flush: FlushState {
-                running: place.work.is_running(),
-                error: place.work.error(),
+                running: slot.operations.is_running(),
+                error: slot.operations.error(),
             },
-            unsettled: in_lines(done.unpersisted),
-            unproven: done.unproven,
-            hits: done.hits,
-            partial_hits: done.partial_hits,
-            misses: done.misses,
-            bypassed_slow: done.bypassed_slow,
-            joined: done.joined,
-            hit_bytes: done.hit_bytes,
-            filled: done.filled,
-            warmed: done.warmed,
-            bypassed_busy: done.bypassed_busy,
-            evicted: done.evicted,
-            metadata_written: done.metadata_written,
-            disk_read: done.disk_read,
-            disk_written: done.disk_written,
-            cache_read: done.cache_read,
-            cache_written: done.cache_written,
-            read_errors: done.read_errors,
-            write_errors: done.write_errors,
+            unsettled: in_lines(statistics.unpersisted),
+            unproven: statistics.unproven,
+            hits: statistics.hits,
+            partial_hits: statistics.partial_hits,
+            misses: statistics.misses,
+            bypassed_slow: statistics.bypassed_slow,
+            joined: statistics.joined,
+            hit_bytes: statistics.hit_bytes,
+            filled: statistics.filled,
+            warmed: statistics.warmed,
+            bypassed_busy: statistics.bypassed_busy,
+            evicted: statistics.evicted,
+            metadata_written: statistics.metadata_written,
+            disk_read: statistics.disk_read,
+            disk_written: statistics.disk_written,
+            cache_read: statistics.cache_read,
+            cache_written: statistics.cache_written,
+            read_errors: statistics.read_errors,
+            write_errors: statistics.write_errors,
             endurance: cache.layer.endurance().map(ByteLen::get),
             miss_ratios: miss_ratios.collect(),
             hit_latency: Latency::new(&cache.layer.hit_latency()),
@@ -482,27 +482,27 @@ pub struct StreamCounts {
 
 impl PrefetchState {
     pub(crate) fn new(prefetch: &Prefetch) -> Self {
-        let (options, done) = (prefetch.options(), prefetch.statistics());
+        let (options, statistics) = (prefetch.options(), prefetch.statistics());
         Self {
-            memory: done.memory,
+            memory: statistics.memory,
             memory_limit: options.memory.get(),
             ahead: options.ahead_max.get(),
             largest_read: options.largest_read.get(),
-            fetched: done.fetched,
-            used: done.used,
-            wasted: done.wasted,
-            unread: done.unread,
-            hits: done.hits,
-            partial_hits: done.partial_hits,
-            waits: done.waits,
-            misses: done.misses,
-            bypassed: done.bypassed,
-            errors: done.errors,
+            fetched: statistics.fetched,
+            used: statistics.used,
+            wasted: statistics.wasted,
+            unread: statistics.unread,
+            hits: statistics.hits,
+            partial_hits: statistics.partial_hits,
+            waits: statistics.waits,
+            misses: statistics.misses,
+            bypassed: statistics.bypassed,
+            errors: statistics.errors,
             streams: StreamCounts {
-                now: done.streams,
-                forward: done.streams_forward,
-                backward: done.streams_backward,
-                strided: done.streams_strided,
+                now: statistics.streams,
+                forward: statistics.streams_forward,
+                backward: statistics.streams_backward,
+                strided: statistics.streams_strided,
             },
         }
     }

@@ -6,25 +6,25 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::sync::oneshot;
 
-use super::migration::MigrationInquiry;
+use super::migration::MigrationHandle;
+use super::requests::ReloadResult;
 use super::state::ServerState;
-use super::wishes::Reloaded;
-use crate::disk::DiskInquiry;
-use crate::memory::MemoryInquiry;
+use crate::disk::DiskHandle;
+use crate::memory::MemoryHandle;
 use crate::vm::config::VmConfig;
-use crate::vm::{Moved, VmMove};
+use crate::vm::{MoveStep, MoveStepResult};
 
 /// Callback that requests a reload of the VM's file; returns false if the recipient has ended.
-pub type Reload = Box<dyn Fn(ReloadReply) -> bool + Send + Sync>;
+pub type ReloadCallback = Box<dyn Fn(ReloadReply) -> bool + Send + Sync>;
 
 /// Callback that requests a step of a move of the VM's disks; returns false if the recipient has ended.
-pub type MoveOn = Box<dyn Fn(VmMove, MoveReply) -> bool + Send + Sync>;
+pub type MoveCallback = Box<dyn Fn(MoveStep, MoveReply) -> bool + Send + Sync>;
 
 /// Channel for the result of a step of a move.
-pub type MoveReply = oneshot::Sender<Result<Moved, String>>;
+pub type MoveReply = oneshot::Sender<Result<MoveStepResult, String>>;
 
 /// Channel for the result of a reload.
-pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
+pub type ReloadReply = oneshot::Sender<Result<ReloadResult, String>>;
 
 /// A process that serves disks, manages memory, or moves a VM.
 pub struct Subject {
@@ -32,17 +32,17 @@ pub struct Subject {
     uuid: Option<String>,
     file: Option<PathBuf>,
     started: SystemTime,
-    disks: Mutex<Vec<DiskInquiry>>,
-    memory: Option<MemoryInquiry>,
-    migration: Option<MigrationInquiry>,
-    reload: Option<Reload>,
-    move_on: Option<MoveOn>,
-    is_confined: bool,
+    disks: Mutex<Vec<DiskHandle>>,
+    memory: Option<MemoryHandle>,
+    migration: Option<MigrationHandle>,
+    reload_callback: Option<ReloadCallback>,
+    move_callback: Option<MoveCallback>,
+    confined: bool,
 }
 
 impl Subject {
     /// Returns the subject of a process that serves one disk of an unknown VM.
-    pub fn disk(disk: DiskInquiry) -> Self {
+    pub fn disk(disk: DiskHandle) -> Self {
         Self {
             vm: None,
             uuid: None,
@@ -51,14 +51,14 @@ impl Subject {
             disks: Mutex::new(vec![disk]),
             memory: None,
             migration: None,
-            reload: None,
-            move_on: None,
-            is_confined: false,
+            reload_callback: None,
+            move_callback: None,
+            confined: false,
         }
     }
 
     /// Returns the subject of a process that manages the memory of an unknown VM.
-    pub fn memory(memory: MemoryInquiry) -> Self {
+    pub fn memory(memory: MemoryHandle) -> Self {
         Self {
             vm: None,
             uuid: None,
@@ -67,15 +67,15 @@ impl Subject {
             disks: Mutex::default(),
             memory: Some(memory),
             migration: None,
-            reload: None,
-            move_on: None,
-            is_confined: false,
+            reload_callback: None,
+            move_callback: None,
+            confined: false,
         }
     }
 
     /// Returns the subject of a process that manages the memory of the VM that `file` describes; `config` is the
     /// parsed file.
-    pub fn vm_memory(config: &VmConfig, file: &Path, memory: MemoryInquiry) -> Self {
+    pub fn vm_memory(config: &VmConfig, file: &Path, memory: MemoryHandle) -> Self {
         Self {
             vm: Some(config.name.clone()),
             uuid: config.uuid.clone(),
@@ -85,7 +85,7 @@ impl Subject {
     }
 
     /// Returns the subject of a process that moves the VM of this name.
-    pub fn migration(vm: &str, migration: MigrationInquiry) -> Self {
+    pub fn migration(vm: &str, migration: MigrationHandle) -> Self {
         Self {
             vm: Some(vm.to_owned()),
             uuid: None,
@@ -94,9 +94,9 @@ impl Subject {
             disks: Mutex::default(),
             memory: None,
             migration: Some(migration),
-            reload: None,
-            move_on: None,
-            is_confined: false,
+            reload_callback: None,
+            move_callback: None,
+            confined: false,
         }
     }
 
@@ -106,8 +106,8 @@ impl Subject {
     pub fn vm(
         config: &VmConfig,
         file: &Path,
-        disks: Vec<DiskInquiry>,
-        (reload, move_on): (Reload, MoveOn),
+        disks: Vec<DiskHandle>,
+        (reload, move_on): (ReloadCallback, MoveCallback),
         is_confined: bool,
     ) -> Self {
         Self {
@@ -118,34 +118,34 @@ impl Subject {
             disks: Mutex::new(disks),
             memory: None,
             migration: None,
-            reload: Some(reload),
-            move_on: Some(move_on),
-            is_confined,
+            reload_callback: Some(reload),
+            move_callback: Some(move_on),
+            confined: is_confined,
         }
     }
 
     /// Replaces the list of disks.
-    pub fn set_disks(&self, disks: Vec<DiskInquiry>) {
-        *self.now() = disks;
+    pub fn set_disks(&self, disks: Vec<DiskHandle>) {
+        *self.lock_disks() = disks;
     }
 
-    pub(super) fn disks(&self) -> Vec<DiskInquiry> {
-        self.now().clone()
+    pub(super) fn disks(&self) -> Vec<DiskHandle> {
+        self.lock_disks().clone()
     }
 
     /// Returns the disk with this name, or with this index in the list, counted from 0.
-    pub(super) fn find(&self, called: &str) -> Option<DiskInquiry> {
-        let disks = self.now();
-        let by_name = disks.iter().find(|disk| disk.name() == Some(called));
-        let by_place = || disks.get(called.parse::<usize>().ok()?);
-        by_name.or_else(by_place).cloned()
+    pub(super) fn find_disk(&self, name: &str) -> Option<DiskHandle> {
+        let disks = self.lock_disks();
+        let by_name = disks.iter().find(|disk| disk.name() == Some(name));
+        let by_index = || disks.get(name.parse::<usize>().ok()?);
+        by_name.or_else(by_index).cloned()
     }
 
-    pub(super) fn memory_of(&self) -> Option<MemoryInquiry> {
+    pub(super) fn memory_handle(&self) -> Option<MemoryHandle> {
         self.memory.clone()
     }
 
-    pub(super) fn migration_of(&self) -> Option<MigrationInquiry> {
+    pub(super) fn migration_handle(&self) -> Option<MigrationHandle> {
         self.migration.clone()
     }
 
@@ -157,22 +157,22 @@ impl Subject {
             file: self.file.as_ref().map(|file| file.display().to_string()),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
-            confined: self.is_confined,
+            confined: self.confined,
             started_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
         }
     }
 
     /// Requests a reload of the VM's file.
-    pub(super) fn reload(&self, reply: ReloadReply) -> bool {
-        self.reload.as_ref().is_some_and(|reload| reload(reply))
+    pub(super) fn request_reload(&self, reply: ReloadReply) -> bool {
+        self.reload_callback.as_ref().is_some_and(|reload| reload(reply))
     }
 
     /// Requests a step of a move.
-    pub(super) fn move_on(&self, step: VmMove, reply: MoveReply) -> bool {
-        self.move_on.as_ref().is_some_and(|move_on| move_on(step, reply))
+    pub(super) fn request_move(&self, step: MoveStep, reply: MoveReply) -> bool {
+        self.move_callback.as_ref().is_some_and(|move_on| move_on(step, reply))
     }
 
-    fn now(&self) -> MutexGuard<'_, Vec<DiskInquiry>> {
+    fn lock_disks(&self) -> MutexGuard<'_, Vec<DiskHandle>> {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -8,70 +8,70 @@ use std::time::Duration;
 use larder_block::{Geometry, Loop};
 use tokio::sync::{Mutex, MutexGuard};
 
-use super::berth::Berth;
-use super::hot::Warming;
-use super::inquiry::Served;
+use super::handle::RunningDisk;
+use super::slot::DiskSlot;
+use super::warming::Warming;
 use crate::image::{self, CacheMode, Format, ImageOptions};
 
 /// Longest time that a front-end may take to stop its queues once its guest is stopped, or to reconnect and start the
 /// queues at the positions that it assumes.
-const REST_MAX: Duration = Duration::from_secs(5);
+const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between checks for that.
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// A step of a move. Each step is idempotent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DiskMove {
+pub enum DiskAction {
     /// The VM is about to leave: the cache's dirty data is written to the disk, and the cache becomes write-through.
-    Settle,
-    /// The move is aborted: the cache returns to its mode from before [`DiskMove::Settle`].
-    Stay,
-    /// The guest is stopped, and no request is processed until [`DiskMove::Serve`]. If the guest continues elsewhere
-    /// (`goes_on`), with the queue positions that its front-end knows, these must be the true ones; otherwise the
-    /// step is refused, and the queues resume.
-    Rest {
+    FlushCache,
+    /// The move is aborted: the cache returns to its mode from before [`DiskAction::FlushCache`].
+    RestoreCache,
+    /// The guest is stopped, and no request is processed until [`DiskAction::Resume`]. If the guest continues elsewhere
+    /// (`migrates_state`), with the queue positions that its front-end knows, these must be the true ones; otherwise
+    /// the step is refused, and the queues resume.
+    Quiesce {
         /// The guest's state moves to the other host.
-        goes_on: bool,
+        migrates_state: bool,
     },
-    /// After [`DiskMove::Rest`]: the image gets all data, durably, and the cached data becomes stale for ever. The
+    /// After [`DiskAction::Quiesce`]: the image gets all data, durably, and the cached data becomes stale for ever. The
     /// image remains locked.
-    Part,
+    Release,
     /// Closes the image and releases its locks.
     Close,
     /// Opens and locks the image, as one that was in use elsewhere; requests are still held.
     Open,
     /// Resumes requests.
-    Serve,
+    Resume,
 }
 
 /// State of a disk that can move.
-pub(super) struct Moving {
-    berth: Berth,
+pub(super) struct DiskMoveState {
+    slot: DiskSlot,
     format: Cell<Format>,
     /// Mode of the cache before it was made write-through.
-    mode: Cell<Option<CacheMode>>,
+    saved_mode: Cell<Option<CacheMode>>,
     /// Options of the last opening, if they differ from the configuration.
     options: RefCell<Option<ImageOptions>>,
     /// Ranges that were hot on the host that the VM came from.
     pub(super) warming: Warming,
     /// Serialises the steps.
-    step: Mutex<()>,
+    step_lock: Mutex<()>,
 }
 
-impl Moving {
-    pub(super) fn new(berth: Berth, format: Format) -> Self {
+impl DiskMoveState {
+    pub(super) fn new(slot: DiskSlot, format: Format) -> Self {
         Self {
-            berth,
+            slot,
             format: Cell::new(format),
-            mode: Cell::new(None),
+            saved_mode: Cell::new(None),
             options: RefCell::default(),
             warming: Warming::default(),
-            step: Mutex::default(),
+            step_lock: Mutex::default(),
         }
     }
 
     pub(super) fn geometry(&self) -> Geometry {
-        self.berth.geometry()
+        self.slot.geometry()
     }
 
     pub(super) fn format(&self) -> Format {
@@ -79,118 +79,126 @@ impl Moving {
     }
 
     /// Returns a guard that keeps other steps from starting.
-    pub(super) async fn alone(&self) -> MutexGuard<'_, ()> {
-        self.step.lock().await
+    pub(super) async fn lock_steps(&self) -> MutexGuard<'_, ()> {
+        self.step_lock.lock().await
     }
 
     /// Fails all requests that wait for the image.
-    pub(super) fn give_up(&self) {
-        self.berth.give_up();
+    pub(super) fn fail_waiters(&self) {
+        self.slot.fail_waiters();
     }
 
     /// Performs a step.
     ///
     /// # Errors
     /// A message for the user.
-    pub(super) async fn step(&self, on: &Loop, served: &Rc<Served>, step: DiskMove) -> Result<(), String> {
-        let _alone = self.alone().await;
-        match step {
-            DiskMove::Settle => self.settle(served).await,
-            DiskMove::Stay => self.stay(served).await,
-            DiskMove::Rest { goes_on } => rest(on, served, goes_on).await,
-            DiskMove::Part => self.part(on, served).await,
-            DiskMove::Close => self.close(served).await,
-            DiskMove::Open => self.open(on, served).await,
-            DiskMove::Serve => {
-                self.berth.serve();
-                served.exports.rest(false);
+    pub(super) async fn apply(&self, on: &Loop, served: &Rc<RunningDisk>, action: DiskAction) -> Result<(), String> {
+        let _guard = self.lock_steps().await;
+        match action {
+            DiskAction::FlushCache => self.flush_cache(served).await,
+            DiskAction::RestoreCache => self.restore_cache(served).await,
+            DiskAction::Quiesce { migrates_state } => quiesce(on, served, migrates_state).await,
+            DiskAction::Release => self.release(on, served).await,
+            DiskAction::Close => self.close(served).await,
+            DiskAction::Open => self.open(on, served).await,
+            DiskAction::Resume => {
+                self.slot.resume();
+                served.exports.set_paused(false);
                 Warming::start(on, served);
                 Ok(())
             }
         }
     }
 
-    async fn settle(&self, served: &Served) -> Result<(), String> {
-        let Some(image) = served.now() else { return Ok(()) };
+    async fn flush_cache(&self, served: &RunningDisk) -> Result<(), String> {
+        let Some(image) = served.open_image() else {
+            return Ok(());
+        };
         let Some(cache) = &image.cache else { return Ok(()) };
-        let now = cache.now();
+        let now = cache.current();
         if now.layer.is_working() && now.layer.mode() == CacheMode::WriteBack {
-            self.mode.set(Some(CacheMode::WriteBack));
+            self.saved_mode.set(Some(CacheMode::WriteBack));
             cache.set_mode(CacheMode::WriteThrough).await?;
         }
         Ok(())
     }
 
-    async fn stay(&self, served: &Served) -> Result<(), String> {
-        let Some(image) = served.now() else { return Ok(()) };
-        let (Some(cache), Some(mode)) = (&image.cache, self.mode.take()) else {
+    async fn restore_cache(&self, served: &RunningDisk) -> Result<(), String> {
+        let Some(image) = served.open_image() else {
             return Ok(());
         };
-        match cache.now().layer.mode() == CacheMode::WriteThrough {
+        let (Some(cache), Some(mode)) = (&image.cache, self.saved_mode.take()) else {
+            return Ok(());
+        };
+        match cache.current().layer.mode() == CacheMode::WriteThrough {
             true => cache.set_mode(mode).await,
             // The mode was changed by a client since.
             false => Ok(()),
         }
     }
 
-    async fn part(&self, on: &Loop, served: &Served) -> Result<(), String> {
-        let Some(image) = served.now() else { return Ok(()) };
-        served.exports.rest(true);
+    async fn release(&self, on: &Loop, served: &RunningDisk) -> Result<(), String> {
+        let Some(image) = served.open_image() else {
+            return Ok(());
+        };
+        served.exports.set_paused(true);
         self.warming.stop().await;
-        let parted = async {
-            self.berth.rest().await;
+        let released = async {
+            self.slot.quiesce().await;
             if !image.device.geometry().read_only {
                 image.device.flush().await.map_err(|error| error.to_string())?;
             }
             match &image.cache {
-                Some(cache) => cache.part(on, self.mode.get()).await,
+                Some(cache) => cache.release(on, self.saved_mode.get()).await,
                 None => Ok(()),
             }
         };
-        let parted = parted.await;
-        if parted.is_err() {
-            self.berth.serve();
-            served.exports.rest(false);
+        let released = released.await;
+        if released.is_err() {
+            self.slot.resume();
+            served.exports.set_paused(false);
         }
-        parted
+        released
     }
 
-    async fn close(&self, served: &Served) -> Result<(), String> {
-        let Some(image) = served.now() else { return Ok(()) };
-        served.exports.rest(true);
+    async fn close(&self, served: &RunningDisk) -> Result<(), String> {
+        let Some(image) = served.open_image() else {
+            return Ok(());
+        };
+        served.exports.set_paused(true);
         self.warming.stop().await;
-        self.berth.rest().await;
+        self.slot.quiesce().await;
         let mut options = self.options.take().unwrap_or_else(|| served.config.options.clone());
         options.limits = image.throttle.limits();
         self.options.replace(Some(options));
-        self.berth.clear();
+        self.slot.detach();
         served.image.replace(None);
         // This also closes the cache, which is still attached if the image was opened in vain, without a
-        // [`DiskMove::Part`].
+        // [`DiskAction::Release`].
         let closed = image.device.close().await;
         closed.map_err(|error| error.to_string())?;
         if let Some(cache) = &image.cache {
-            cache.now().forget_note();
+            cache.current().close_state_file();
         }
         tracing::info!(disk = %served.name(), "its image is closed, and may be opened on another host");
         Ok(())
     }
 
-    async fn open(&self, on: &Loop, served: &Served) -> Result<(), String> {
-        if served.now().is_some() {
+    async fn open(&self, on: &Loop, served: &RunningDisk) -> Result<(), String> {
+        if served.open_image().is_some() {
             return Ok(());
         }
         let options = self.options.borrow().clone();
         let mut options = options.unwrap_or_else(|| served.config.options.clone());
-        options.comes = true;
-        if let (Some(mode), Some(cache)) = (self.mode.get(), &mut options.cache) {
+        options.used_elsewhere = true;
+        if let (Some(mode), Some(cache)) = (self.saved_mode.get(), &mut options.cache) {
             cache.mode = Some(mode);
         }
         let opened = image::open(on, &served.config.image, &options).await;
         let image = Rc::new(opened.map_err(|error| error.to_string())?);
-        let (was, is) = (self.berth.geometry(), image.device.geometry());
-        let alike = |of: Geometry| (of.read_only, of.discard_granularity > 0);
-        if alike(was) != alike(is) || was.block_size < is.block_size {
+        let (was, is) = (self.slot.geometry(), image.device.geometry());
+        let features = |of: Geometry| (of.read_only, of.discard_granularity > 0);
+        if features(was) != features(is) || was.block_size < is.block_size {
             if let Err(error) = image.device.close().await {
                 tracing::warn!(disk = %served.name(), "the image does not match, and could not be closed again: {error}");
             }
@@ -198,9 +206,9 @@ impl Moving {
                 "the image does not match what was reported to the guest: {was:?}, and now {is:?}"
             ));
         }
-        self.mode.set(None);
+        self.saved_mode.set(None);
         self.format.set(image.format);
-        self.berth.fill(&image.device);
+        self.slot.attach(&image.device);
         served.image.replace(Some(image));
         tracing::info!(disk = %served.name(), "its image is open");
         Ok(())
@@ -208,26 +216,26 @@ impl Moving {
 }
 
 /// Waits until the guest's queues are idle.
-async fn rest(on: &Loop, served: &Served, goes_on: bool) -> Result<(), String> {
+async fn quiesce(on: &Loop, served: &RunningDisk, migrates_state: bool) -> Result<(), String> {
     let exports = &served.exports;
     // A front-end that reconnects for a paused guest starts its queues all the same.
-    exports.rest(goes_on);
-    let moves = || {
-        if goes_on {
-            exports.not_taken_back().is_some()
+    exports.set_paused(migrates_state);
+    let is_busy = || {
+        if migrates_state {
+            exports.diverged_queue().is_some()
         } else {
-            exports.is_at_work()
+            exports.has_running_queues()
         }
     };
     let stopped = async {
-        while moves() {
-            on.sleep(LOOK_INTERVAL).await;
+        while is_busy() {
+            on.sleep(POLL_INTERVAL).await;
         }
     };
-    let rests = on.timeout(REST_MAX, stopped).await.is_some();
-    exports.rest(rests);
-    match exports.not_taken_back().filter(|_| goes_on) {
-        _ if rests => Ok(()),
+    let quiesced = on.timeout(QUIESCE_TIMEOUT, stopped).await.is_some();
+    exports.set_paused(quiesced);
+    match exports.diverged_queue().filter(|_| migrates_state) {
+        _ if quiesced => Ok(()),
         Some(queue) => Err(format!(
             "QEMU does not know the position of its queue {queue}: its server was killed while the guest ran, and the guest \
              stopped before QEMU had connected to the next server, or this happened while the guest was paused. With QEMU's guess the \

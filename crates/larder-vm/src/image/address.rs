@@ -27,7 +27,7 @@ pub enum ImageAddressError {
         "'{}' is QEMU's name for {what}, which Larder does not open: {instead}, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; for a path that begins like that, put ./ before it",
         printable(name)
     )]
-    OfQemu {
+    UnsupportedDriver {
         name: String,
         what: &'static str,
         instead: &'static str,
@@ -43,16 +43,16 @@ pub enum ImageAddressError {
         "'{}' names its driver, so QEMU resolves it relative to the working directory of a process, and a VM's file cannot allow it; use an absolute path (for a backing file: qemu-img rebase -u -F FORMAT -b /PATH IMAGE)",
         printable(.0)
     )]
-    InWorkingDirectory(String),
+    RelativeToWorkingDirectory(String),
 }
 
 /// Prefixes with which QEMU names its drivers for paths.
-const OF_PATHS: [&str; 3] = ["file:", "host_device:", "host_cdrom:"];
+const PATH_DRIVERS: [&str; 3] = ["file:", "host_device:", "host_cdrom:"];
 
 /// Prefixes of QEMU's names for images that Larder does not open: prefix, description, and what to do instead. `://`
 /// may follow or not.
 #[rustfmt::skip]
-const OF_OTHERS: [(&str, &str, &str); 21] = {
+const UNSUPPORTED_DRIVERS: [(&str, &str, &str); 21] = {
     const MAP_RBD: &str = "map it with `rbd map` and name its block device";
     const LOG_IN: &str = "log in with iscsiadm and name its block device";
     const MOUNT: &str = "mount its file system and name the file";
@@ -90,25 +90,25 @@ impl FromStr for ImageAddress {
         if text.is_empty() {
             return Err(ImageAddressError::Empty);
         }
-        let begins = |prefix: &str| {
+        let has_prefix = |prefix: &str| {
             text.get(..prefix.len())
                 .is_some_and(|head| head.eq_ignore_ascii_case(prefix))
         };
         if ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd:"]
             .into_iter()
-            .any(begins)
+            .any(has_prefix)
         {
             return Ok(Self::Nbd(text.parse()?));
         }
-        if let Some(path) = OF_PATHS.iter().find_map(|driver| text.strip_prefix(driver)) {
+        if let Some(path) = PATH_DRIVERS.iter().find_map(|driver| text.strip_prefix(driver)) {
             return match path {
                 "" => Err(ImageAddressError::Empty),
-                path => Ok(Self::Path(plainly(path))),
+                path => Ok(Self::Path(unambiguous_path(path))),
             };
         }
-        if let Some((_, what, instead)) = OF_OTHERS.into_iter().find(|(driver, ..)| begins(driver)) {
+        if let Some((_, what, instead)) = UNSUPPORTED_DRIVERS.into_iter().find(|(driver, ..)| has_prefix(driver)) {
             let name = text.to_owned();
-            return Err(ImageAddressError::OfQemu { name, what, instead });
+            return Err(ImageAddressError::UnsupportedDriver { name, what, instead });
         }
         let scheme = text.split_once("://").map(|(scheme, _)| scheme);
         if scheme
@@ -121,15 +121,15 @@ impl FromStr for ImageAddress {
 }
 
 /// Returns a path that parses as a path again, even if it begins like a driver's name.
-fn plainly(path: &str) -> PathBuf {
-    match driver_in(path) {
+fn unambiguous_path(path: &str) -> PathBuf {
+    match driver_prefix(path) {
         Some(_) => Path::new(".").join(path),
         None => path.into(),
     }
 }
 
 /// Returns the driver that QEMU would read in a file's name: the part before its first colon, if it has no slash.
-pub(crate) fn driver_in(name: &str) -> Option<&str> {
+pub(crate) fn driver_prefix(name: &str) -> Option<&str> {
     name.split_once(':')
         .map(|(driver, _)| driver)
         .filter(|driver| !driver.contains('/'))
@@ -169,12 +169,12 @@ impl ImageAddress {
     ///
     /// # Errors
     /// See [`ImageAddressError`].
-    pub fn beside(image: &Self, name: &str) -> Result<Self, ImageAddressError> {
+    pub fn relative_to(image: &Self, name: &str) -> Result<Self, ImageAddressError> {
         let address: Self = name.parse()?;
         match (&address, image) {
-            (Self::Path(path), Self::Path(image)) if !OF_PATHS.iter().any(|driver| name.starts_with(driver)) => {
-                let folder = image.parent().unwrap_or(Path::new(""));
-                Ok(Self::Path(folder.join(path)))
+            (Self::Path(path), Self::Path(image)) if !PATH_DRIVERS.iter().any(|driver| name.starts_with(driver)) => {
+                let directory = image.parent().unwrap_or(Path::new(""));
+                Ok(Self::Path(directory.join(path)))
             }
             _ => Ok(address),
         }
@@ -183,10 +183,12 @@ impl ImageAddress {
 
 /// Checks that the name of another file in an image means the same file in every working directory, as a VM's file
 /// requires: its server, and the commands that check it, have different ones.
-pub(super) fn check_same_everywhere(name: &str) -> Result<(), ImageAddressError> {
-    let path = OF_PATHS.iter().find_map(|driver| name.strip_prefix(driver));
+pub(super) fn check_independent_of_cwd(name: &str) -> Result<(), ImageAddressError> {
+    let path = PATH_DRIVERS.iter().find_map(|driver| name.strip_prefix(driver));
     match path {
-        Some(path) if Path::new(path).is_relative() => Err(ImageAddressError::InWorkingDirectory(name.to_owned())),
+        Some(path) if Path::new(path).is_relative() => {
+            Err(ImageAddressError::RelativeToWorkingDirectory(name.to_owned()))
+        }
         _ => Ok(()),
     }
 }
@@ -244,7 +246,7 @@ mod tests {
     /// A name of a QEMU driver that Larder lacks is refused with a description and an alternative.
     #[test]
     fn other_drivers_are_refused_with_advice() {
-        for (name, words) in [
+        for (name, message_part) in [
             (
                 "rbd:pool/web",
                 "an image in a Ceph cluster, which Larder does not open: map it with `rbd map`",
@@ -257,7 +259,7 @@ mod tests {
         ] {
             let error = name.parse::<ImageAddress>().expect_err(name).to_string();
             assert!(error.starts_with(&format!("'{name}' is QEMU's name for ")), "{error}");
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(message_part), "{error}");
         }
     }
 
@@ -271,12 +273,12 @@ mod tests {
             ("file:base.raw", "base.raw"),
             ("file:/base.raw", "/base.raw"),
         ] {
-            assert_eq!(ImageAddress::beside(&image, name), Ok(path(expected)));
+            assert_eq!(ImageAddress::relative_to(&image, name), Ok(path(expected)));
         }
         assert!(matches!(
-            ImageAddress::beside(&image, "nbd:unix:/s:exportname=x"),
+            ImageAddress::relative_to(&image, "nbd:unix:/s:exportname=x"),
             Ok(ImageAddress::Nbd(_))
         ));
-        assert!(ImageAddress::beside(&image, "rbd:a/b").is_err());
+        assert!(ImageAddress::relative_to(&image, "rbd:a/b").is_err());
     }
 }

@@ -14,12 +14,17 @@ use larder_block::backend::image_lock::{self, LockError, LockMode, Sharing};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
 use larder_cache::{Cache, CacheMode, CacheOpenError, LineCounts, Superblock, read_superblock};
 
-use super::cache::{CacheError, allocate, boot_of, is_file, is_other, lock, may_write_back, not_made, random, rounded};
-use super::cache_note::{Lock, Note};
-use super::cache_place::CachePlace;
-use super::cache_wish::CacheOptions;
-use super::{Author, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
-use crate::occupied::BEGINNING;
+use super::cache::{
+    CacheError, allocate, boot_id_for, check_write_back, create_error, is_file, is_no_cache, lock, random,
+    round_up_size,
+};
+use super::cache_slot::CacheSlot;
+use super::cache_spec::CacheOptions;
+use super::cache_state::{CacheLock, StateFile};
+use super::{
+    Author, ChainPolicy, Format, ImageAddress, ImageError, ImageOptions, cache_replacement, disk_id, open_bytes,
+};
+use crate::foreign_data::HEAD_BYTES;
 
 /// Reason why an operation on a cache failed.
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +35,7 @@ pub enum CacheToolError {
     #[error(transparent)]
     Device(Box<ImageError>),
     #[error("{file}: it is not a Larder cache")]
-    NoCache { file: String },
+    NotACache { file: String },
     #[error("{file}: no such file; check the path, or mount its file system")]
     Missing { file: String },
     #[error("{file}: it is empty, like a cache that was dropped")]
@@ -46,20 +51,20 @@ pub enum CacheToolError {
     #[error(
         "{file}: {author}, and according to it, its disk is {disk} of format {format}; root would write there: if that is correct, confirm it with --image {disk} --format {format}"
     )]
-    Foreign {
+    UntrustedOwner {
         file: String,
         author: Author,
         disk: String,
         format: &'static str,
     },
-    #[error("{file}: it is the cache of a {said} disk, but --format is {given}")]
+    #[error("{file}: it is the cache of a {recorded} disk, but --format is {requested}")]
     Format {
         file: String,
-        said: &'static str,
-        given: &'static str,
+        recorded: &'static str,
+        requested: &'static str,
     },
     #[error("{why}; whether it has data that is not on the disk cannot be determined: --lose-dirty discards such data")]
-    Unknown { why: String },
+    MaybeDirty { why: String },
     /// Error of the cache layer or of its device.
     #[error("{0}")]
     Cache(String),
@@ -74,9 +79,9 @@ pub enum CacheToolError {
     )]
     ResizeDirty { file: String, disk: String },
     #[error("{file}, the new cache, cannot be created: {source}")]
-    Beside { file: String, source: std::io::Error },
+    CreateNewFile { file: String, source: std::io::Error },
     #[error(transparent)]
-    Room(#[from] CacheError),
+    CacheFile(#[from] CacheError),
 }
 
 impl From<CacheOpenError> for CacheToolError {
@@ -100,27 +105,27 @@ pub struct CacheReport {
     /// Number of lines by state; `None` if a server may be changing them.
     pub lines: Option<LineCounts>,
     /// A process uses the cache.
-    pub is_used: bool,
+    pub in_use: bool,
 }
 
-/// Inspects a cache. Its lines are counted unless it `is_used`.
+/// Inspects a cache. Its lines are counted unless it is `in_use`.
 ///
 /// # Errors
 /// See [`CacheToolError`].
-pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Result<CacheReport, CacheToolError> {
+pub async fn inspect_cache(on: &Loop, file: &ImageAddress, in_use: bool) -> Result<CacheReport, CacheToolError> {
     let fast = open(on, file, true).await?;
     let superblock = superblock_of(file, &fast).await?;
-    let alone = alone(file, &superblock);
-    let is_used = is_used || alone.is_err();
-    let lines = match is_used {
+    let exclusive_lock = lock_exclusively(file, &superblock);
+    let in_use = in_use || exclusive_lock.is_err();
+    let lines = match in_use {
         true => None,
-        false => Some(larder_cache::count_lines(&fast, &superblock, boot_of(file)).await?),
+        false => Some(larder_cache::count_lines(&fast, &superblock, boot_id_for(file)).await?),
     };
     Ok(CacheReport {
         size: fast.geometry().size,
         superblock,
         lines,
-        is_used,
+        in_use,
     })
 }
 
@@ -128,13 +133,13 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Res
 ///
 /// # Errors
 /// See [`CacheToolError`].
-pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: CacheMode) -> Result<bool, CacheToolError> {
+pub async fn set_cache_mode(on: &Loop, file: &ImageAddress, mode: CacheMode) -> Result<bool, CacheToolError> {
     if mode == CacheMode::WriteBack {
-        may_write_back(file)?;
+        check_write_back(file)?;
     }
     let fast = open(on, file, false).await?;
     let superblock = superblock_of(file, &fast).await?;
-    let _alone = alone(file, &superblock)?;
+    let _lock = lock_exclusively(file, &superblock)?;
     larder_cache::set_mode(&fast, mode).await?;
     fast.close().await?;
     Ok(superblock.may_be_dirty)
@@ -142,7 +147,7 @@ pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: CacheMode) 
 
 /// Options for flushing a cache to its disk.
 #[derive(Clone, Debug)]
-pub struct FlushWish {
+pub struct FlushOptions {
     /// File, device or export that the cache is on.
     pub file: ImageAddress,
     /// The cache's disk, if that is not where it was when the cache was last used.
@@ -156,55 +161,55 @@ pub struct FlushWish {
 }
 
 /// Writes all dirty data of an unused cache to its disk. Returns the number of dirty bytes there were, in whole
-/// lines; `tell` is called periodically with the number that is left.
+/// lines; `report_progress` is called periodically with the number that is left.
 ///
 /// # Errors
 /// See [`CacheToolError`]; data that has not been written to the disk remains in the cache.
 pub async fn flush_cache(
     on: &Loop,
-    wish: &FlushWish,
-    tell: impl Fn(ByteLen) + 'static,
+    flush_options: &FlushOptions,
+    report_progress: impl Fn(ByteLen) + 'static,
 ) -> Result<ByteLen, CacheToolError> {
-    let file = &wish.file;
+    let file = &flush_options.file;
     let fast = open(on, file, false).await?;
     let superblock = superblock_of(file, &fast).await?;
     fast.close().await?;
     if !superblock.may_be_dirty {
         return Ok(ByteLen::ZERO);
     }
-    let named = || CacheToolError::Disk {
+    let unknown_disk_error = || CacheToolError::Disk {
         file: file.to_string(),
         disk: superblock.disk.name.clone(),
     };
-    let image: ImageAddress = match &wish.image {
+    let image: ImageAddress = match &flush_options.image {
         Some(image) => image.clone(),
-        None => superblock.disk.name.parse().map_err(|_| named())?,
+        None => superblock.disk.name.parse().map_err(|_| unknown_disk_error())?,
     };
-    let said = disk_id::format_of(&superblock.disk.identity).ok_or_else(named)?;
-    match (wish.format, &wish.image) {
-        (Some(format), _) if format != said => {
+    let recorded = disk_id::format_of(&superblock.disk.identity).ok_or_else(unknown_disk_error)?;
+    match (flush_options.format, &flush_options.image) {
+        (Some(format), _) if format != recorded => {
             return Err(CacheToolError::Format {
                 file: file.to_string(),
-                said: said.name(),
-                given: format.name(),
+                recorded: recorded.name(),
+                requested: format.name(),
             });
         }
         (Some(_), Some(_)) => {}
         _ => {
-            if let Some(author) = Author::not_followed(file) {
-                return Err(CacheToolError::Foreign {
+            if let Some(author) = Author::untrusted(file) {
+                return Err(CacheToolError::UntrustedOwner {
                     file: file.to_string(),
                     author,
                     disk: image.to_string(),
-                    format: said.name(),
+                    format: recorded.name(),
                 });
             }
         }
     }
     let options = ImageOptions {
-        format: Some(said),
+        format: Some(recorded),
         chain: ChainPolicy::Follow {
-            trust_image: wish.trust_image,
+            trust_image: flush_options.trust_image,
         },
         prefetch: None,
         cache: Some(CacheOptions {
@@ -214,31 +219,31 @@ pub async fn flush_cache(
             mode: None,
             endurance: None,
             exclusive: false,
-            force: wish.force,
-            exactly: true,
+            force: flush_options.force,
+            ignores_replacement: true,
         }),
         ..ImageOptions::default()
     };
     let opened = super::open(on, &image, &options).await;
     let opened = opened.map_err(|error| CacheToolError::Device(Box::new(error)))?;
-    let Some(cache) = opened.cache.as_ref().map(CachePlace::now) else {
+    let Some(cache) = opened.cache.as_ref().map(CacheSlot::current) else {
         return Ok(ByteLen::ZERO);
     };
-    let telling = Rc::downgrade(&cache.layer);
-    let dirty_of = |layer: &Cache| ByteLen::new(layer.statistics().dirty_lines * layer.layout().line_len());
+    let layer_of_reporter = Rc::downgrade(&cache.layer);
+    let dirty_bytes = |layer: &Cache| ByteLen::new(layer.statistics().dirty_lines * layer.layout().line_len());
     let (sleeping, is_over) = (on.clone(), Rc::new(Cell::new(false)));
-    let has_ended = Rc::clone(&is_over);
+    let is_over_for_reporter = Rc::clone(&is_over);
     on.spawn(async move {
         loop {
-            sleeping.sleep(TOLD_EVERY).await;
-            match telling.upgrade() {
-                Some(layer) if !has_ended.get() => tell(dirty_of(&layer)),
+            sleeping.sleep(PROGRESS_INTERVAL).await;
+            match layer_of_reporter.upgrade() {
+                Some(layer) if !is_over_for_reporter.get() => report_progress(dirty_bytes(&layer)),
                 _ => return,
             }
         }
     });
     let loaded = cache.layer.load_all().await;
-    let dirty = dirty_of(&cache.layer);
+    let dirty = dirty_bytes(&cache.layer);
     let flushed = match loaded {
         Ok(()) => cache.layer.clean().await,
         error => error,
@@ -246,22 +251,22 @@ pub async fn flush_cache(
     is_over.set(true);
     // The disk is closed even if the flush has failed.
     let closed = opened.device.close().await;
-    cache.forget_note();
+    cache.close_state_file();
     flushed?;
     closed?;
     Ok(dirty)
 }
 
 /// Interval between progress reports.
-const TOLD_EVERY: Duration = Duration::from_secs(5);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Result of [`drop_cache`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dropped {
+pub enum DropOutcome {
     /// The cache was dropped.
     Cache,
     /// Only the state file of a dirty cache was removed: the cache itself no longer exists.
-    NoteAlone,
+    StateFileOnly,
 }
 
 /// Drops a cache: its file is truncated to zero bytes, or the cache's first bytes on its device are zeroed. Dirty
@@ -269,71 +274,73 @@ pub enum Dropped {
 ///
 /// # Errors
 /// See [`CacheToolError`].
-pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Result<Dropped, CacheToolError> {
+pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Result<DropOutcome, CacheToolError> {
     let fast = match open(on, file, false).await {
         Err(CacheToolError::Device(_) | CacheToolError::Missing { .. } | CacheToolError::Empty { .. })
-            if lose_dirty && Note::take_back_of(file) =>
+            if lose_dirty && StateFile::remove_all_on(file) =>
         {
-            return Ok(Dropped::NoteAlone);
+            return Ok(DropOutcome::StateFileOnly);
         }
         opened => opened?,
     };
-    let note = match read_superblock(&fast).await {
+    let state_file = match read_superblock(&fast).await {
         Ok(superblock) if superblock.may_be_dirty && !lose_dirty => {
             return Err(CacheToolError::Dirty {
                 file: file.to_string(),
                 disk: superblock.disk.name,
             });
         }
-        Ok(superblock) => Some((alone(file, &superblock)?, Note::of(&superblock))),
+        Ok(superblock) => Some((lock_exclusively(file, &superblock)?, StateFile::for_cache(&superblock))),
         // The device may hold other data by now.
-        Err(error) if is_other(&error) => {
-            return match lose_dirty && Note::take_back_of(file) {
-                true => Ok(Dropped::NoteAlone),
-                false => Err(CacheToolError::NoCache { file: file.to_string() }),
+        Err(error) if is_no_cache(&error) => {
+            return match lose_dirty && StateFile::remove_all_on(file) {
+                true => Ok(DropOutcome::StateFileOnly),
+                false => Err(CacheToolError::NotACache { file: file.to_string() }),
             };
         }
         Err(error @ CacheOpenError::Superblock { .. }) => match lose_dirty {
             true => None,
-            false => return Err(CacheToolError::Unknown { why: error.to_string() }),
+            false => return Err(CacheToolError::MaybeDirty { why: error.to_string() }),
         },
         Err(error) => return Err(error.into()),
     };
-    let beginning = fast.geometry().size.get().min(BEGINNING);
-    let beginning = ByteRange::between(ByteOffset::ZERO, ByteOffset::new(beginning));
-    fast.write_zeroes(beginning, ZeroFlags::default()).await?;
+    let head = fast.geometry().size.get().min(HEAD_BYTES);
+    let head = ByteRange::between(ByteOffset::ZERO, ByteOffset::new(head));
+    fast.write_zeroes(head, ZeroFlags::default()).await?;
     fast.flush().await?;
-    if let Some((_alone, note)) = note {
+    if let Some((_lock, state_file)) = state_file {
         // The state file of a dropped cache is meaningless.
-        let _ = note.take_back();
-        replaced::forget(&note);
+        let _ = state_file.remove();
+        cache_replacement::remove_record(&state_file);
     }
     if lose_dirty {
         // This removes the state file of another cache that was on the same file.
-        Note::take_back_of(file);
+        StateFile::remove_all_on(file);
     }
     // A process that has the file open monitors its size.
     fast.close().await?;
     drop(fast);
     match file {
-        ImageAddress::Path(path) if is_file(file) => empty(path).map_err(|source| CacheToolError::Host {
-            file: file.to_string(),
-            source,
-        })?,
+        ImageAddress::Path(path) if is_file(file) => {
+            truncate_if_unused(path).map_err(|source| CacheToolError::Host {
+                file: file.to_string(),
+                source,
+            })?
+        }
         _ => {}
     }
-    Ok(Dropped::Cache)
+    Ok(DropOutcome::Cache)
 }
 
 /// Truncates a file that is no longer a cache, unless another process uses it by now.
-fn empty(path: &Path) -> std::io::Result<()> {
+fn truncate_if_unused(path: &Path) -> std::io::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     if image_lock::lock(file.as_fd(), Sharing::Exclusive, LockMode::Direct).is_err() {
         return Ok(());
     }
-    let mut beginning = [0; 512];
-    file.read_exact_at(&mut beginning, 0)?;
-    match beginning.iter().all(|byte| *byte == 0) {
+    let mut head = [0; 512];
+    file.read_exact_at(&mut head, 0)?;
+    match head.iter().all(|byte| *byte == 0) {
         true => file.set_len(0),
         false => Ok(()),
     }
@@ -364,51 +371,53 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
             disk: superblock.disk.name,
         });
     }
-    let before = larder_cache::count_lines(&old, &superblock, boot_of(file)).await?;
-    let size = rounded(size);
+    let before = larder_cache::count_lines(&old, &superblock, boot_id_for(file)).await?;
+    let size = round_up_size(size);
     if size == old.geometry().size {
         old.close().await?;
         return Ok(Resized { before, after: before });
     }
     // A symbolic link remains a link, and the file remains on its file system.
     let target = path.canonicalize().unwrap_or_else(|_| path.clone());
-    let mut beside = target.clone().into_os_string();
-    beside.push(".resize");
-    let beside = PathBuf::from(beside);
-    let note = Note::of(&superblock);
-    let made = match target.metadata() {
-        Ok(access) => make_resized(on, (&old, &superblock), (&beside, &access), size).await,
+    let mut new_path = target.clone().into_os_string();
+    new_path.push(".resize");
+    let new_path = PathBuf::from(new_path);
+    let state_file = StateFile::for_cache(&superblock);
+    let created = match target.metadata() {
+        Ok(access) => create_resized(on, (&old, &superblock), (&new_path, &access), size).await,
         Err(source) => Err(CacheToolError::Host { file: name(), source }),
     };
-    let moved = made.and_then(|(lines, new)| {
-        note.copy_to(&superblock, &new).map_err(|source| CacheToolError::Host {
-            file: note.place(),
-            source,
-        })?;
-        let moved = std::fs::rename(&beside, &target)
+    let replaced = created.and_then(|(lines, new)| {
+        state_file
+            .copy_to(&superblock, &new)
+            .map_err(|source| CacheToolError::Host {
+                file: state_file.display_path(),
+                source,
+            })?;
+        let replaced = std::fs::rename(&new_path, &target)
             .inspect_err(|_| {
                 // A state file that remained would report a missing dirty cache.
-                let _ = Note::of(&new).take_back();
+                let _ = StateFile::for_cache(&new).remove();
             })
             .and_then(|()| match target.parent() {
-                Some(folder) => File::open(folder)?.sync_all(),
+                Some(directory) => File::open(directory)?.sync_all(),
                 None => Ok(()),
             });
         let failed = |source| CacheToolError::Host { file: name(), source };
-        moved.map(|()| lines).map_err(failed)
+        replaced.map(|()| lines).map_err(failed)
     });
-    let after = match moved {
+    let after = match replaced {
         Ok(after) => after,
         Err(error) => {
-            if !matches!(error, CacheToolError::Beside { .. }) {
+            if !matches!(error, CacheToolError::CreateNewFile { .. }) {
                 // Removal is best effort; the error gives the reason why there is no new cache.
-                let _ = std::fs::remove_file(&beside);
+                let _ = std::fs::remove_file(&new_path);
             }
             return Err(error);
         }
     };
     // The old file is deleted with its last user, and its state file is meaningless.
-    let _ = note.take_back();
+    let _ = state_file.remove();
     Ok(Resized { before, after })
 }
 
@@ -426,28 +435,28 @@ const INCOMPLETE_MODE: u32 = 0o1600;
 
 /// Creates a cache of another size in a new file, with the old cache's data, owner and mode; returns its lines and
 /// superblock.
-async fn make_resized(
+async fn create_resized(
     on: &Loop,
-    (old, of_old): (&Rc<dyn BlockDevice>, &Superblock),
-    (beside, access): (&Path, &Metadata),
+    (old, old_superblock): (&Rc<dyn BlockDevice>, &Superblock),
+    (new_path, access): (&Path, &Metadata),
     size: ByteLen,
 ) -> Result<(LineCounts, Superblock), CacheToolError> {
     let host = |source| CacheToolError::Host {
-        file: beside.display().to_string(),
+        file: new_path.display().to_string(),
         source,
     };
-    let address = ImageAddress::Path(beside.to_owned());
-    if is_unfinished(on, beside, of_old).await {
+    let address = ImageAddress::Path(new_path.to_owned());
+    if is_leftover(on, new_path, old_superblock).await {
         // Removal is best effort: if the file is still in the way, creating the new one reports that.
-        let _ = std::fs::remove_file(beside);
+        let _ = std::fs::remove_file(new_path);
     }
     let file = File::options()
         .write(true)
         .create_new(true)
         .mode(INCOMPLETE_MODE)
-        .open(beside);
-    let file = file.map_err(|source| CacheToolError::Beside {
-        file: beside.display().to_string(),
+        .open(new_path);
+    let file = file.map_err(|source| CacheToolError::CreateNewFile {
+        file: new_path.display().to_string(),
         source: match source.kind() {
             ErrorKind::AlreadyExists => io::Error::new(
                 ErrorKind::AlreadyExists,
@@ -457,19 +466,19 @@ async fn make_resized(
         },
     })?;
     file.set_len(size.get())
-        .map_err(|source| not_made(beside, size, source))?;
+        .map_err(|source| create_error(new_path, size, source))?;
     let new = open(on, &address, false).await?;
     allocate(&new, &address).await?;
     let lines = larder_cache::copy(old, &new, random().map_err(host)?).await?;
     allocate(&new, &address).await?;
     let superblock = read_superblock(&new).await?;
     new.close().await?;
-    give_access(&file, access).map_err(host)?;
+    copy_ownership(&file, access).map_err(host)?;
     Ok((lines, superblock))
 }
 
 /// Gives the complete new cache the owner and the mode of the old one, which its server needs.
-fn give_access(new: &File, old: &Metadata) -> io::Result<()> {
+fn copy_ownership(new: &File, old: &Metadata) -> io::Result<()> {
     let made = new.metadata()?;
     if (made.uid(), made.gid()) != (old.uid(), old.gid()) {
         fchown(new, Some(old.uid()), Some(old.gid())).map_err(|error| {
@@ -488,25 +497,27 @@ fn give_access(new: &File, old: &Metadata) -> io::Result<()> {
 
 /// Returns whether the file was left behind by a resize that was killed: it is incomplete, or a complete cache of the
 /// same disk without dirty data, which was not renamed. No other process uses it, since none uses the old cache.
-async fn is_unfinished(on: &Loop, beside: &Path, of_old: &Superblock) -> bool {
-    let Ok(found) = beside.symlink_metadata() else {
+async fn is_leftover(on: &Loop, new_path: &Path, old_superblock: &Superblock) -> bool {
+    let Ok(found) = new_path.symlink_metadata() else {
         return false;
     };
     let user = rustix::process::geteuid().as_raw();
     if found.is_file() && found.uid() == user && found.mode() & 0o7777 == INCOMPLETE_MODE {
         return true;
     }
-    let Ok(left) = open(on, &ImageAddress::Path(beside.to_owned()), true).await else {
+    let Ok(leftover) = open(on, &ImageAddress::Path(new_path.to_owned()), true).await else {
         return false;
     };
-    let superblock = read_superblock(&left).await;
-    superblock.is_ok_and(|left| left.disk.identity == of_old.disk.identity && left.clean && !left.may_be_dirty)
+    let superblock = read_superblock(&leftover).await;
+    superblock.is_ok_and(|leftover| {
+        leftover.disk.identity == old_superblock.disk.identity && leftover.clean && !leftover.may_be_dirty
+    })
 }
 
-async fn open(on: &Loop, file: &ImageAddress, only_to_look: bool) -> Result<Rc<dyn BlockDevice>, CacheToolError> {
+async fn open(on: &Loop, file: &ImageAddress, inspect_only: bool) -> Result<Rc<dyn BlockDevice>, CacheToolError> {
     let options = ImageOptions {
-        read_only: only_to_look,
-        share: only_to_look,
+        read_only: inspect_only,
+        share: inspect_only,
         prefetch: None,
         ..ImageOptions::default()
     };
@@ -527,12 +538,12 @@ async fn open(on: &Loop, file: &ImageAddress, only_to_look: bool) -> Result<Rc<d
 
 async fn superblock_of(file: &ImageAddress, fast: &Rc<dyn BlockDevice>) -> Result<Superblock, CacheToolError> {
     match read_superblock(fast).await {
-        Err(error) if is_other(&error) => Err(CacheToolError::NoCache { file: file.to_string() }),
+        Err(error) if is_no_cache(&error) => Err(CacheToolError::NotACache { file: file.to_string() }),
         found => Ok(found?),
     }
 }
 
 /// Locks a cache against other users.
-fn alone(file: &ImageAddress, superblock: &Superblock) -> Result<Option<Lock>, CacheToolError> {
+fn lock_exclusively(file: &ImageAddress, superblock: &Superblock) -> Result<Option<CacheLock>, CacheToolError> {
     lock(file, superblock).map_err(|error| CacheToolError::InUse(error.to_string()))
 }

@@ -14,25 +14,25 @@ use larder_block::backend::image_lock::LockMode;
 use larder_block::filter::raw_format_guard::RawFormatGuard;
 use larder_block::opener::{self, opener};
 use larder_block::{BlockDevice, BoxFuture, Loop};
-use larder_qcow2::{MetadataMemory, OpenOptions, Others, Qcow2};
+use larder_qcow2::{MetadataMemory, OpenOptions, Qcow2, RelatedFiles};
 
-use super::address::check_same_everywhere;
-use super::cache_note::Note;
+use super::address::check_independent_of_cwd;
+use super::cache_state::StateFile;
 use super::disk_id::{self, DiskFile};
 use super::journal::{self, Journals};
-use super::needed;
-use super::proof::{self, Proof};
+use super::modification_proof::{self, ModificationProof};
+use super::protected_files;
 use super::{
-    Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
-    refuse_dirty,
+    Format, ImageAddress, ImageError, ImageOptions, detect_file_format, detect_format, open_export, open_file,
+    refuse_dirty, with_guest_block_size,
 };
-use policy::{Author, ChainPolicy, Named, NamedChain, NamedImage, PinnedBy};
+use policy::{Author, ChainPolicy, HeaderReference, NamedChain, NamedImage, PinnedBy};
 
 /// Maximum number of images in a chain.
-const CHAIN_MAX: usize = 200;
+const CHAIN_IMAGES_MAX: usize = 200;
 
 /// An image opened as the disk that it describes.
-pub(super) struct Opened {
+pub(super) struct OpenedChain {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) format: Format,
     /// The files of the chain on this host, outermost first.
@@ -40,29 +40,29 @@ pub(super) struct Opened {
     /// All parts of the chain, including those on NBD servers.
     pub(super) parts: Vec<ChainPart>,
     /// Proof of whether another program has written to the files.
-    pub(super) proof: Proof,
+    pub(super) proof: ModificationProof,
     /// Part of the chain is on a block device or an NBD export, which have no modification times that would show a
     /// foreign write.
-    pub(super) lacks_times: bool,
+    pub(super) lacks_timestamps: bool,
 }
 
-/// Opens an image as the disk that it describes. The files of a trial are pushed to `held`, also if it fails.
+/// Opens an image as the disk that it describes. The files of a trial are pushed to `held_files`, also if it fails.
 pub(super) async fn open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    held: &mut Vec<LockedFile>,
-) -> Result<Opened, ImageError> {
-    let mut opener = Opener {
+    held_files: &mut Vec<LockedFile>,
+) -> Result<OpenedChain, ImageError> {
+    let mut opener = ChainOpener {
         on,
         options,
-        opened: Vec::new(),
+        ancestors: Vec::new(),
         files: Vec::new(),
-        proof: Proof::default(),
+        proof: ModificationProof::default(),
         parts: Vec::new(),
-        held,
+        held_files,
         metadata_memory: MetadataMemory::new(options.metadata_memory),
-        is_past_server: false,
+        passed_nbd_server: false,
     };
     let (device, format) = opener
         .open(
@@ -72,10 +72,10 @@ pub(super) async fn open(
             (options.role.clone(), PartRole::Image),
         )
         .await?;
-    Ok(Opened {
+    Ok(OpenedChain {
         device,
         format,
-        lacks_times: opener.is_past_server || opener.files.iter().any(DiskFile::lacks_times),
+        lacks_timestamps: opener.passed_nbd_server || opener.files.iter().any(DiskFile::lacks_timestamps),
         files: opener.files,
         proof: opener.proof,
         parts: opener.parts,
@@ -109,23 +109,23 @@ pub enum PartRole {
 /// One image of a chain as a disk, and its format.
 type Layer = (Rc<dyn BlockDevice>, Format);
 
-struct Opener<'a> {
+struct ChainOpener<'a> {
     on: &'a Loop,
     options: &'a ImageOptions,
     /// The images that led here, outermost first.
-    opened: Vec<ImageAddress>,
-    /// The files on this host; see [`Opened`].
+    ancestors: Vec<ImageAddress>,
+    /// The files on this host; see [`OpenedChain`].
     files: Vec<DiskFile>,
-    proof: Proof,
+    proof: ModificationProof,
     parts: Vec<ChainPart>,
-    held: &'a mut Vec<LockedFile>,
+    held_files: &'a mut Vec<LockedFile>,
     metadata_memory: Rc<MetadataMemory>,
     /// The chain so far has an NBD server. A trial ends at an NBD server, so no other process has claimed the files
     /// after it for us.
-    is_past_server: bool,
+    passed_nbd_server: bool,
 }
 
-impl Opener<'_> {
+impl ChainOpener<'_> {
     fn open<'a>(
         &'a mut self,
         image: &'a ImageAddress,
@@ -135,9 +135,9 @@ impl Opener<'_> {
     ) -> BoxFuture<'a, Result<Layer, ImageError>> {
         Box::pin(async move {
             if let (ImageAddress::Nbd(uri), true) = (image, self.options.trial) {
-                return Err(ImageError::NotAsked { uri: uri.to_string() });
+                return Err(ImageError::NotContacted { uri: uri.to_string() });
             }
-            let is_guessed = format.is_none();
+            let is_probed = format.is_none();
             let format = match format {
                 Some(format) => format,
                 None => match &self.options.chain {
@@ -153,7 +153,7 @@ impl Opener<'_> {
                     image: image.to_string(),
                 });
             }
-            let (file, author) = self.open_bytes(image, (format, is_guessed), read_only, role).await?;
+            let (file, author) = self.open_bytes(image, (format, is_probed), read_only, role).await?;
             self.parts.push(ChainPart {
                 image: image.clone(),
                 format,
@@ -163,12 +163,12 @@ impl Opener<'_> {
             let device = match format {
                 // The guest must not write bytes that would make the next probe find another format. NBD exports are
                 // never probed.
-                Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
-                    Rc::new(RawFormatGuard::new(file, begins_like))
+                Format::Raw if is_probed && !read_only && matches!(image, ImageAddress::Path(_)) => {
+                    Rc::new(RawFormatGuard::new(file, detect_format))
                 }
                 Format::Raw => file,
                 Format::Qcow2 => {
-                    self.opened.push(image.clone());
+                    self.ancestors.push(image.clone());
                     self.open_qcow2((image, author), file, read_only).await?
                 }
             };
@@ -179,7 +179,7 @@ impl Opener<'_> {
     async fn open_bytes(
         &mut self,
         image: &ImageAddress,
-        (format, is_guessed): (Format, bool),
+        (format, is_probed): (Format, bool),
         read_only: bool,
         role: FileRole,
     ) -> Result<(Rc<dyn BlockDevice>, Author), ImageError> {
@@ -188,41 +188,43 @@ impl Opener<'_> {
             role,
             ..self.options.clone()
         };
-        if self.is_past_server {
+        if self.passed_nbd_server {
             options.claim = LockMode::Direct;
         }
         let (device, author) = match image {
             ImageAddress::Path(path) => {
-                let marks = (options.cache.is_some() && !options.trial).then(proof::marks_folder);
-                let file = open_file(self.on, path, &options, format != Format::Raw, marks).await?;
+                let mark_directory =
+                    (options.cache.is_some() && !options.trial).then(modification_proof::mark_directory);
+                let file = open_file(self.on, path, &options, format != Format::Raw, mark_directory).await?;
                 let found = file.metadata().map_err(|source| FileOpenError::Os {
                     path: path.clone(),
                     what: "reading its owner",
                     source,
                 })?;
-                let author = Author::of_file(&found, is_guessed);
+                let author = Author::from_file(&found, is_probed);
                 // The file is locked now, and nothing has been written.
                 self.files.push(DiskFile::new(file.as_fd(), path, !read_only));
                 self.proof.add_file(&file);
                 if options.trial {
-                    self.held.push(file.retain_locks().map_err(|source| FileOpenError::Os {
-                        path: path.clone(),
-                        what: "keeping it open",
-                        source,
-                    })?);
+                    self.held_files
+                        .push(file.retain_locks().map_err(|source| FileOpenError::Os {
+                            path: path.clone(),
+                            what: "keeping it open",
+                            source,
+                        })?);
                 }
                 (file as Rc<dyn BlockDevice>, author)
             }
             ImageAddress::Nbd(uri) => {
-                self.is_past_server = true;
+                self.passed_nbd_server = true;
                 self.proof.add_export();
                 let export = open_export(self.on, uri, &options).await?;
                 (export as Rc<dyn BlockDevice>, Author::Server)
             }
         };
-        let device = in_guest_blocks(device);
+        let device = with_guest_block_size(device);
         if !read_only && format == Format::Raw {
-            needed::refuse(image, &device, is_guessed).await?;
+            protected_files::refuse_protected(image, &device, is_probed).await?;
         }
         Ok((device, author))
     }
@@ -240,8 +242,8 @@ impl Opener<'_> {
                     image: image.to_string(),
                 });
             }
-            (is_there, name) => {
-                let name = name.as_deref().filter(|_| is_there);
+            (has_data_file, name) => {
+                let name = name.as_deref().filter(|_| has_data_file);
                 self.open_data_file((image, author), name, read_only).await?
             }
         };
@@ -259,34 +261,34 @@ impl Opener<'_> {
             // The tables and the journal belong to the server, which may be changing them.
             return Ok(file);
         }
-        let mut beside = None;
+        let mut readable_journal = None;
         let journals = match read_only || self.options.trial {
             true => {
-                let is_backing = self.opened.len() > 1;
+                let is_backing = self.ancestors.len() > 1;
                 // A shared image may have a running server, whose journal is in use.
-                beside = match self.options.share {
+                readable_journal = match self.options.share {
                     true => None,
-                    false => journal::look(image, &header, !read_only || is_backing)?,
+                    false => journal::find_readable(image, &header, !read_only || is_backing)?,
                 };
                 Journals::default()
             }
             false => journal::open(image, &header)?,
         };
-        let (left, file_of_left) = match journals.left {
-            Some((file, left)) => (Some(left), Some(file)),
-            None => (beside, None),
+        let (leftover, leftover_path) = match journals.leftover {
+            Some((file, leftover)) => (Some(leftover), Some(file)),
+            None => (readable_journal, None),
         };
         let options = OpenOptions {
             read_only: read_only || self.options.trial,
-            journal: journals.own,
-            left,
+            journal: journals.active,
+            orphaned_journal: leftover,
             metadata_memory: Rc::clone(&self.metadata_memory),
             ..OpenOptions::default()
         };
-        let others = Others { backing, data_file };
+        let others = RelatedFiles { backing, data_file };
         let opened = Qcow2::open(self.on, file, others, options).await;
         let opened = opened.map_err(ImageError::Qcow2)?;
-        if let Some(file) = file_of_left {
+        if let Some(file) = leftover_path {
             // The image has the journal's changes now. A journal that cannot be removed is stale, and is not
             // replayed.
             let _ = opener().remove(&file);
@@ -300,7 +302,7 @@ impl Opener<'_> {
     }
 
     /// Returns whether a VM's file decides which files may be opened.
-    fn is_of_vm_file(&self) -> bool {
+    fn is_pinned_by_vm_file(&self) -> bool {
         matches!(
             self.options.chain,
             ChainPolicy::Pinned {
@@ -312,7 +314,7 @@ impl Opener<'_> {
 
     /// Returns the number of images that lead to the one that was pushed last.
     fn depth(&self) -> usize {
-        self.opened.len().saturating_sub(1)
+        self.ancestors.len().saturating_sub(1)
     }
 
     async fn open_data_file(
@@ -326,12 +328,12 @@ impl Opener<'_> {
             name: name.to_owned(),
             source: Box::new(source),
         };
-        if let (Some(name), true) = (name, self.is_of_vm_file()) {
-            check_same_everywhere(name).map_err(|error| failed(name, error.into()))?;
+        if let (Some(name), true) = (name, self.is_pinned_by_vm_file()) {
+            check_independent_of_cwd(name).map_err(|error| failed(name, error.into()))?;
         }
         let named = name.map(|name| {
-            let address = ImageAddress::beside(image, name).map_err(|error| failed(name, error.into()))?;
-            Ok::<_, ImageError>(Named {
+            let address = ImageAddress::relative_to(image, name).map_err(|error| failed(name, error.into()))?;
+            Ok::<_, ImageError>(HeaderReference {
                 name,
                 address,
                 format: Some(Format::Raw),
@@ -354,22 +356,22 @@ impl Opener<'_> {
         name: Option<&str>,
         format: Option<&str>,
     ) -> Result<Option<Rc<dyn BlockDevice>>, ImageError> {
-        let is_of_vm_file = self.is_of_vm_file();
-        let named = name.map(|name| named_backing(image, name, format, is_of_vm_file));
+        let is_pinned_by_vm_file = self.is_pinned_by_vm_file();
+        let named = name.map(|name| named_backing(image, name, format, is_pinned_by_vm_file));
         let named = named.transpose()?;
         let name = name.unwrap_or_default();
         let allowed = self.options.chain.backing((image, author), self.depth(), named)?;
         let Some((address, format)) = allowed else {
             return Ok(None);
         };
-        if self.opened.iter().any(|opened| is_same(opened, &address)) {
-            return Err(leads_back(image, name));
+        if self.ancestors.iter().any(|opened| is_same_image(opened, &address)) {
+            return Err(cycle_error(image, name));
         }
-        if self.opened.len() >= CHAIN_MAX {
-            return Err(ImageError::BackingUnknown {
+        if self.ancestors.len() >= CHAIN_IMAGES_MAX {
+            return Err(ImageError::BackingUnsupported {
                 image: image.to_string(),
                 name: name.to_owned(),
-                why: format!("would be the {CHAIN_MAX}th of a chain"),
+                why: format!("would be the {CHAIN_IMAGES_MAX}th of a chain"),
             });
         }
         let role = (FileRole::Referenced, PartRole::Backing);
@@ -377,8 +379,8 @@ impl Opener<'_> {
         let (device, format) = opened.map_err(|source| match source {
             // The innermost failure names the image and the cause.
             source @ (ImageError::Backing { .. }
-            | ImageError::BackingName { .. }
-            | ImageError::BackingUnknown { .. }
+            | ImageError::BackingCycle { .. }
+            | ImageError::BackingUnsupported { .. }
             | ImageError::Chain(_)) => source,
             source => ImageError::Backing {
                 image: image.to_string(),
@@ -388,9 +390,9 @@ impl Opener<'_> {
         })?;
         // The newest data of a backing file with a dirty cache is in that cache, where this chain would not read it. A
         // trial contacts no NBD server.
-        let mut others = Note::others(&disk_id::identity(&address, format), &[]);
-        others.retain(|other| !self.options.trial || other.is_at_a_path());
-        refuse_dirty(self.on, &address, &others).await?;
+        let mut other_caches = StateFile::other_caches(&disk_id::identity(&address, format), &[]);
+        other_caches.retain(|cache| !self.options.trial || cache.is_local());
+        refuse_dirty(self.on, &address, &other_caches).await?;
         Ok(Some(device))
     }
 }
@@ -401,14 +403,14 @@ fn named_backing<'a>(
     image: &ImageAddress,
     name: &'a str,
     format: Option<&str>,
-    is_of_vm_file: bool,
-) -> Result<Named<'a>, ImageError> {
-    let unknown = |why: String| ImageError::BackingUnknown {
+    is_pinned_by_vm_file: bool,
+) -> Result<HeaderReference<'a>, ImageError> {
+    let unknown = |why: String| ImageError::BackingUnsupported {
         image: image.to_string(),
         name: name.to_owned(),
         why,
     };
-    let format = match format.map(|name| (name, Format::of_driver(name))) {
+    let format = match format.map(|name| (name, Format::from_driver(name))) {
         None => None,
         Some((_, Some(format))) => Some(format),
         Some((other, None)) => {
@@ -418,15 +420,15 @@ fn named_backing<'a>(
         }
     };
     let cannot = |error| unknown(format!("cannot be opened: {error}"));
-    if is_of_vm_file {
-        check_same_everywhere(name).map_err(cannot)?;
+    if is_pinned_by_vm_file {
+        check_independent_of_cwd(name).map_err(cannot)?;
     }
-    let address = ImageAddress::beside(image, name).map_err(cannot)?;
-    Ok(Named { name, address, format })
+    let address = ImageAddress::relative_to(image, name).map_err(cannot)?;
+    Ok(HeaderReference { name, address, format })
 }
 
-fn leads_back(image: &ImageAddress, name: &str) -> ImageError {
-    ImageError::BackingName {
+fn cycle_error(image: &ImageAddress, name: &str) -> ImageError {
+    ImageError::BackingCycle {
         image: image.to_string(),
         name: name.to_owned(),
         why: "leads back to an image of the same chain".to_owned(),
@@ -448,17 +450,17 @@ fn no_format(image: &ImageAddress) -> ImageError {
     }
 }
 
-/// Returns the files that the headers of an image and of its backing files name, for a VM's file. Only headers of files on this host
-/// are read: no NBD server is contacted, and the format of a backing file is not probed if the header does not give
-/// one.
+/// Returns the files that the headers of an image and of its backing files name, for a VM's file. Only headers of files
+/// on this host are read: no NBD server is contacted, and the format of a backing file is not probed if the header does
+/// not give one.
 ///
 /// # Errors
 /// One of the files, or its header, cannot be read.
 pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Result<NamedChain, ImageError> {
     let mut chain = NamedChain::default();
-    let (mut above, mut format, mut role) = (image.clone(), Some(format), FileRole::Image);
+    let (mut overlay, mut format, mut role) = (image.clone(), Some(format), FileRole::Image);
     let mut opened = vec![image.clone()];
-    while let (ImageAddress::Path(path), Some(Format::Qcow2)) = (&above, format) {
+    while let (ImageAddress::Path(path), Some(Format::Qcow2)) = (&overlay, format) {
         let options = ImageOptions {
             read_only: true,
             share: true,
@@ -468,11 +470,11 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
             ..ImageOptions::default()
         };
         let file: Rc<dyn BlockDevice> = open_file(on, path, &options, true, None).await?;
-        let header = larder_qcow2::read_header(&in_guest_blocks(file)).await;
+        let header = larder_qcow2::read_header(&with_guest_block_size(file)).await;
         let header = header.map_err(ImageError::Qcow2)?;
         if let Some(name) = header.data_file.as_deref().filter(|_| header.shape.data_file) {
-            check_same_everywhere(name)?;
-            let data_file = Some(ImageAddress::beside(&above, name)?.absolute());
+            check_independent_of_cwd(name)?;
+            let data_file = Some(ImageAddress::relative_to(&overlay, name)?.absolute());
             match chain.backing.last_mut() {
                 Some(backing) => backing.data_file = data_file,
                 None => chain.data_file = data_file,
@@ -481,21 +483,21 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
         let Some(name) = header.backing_file.as_deref() else {
             break;
         };
-        let named = named_backing(&above, name, header.backing_format.as_deref(), true)?;
-        if chain.backing.len() >= CHAIN_MAX {
-            return Err(ImageError::BackingUnknown {
-                image: above.to_string(),
+        let named = named_backing(&overlay, name, header.backing_format.as_deref(), true)?;
+        if chain.backing.len() >= CHAIN_IMAGES_MAX {
+            return Err(ImageError::BackingUnsupported {
+                image: overlay.to_string(),
                 name: name.to_owned(),
-                why: format!("would be the {CHAIN_MAX}th of a chain"),
+                why: format!("would be the {CHAIN_IMAGES_MAX}th of a chain"),
             });
         }
-        if opened.iter().any(|opened| is_same(opened, &named.address)) {
-            return Err(leads_back(&above, name));
+        if opened.iter().any(|opened| is_same_image(opened, &named.address)) {
+            return Err(cycle_error(&overlay, name));
         }
-        (above, format, role) = (named.address.absolute(), named.format, FileRole::Referenced);
-        opened.push(above.clone());
+        (overlay, format, role) = (named.address.absolute(), named.format, FileRole::Referenced);
+        opened.push(overlay.clone());
         chain.backing.push(NamedImage {
-            image: above.clone(),
+            image: overlay.clone(),
             format,
             data_file: None,
         });
@@ -509,7 +511,7 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
 /// Larder does not support the format.
 pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
     let found = match image {
-        ImageAddress::Path(path) => recognise(path),
+        ImageAddress::Path(path) => detect_file_format(path),
         ImageAddress::Nbd(_) => None,
     };
     match found {
@@ -523,7 +525,7 @@ pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
 }
 
 /// Returns whether both addresses lead to the same file.
-pub fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
+pub fn is_same_image(one: &ImageAddress, other: &ImageAddress) -> bool {
     match (one, other) {
         (one, other) if one == other => true,
         (ImageAddress::Path(one), ImageAddress::Path(other)) => {

@@ -10,7 +10,7 @@ const HANDLE_BYTES_MAX: usize = 128;
 
 /// A `struct file_handle` with room for every handle.
 #[repr(C, align(8))]
-struct Room {
+struct RawFileHandle {
     len: u32,
     kind: i32,
     bytes: [u8; HANDLE_BYTES_MAX],
@@ -20,20 +20,20 @@ struct Room {
 ///
 /// # Errors
 /// The file system has no handles (overlayfs, some network file systems).
-pub(super) fn of_file(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
-    let mut room = Room {
+pub(super) fn read(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+    let mut buffer = RawFileHandle {
         len: HANDLE_BYTES_MAX as u32,
         kind: 0,
         bytes: [0; HANDLE_BYTES_MAX],
     };
     let mut mount = 0;
-    // SAFETY: the empty path ends with 0, and `room` is a `struct file_handle` followed by as many bytes as `len`
+    // SAFETY: the empty path ends with 0, and `buffer` is a `struct file_handle` followed by as many bytes as `len`
     // gives.
     let result = unsafe {
         libc::name_to_handle_at(
             file.as_raw_fd(),
             c"".as_ptr(),
-            (&raw mut room).cast(),
+            (&raw mut buffer).cast(),
             &raw mut mount,
             libc::AT_EMPTY_PATH,
         )
@@ -41,8 +41,8 @@ pub(super) fn of_file(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    let mut handle = room.kind.to_ne_bytes().to_vec();
-    handle.extend_from_slice(&room.bytes[..HANDLE_BYTES_MAX.min(room.len as usize)]);
+    let mut handle = buffer.kind.to_ne_bytes().to_vec();
+    handle.extend_from_slice(&buffer.bytes[..HANDLE_BYTES_MAX.min(buffer.len as usize)]);
     Ok(handle)
 }
 
@@ -51,21 +51,22 @@ pub(super) fn of_file(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
 ///
 /// # Errors
 /// The kernel cannot look up the handle.
-pub(super) fn is_gone(handle: &[u8], on: &File) -> io::Result<bool> {
+pub(super) fn is_stale(handle: &[u8], on: &File) -> io::Result<bool> {
     let invalid = || io::Error::from(io::ErrorKind::InvalidData);
     let (kind, bytes) = handle.split_first_chunk().ok_or_else(invalid)?;
-    let mut room = Room {
+    let mut buffer = RawFileHandle {
         len: bytes.len() as u32,
         kind: i32::from_ne_bytes(*kind),
         bytes: [0; HANDLE_BYTES_MAX],
     };
-    room.bytes
+    buffer
+        .bytes
         .get_mut(..bytes.len())
         .ok_or_else(invalid)?
         .copy_from_slice(bytes);
-    // SAFETY: `on` is open, and `room` is a `struct file_handle` followed by at least as many bytes as `len` gives.
+    // SAFETY: `on` is open, and `buffer` is a `struct file_handle` followed by at least as many bytes as `len` gives.
     let opened =
-        unsafe { libc::open_by_handle_at(on.as_raw_fd(), (&raw mut room).cast(), libc::O_PATH | libc::O_CLOEXEC) };
+        unsafe { libc::open_by_handle_at(on.as_raw_fd(), (&raw mut buffer).cast(), libc::O_PATH | libc::O_CLOEXEC) };
     if opened >= 0 {
         // SAFETY: the kernel has just created the descriptor, and nothing else uses it.
         drop(unsafe { OwnedFd::from_raw_fd(opened) });
@@ -87,16 +88,16 @@ mod tests {
     /// A file that replaces a deleted one has another handle, even if it gets the same inode number.
     #[test]
     fn reused_inode_gets_new_handle() {
-        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
-        let path = folder.path().join("file");
+        let directory = tempfile::tempdir_in("/dev/shm").expect("a folder");
+        let path = directory.path().join("file");
         let mut handles = Vec::new();
         for _ in 0..4 {
             std::fs::write(&path, []).expect("it is written");
             let file = File::open(&path).expect("it is there");
-            let handle = of_file(file.as_fd()).expect("tmpfs has handles");
+            let handle = read(file.as_fd()).expect("tmpfs has handles");
             let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
-            let place = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("it is there");
-            assert_eq!(of_file(place.as_fd()).expect("still"), handle);
+            let file = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).expect("it is there");
+            assert_eq!(read(file.as_fd()).expect("still"), handle);
             assert!(!handles.contains(&handle));
             handles.push(handle);
             std::fs::remove_file(&path).expect("it is removed");

@@ -7,9 +7,9 @@ use larder_block::{BlockDevice, ByteLen};
 use larder_cache::{Cache, CacheMode};
 
 use super::ImageAddress;
-use super::cache::{may_write_back, no_note};
-use super::cache_note::{Lock, Made};
-use crate::data_limit::Share;
+use super::cache::{check_write_back, state_file_required};
+use super::cache_state::{CacheLock, StateFileWriter};
+use crate::data_limit::MemoryShare;
 
 /// A cache that is open.
 pub struct OpenCache {
@@ -20,54 +20,54 @@ pub struct OpenCache {
     /// Size of the cache's device.
     pub size: ByteLen,
     /// The server's memory allowance for this cache.
-    pub(super) _memory: Share,
+    pub(super) _memory: MemoryShare,
     pub(super) fast: Rc<dyn BlockDevice>,
-    pub(super) note: Made,
+    pub(super) state_file: StateFileWriter,
     /// The state file remains when the cache is closed, so that a server or command that uses the disk without the
     /// cache can record that. It is needed if part of the disk is on a device or an export, where nothing else would
     /// show the change.
-    pub(super) keeps_note: bool,
+    pub(super) keeps_state_file: bool,
     /// Lock against other users of the cache, while it is held.
-    pub(super) lock: RefCell<Option<Lock>>,
+    pub(super) lock: RefCell<Option<CacheLock>>,
 }
 
 impl OpenCache {
     /// Removes the cache's state file after the disk and the cache were closed. The file remains if the cache could
     /// not be closed, if it has dirty data, or if nothing else would show that the disk was used without it.
-    pub(crate) fn forget_note(&self) {
+    pub(crate) fn close_state_file(&self) {
         if !self.layer.is_working() || self.layer.is_recorded_dirty() {
             return;
         }
         // A state file that remains describes only this session, which has ended, and errs towards discarding.
-        let _ = match self.keeps_note {
-            true => self.note.close(),
-            false => self.note.take_back(),
+        let _ = match self.keeps_state_file {
+            true => self.state_file.close(),
+            false => self.state_file.remove(),
         };
     }
 
-    /// Retires a cache that is being replaced: its data becomes stale. If the cache has failed and `is_lost` is set,
-    /// dirty data in it is discarded.
+    /// Retires a cache that is being replaced: its data becomes stale. If the cache has failed and `loses_dirty` is
+    /// set, dirty data in it is discarded.
     ///
     /// # Errors
     /// A message for the user; the cache's data may then still count as valid.
-    pub(super) async fn retire(&self, is_lost: bool) -> Result<(), String> {
+    pub(super) async fn retire(&self, loses_dirty: bool) -> Result<(), String> {
         let closed = match self.layer.is_working() {
             true => self.layer.detach().await,
             false => Ok(()),
         };
         // A cache that has failed, perhaps just now, records all its data as superseded.
-        let is_given = !is_lost && !self.layer.is_working() && self.layer.flush_dirty().await.is_ok();
-        let noted = match &closed {
-            Ok(()) if self.layer.is_working() && !self.layer.is_recorded_dirty() => self.note.take_back(),
-            Ok(()) if is_given && self.note.is_detached() => {
-                let noted = self.note.set_dirty(false);
-                self.note.end();
-                noted
+        let is_handed_over = !loses_dirty && !self.layer.is_working() && self.layer.flush_dirty().await.is_ok();
+        let recorded = match &closed {
+            Ok(()) if self.layer.is_working() && !self.layer.is_recorded_dirty() => self.state_file.remove(),
+            Ok(()) if is_handed_over && self.state_file.is_detached() => {
+                let recorded = self.state_file.set_dirty(false);
+                self.state_file.stop_updates();
+                recorded
             }
-            _ => self.note.give_up(),
+            _ => self.state_file.mark_used(),
         };
         closed.map_err(|error| error.to_string())?;
-        noted.map_err(|error| error.to_string())
+        recorded.map_err(|error| error.to_string())
     }
 
     /// Changes the write policy; see [`Cache::set_mode`].
@@ -76,17 +76,18 @@ impl OpenCache {
     /// A message for the user.
     pub(super) async fn set_mode(&self, mode: CacheMode) -> Result<(), String> {
         if mode == CacheMode::WriteBack {
-            may_write_back(&self.file).map_err(|error| error.to_string())?;
-            if !self.note.is_there() {
-                return Err(no_note(self.note.place()));
+            check_write_back(&self.file).map_err(|error| error.to_string())?;
+            if !self.state_file.exists() {
+                return Err(state_file_required(self.state_file.display_path()));
             }
-            let noted = self.note.set_dirty(true);
-            noted.map_err(|error| no_note(format_args!("{}: {error}", self.note.place())))?;
+            let recorded = self.state_file.set_dirty(true);
+            recorded
+                .map_err(|error| state_file_required(format_args!("{}: {error}", self.state_file.display_path())))?;
         }
         self.layer.set_mode(mode).await.map_err(|error| error.to_string())?;
-        if !self.layer.may_be_dirty() && self.note.is_there() {
+        if !self.layer.may_be_dirty() && self.state_file.exists() {
             // If this fails, the state file still says dirty, which is safe.
-            let _ = self.note.set_dirty(false);
+            let _ = self.state_file.set_dirty(false);
         }
         Ok(())
     }

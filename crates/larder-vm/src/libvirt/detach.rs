@@ -8,7 +8,7 @@ use super::{disks, memory, target, vhost_user_socket};
 
 /// Result of a restore.
 #[derive(Debug)]
-pub struct Restored {
+pub struct RestoredDomain {
     /// New XML of the domain.
     pub xml: String,
     /// Disks that QEMU serves again.
@@ -21,9 +21,9 @@ pub struct Restored {
 ///
 /// # Errors
 /// One of them is not valid XML.
-pub fn restore(now: &str, before: &str) -> Result<Restored, XmlError> {
+pub fn restore(now: &str, before: &str) -> Result<RestoredDomain, XmlError> {
     let (domain, domain_before) = (Element::parse(now)?, Element::parse(before)?);
-    let (mut edits, mut back, mut notes) = (Edits::default(), Vec::new(), Vec::new());
+    let (mut edits, mut restored_disks, mut notes) = (Edits::default(), Vec::new(), Vec::new());
     for disk_before in disks(&domain_before).filter(|disk| vhost_user_socket(disk).is_none()) {
         let Some(name) = target(disk_before) else { continue };
         let Some(disk) = disks(&domain).find(|disk| target(disk) == Some(name)) else {
@@ -31,45 +31,45 @@ pub fn restore(now: &str, before: &str) -> Result<Restored, XmlError> {
             continue;
         };
         if vhost_user_socket(disk).is_some() {
-            edits.replace(disk.place.clone(), merged(now, disk, before, disk_before));
-            back.push(name.to_owned());
+            edits.replace(disk.span.clone(), merge_disk(now, disk, before, disk_before));
+            restored_disks.push(name.to_owned());
         }
     }
-    let mut without = domain.clone();
-    for devices in without.children.iter_mut().filter(|child| child.name == "devices") {
+    let mut remaining = domain.clone();
+    for devices in remaining.children.iter_mut().filter(|child| child.name == "devices") {
         devices.children.retain(|device| {
-            device.name != "disk" || !target(device).is_some_and(|name| back.iter().any(|it| it == name))
+            device.name != "disk" || !target(device).is_some_and(|name| restored_disks.iter().any(|it| it == name))
         });
     }
-    match memory::is_needed(&without) {
-        _ if back.is_empty() => {}
+    match memory::needs_shared_memory(&remaining) {
+        _ if restored_disks.is_empty() => {}
         true => notes.push("its memory remains shared, because other devices need that".to_owned()),
-        false => memory::put_back(now, &domain, &domain_before, before, &mut edits),
+        false => memory::restore(now, &domain, &domain_before, before, &mut edits),
     }
-    Ok(Restored {
+    Ok(RestoredDomain {
         xml: edits.apply(now),
-        disks: back,
+        disks: restored_disks,
         notes,
     })
 }
 
 /// Returns the disk as it was before, with its present address and boot order.
-fn merged(now: &str, disk: &Element, before: &str, disk_before: &Element) -> String {
+fn merge_disk(now: &str, disk: &Element, before: &str, disk_before: &Element) -> String {
     let mut edits = Edits::default();
     for name in ["boot", "address"] {
         match (disk.child(name), disk_before.child(name)) {
-            (Some(of_now), Some(old)) if of_now.written(now) != old.written(before) => {
-                edits.replace(old.place.clone(), of_now.written(now));
+            (Some(current), Some(old)) if current.source(now) != old.source(before) => {
+                edits.replace(old.span.clone(), current.source(now));
             }
             (Some(_), Some(_)) | (None, None) => {}
-            (Some(of_now), None) => edits.add_into(before, disk_before, of_now.written(now)),
+            (Some(current), None) => edits.append_child(before, disk_before, current.source(now)),
             (None, Some(old)) => edits.remove(before, old),
         }
     }
     // The edits apply to the whole text, in which the disk's end keeps its distance from the end of the text.
-    let behind = before.len() - disk_before.place.end;
-    let changed = edits.apply(before);
-    changed[disk_before.place.start..changed.len() - behind].to_owned()
+    let suffix_len = before.len() - disk_before.span.end;
+    let edited = edits.apply(before);
+    edited[disk_before.span.start..edited.len() - suffix_len].to_owned()
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@
 //! effect would be lost keeps the disk with QEMU, and so does an unknown one, which might matter.
 
 use super::target;
-use super::xml::{Edits, Element, quoted};
-use crate::image::{Format, ImageAddress, NamedImage, toml_text};
+use super::xml::{Edits, Element, quote};
+use crate::image::{Format, ImageAddress, NamedImage, toml_string};
 use crate::limits::LimitName;
 use larder_export::vhost_user::{QUEUES_MAX, Serial};
 
@@ -29,7 +29,7 @@ pub struct ServedDisk {
 ///
 /// # Errors
 /// Larder cannot serve the disk as it is; the reason, worded to follow the disk's name.
-pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
+pub(super) fn parse_disk(disk: &Element) -> Result<ServedDisk, String> {
     match disk.attribute("device").unwrap_or("disk") {
         "disk" => {}
         "cdrom" => return Err("a CD-ROM drive; Larder serves virtio disks".to_owned()),
@@ -48,12 +48,12 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
     }
     let mut served = ServedDisk {
         name: target(disk).ok_or("it has no name: <target dev=...>")?.to_owned(),
-        image: image(disk)?,
+        image: image_address(disk)?,
         keys: Vec::new(),
         notes: Vec::new(),
         backing: None,
     };
-    driver(disk, &mut served)?;
+    parse_driver(disk, &mut served)?;
     for child in &disk.children {
         match child.name.as_str() {
             "driver" | "source" | "boot" | "alias" | "address" => {}
@@ -64,13 +64,13 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
                 }
             }
             "serial" => {
-                served.notes.extend(Serial::note_on(&child.text));
-                served.keys.push(("serial", toml_text(&child.text)));
+                served.notes.extend(Serial::truncation_warning(&child.text));
+                served.keys.push(("serial", toml_string(&child.text)));
             }
             "readonly" => served.keys.push(("readonly", "true".to_owned())),
-            "iotune" => limits(child, &mut served)?,
-            "blockio" => block_sizes(child, &mut served)?,
-            "backingStore" => served.backing = Some(backing(child)?),
+            "iotune" => parse_iotune(child, &mut served)?,
+            "blockio" => parse_blockio(child, &mut served)?,
+            "backingStore" => served.backing = Some(parse_backing_chain(child)?),
             "shareable" => {
                 return Err("it is shareable: other hosts may write to it, which Larder would not notice".to_owned());
             }
@@ -84,7 +84,7 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
 }
 
 /// Returns the address of the image.
-fn image(disk: &Element) -> Result<String, String> {
+fn image_address(disk: &Element) -> Result<String, String> {
     let kind = disk.attribute("type").unwrap_or("file");
     if kind == "vhostuser" {
         return Err("another process serves it already".to_owned());
@@ -126,7 +126,7 @@ fn image(disk: &Element) -> Result<String, String> {
     let path = match kind {
         "file" => source.attribute("file"),
         "block" => source.attribute("dev"),
-        _ => return nbd(source),
+        _ => return nbd_uri(source),
     };
     let path = path.ok_or("its <source> names no image")?;
     match path.starts_with('/') {
@@ -135,22 +135,22 @@ fn image(disk: &Element) -> Result<String, String> {
     }
 }
 
-fn nbd(source: &Element) -> Result<String, String> {
+fn nbd_uri(source: &Element) -> Result<String, String> {
     if source.attribute("protocol") != Some("nbd") {
         let protocol = source.attribute("protocol").unwrap_or("unknown");
         return Err(format!(
             "its protocol is {protocol}; the only network protocol that Larder supports is NBD"
         ));
     }
-    let hosts: Vec<&Element> = source.all("host").collect();
+    let hosts: Vec<&Element> = source.children_named("host").collect();
     let [host] = hosts.as_slice() else {
         return Err(format!("it has {} hosts, and an NBD export has one", hosts.len()));
     };
-    let export = escaped(source.attribute("name").unwrap_or_default());
+    let export = percent_encode(source.attribute("name").unwrap_or_default());
     let text = match host.attribute("transport").unwrap_or("tcp") {
         "unix" => {
             let socket = host.attribute("socket").ok_or("its host has no socket")?;
-            format!("nbd+unix:///{export}?socket={}", escaped(socket))
+            format!("nbd+unix:///{export}?socket={}", percent_encode(socket))
         }
         "tcp" => {
             let name = host.attribute("name").ok_or("its host has no name")?;
@@ -175,7 +175,7 @@ fn nbd(source: &Element) -> Result<String, String> {
 }
 
 /// Escapes a part of a URI.
-fn escaped(part: &str) -> String {
+fn percent_encode(part: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
     let letters = part.bytes().map(|byte| match plain(byte) {
         true => char::from(byte).to_string(),
@@ -185,18 +185,18 @@ fn escaped(part: &str) -> String {
 }
 
 /// Converts `<driver>`.
-fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
-    let nothing = Element::default();
-    let driver = disk.child("driver").unwrap_or(&nothing);
+fn parse_driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
+    let empty = Element::default();
+    let driver = disk.child("driver").unwrap_or(&empty);
     let mut discard = "ignore";
     let mut format = "raw";
     for (key, value) in &driver.attributes {
-        let refused = |why: &str| Err(format!("{key}='{value}': {why}"));
+        let unsupported = |why: &str| Err(format!("{key}='{value}': {why}"));
         match (key.as_str(), value.as_str()) {
             ("name", "qemu") => {}
             ("type", "raw") => {}
             ("type", "qcow2") => format = "qcow2",
-            ("type", _) => return refused("Larder reads raw and qcow2 images"),
+            ("type", _) => return unsupported("Larder reads raw and qcow2 images"),
             // Queues belong to the front-end, which QEMU still provides; it must not use more queues than the server
             // offers.
             ("queues", queues)
@@ -204,24 +204,26 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
                     .parse()
                     .is_ok_and(|queues: u16| (1..=QUEUES_MAX).contains(&queues)) =>
             {
-                return refused(&format!("a disk of Larder's has 1 to {QUEUES_MAX} queues"));
+                return unsupported(&format!("a disk of Larder's has 1 to {QUEUES_MAX} queues"));
             }
             ("queues" | "packed" | "page_per_vq" | "event_idx", _) => {}
             ("queue_size", size) => {
                 let number = size.parse::<u64>().ok().map(|number| number.to_string());
                 served
                     .keys
-                    .push(("queue-size", number.unwrap_or_else(|| toml_text(size))));
+                    .push(("queue-size", number.unwrap_or_else(|| toml_string(size))));
             }
             ("cache", "none" | "default") => {}
-            ("cache", "writeback") => served.keys.push(("cache", toml_text("buffered"))),
+            ("cache", "writeback") => served.keys.push(("cache", toml_string("buffered"))),
             ("cache", "writethrough" | "directsync") => {
-                return refused(
+                return unsupported(
                     "it makes each write durable when it completes, and Larder makes writes durable when the guest flushes; remove it with virsh edit if the guest flushes",
                 );
             }
             ("cache", "unsafe") => {
-                return refused("Larder always makes flushes durable; remove it with virsh edit if that is acceptable");
+                return unsupported(
+                    "Larder always makes flushes durable; remove it with virsh edit if that is acceptable",
+                );
             }
             ("discard", "unmap") => discard = "unmap",
             ("discard", "ignore") => {}
@@ -232,16 +234,16 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
             ("detect_zeroes" | "copy_on_read" | "iommu" | "ats" | "discard_no_unref", "off") => {}
             ("error_policy" | "rerror_policy", "report") => {}
             ("error_policy" | "rerror_policy", _) => {
-                return refused(
+                return unsupported(
                     "Larder reports errors to the guest, and cannot stop it; remove it with virsh edit if that is acceptable",
                 );
             }
-            _ => return refused("Larder does not support this"),
+            _ => return unsupported("Larder does not support this"),
         }
     }
-    served.keys.push(("format", toml_text(format)));
+    served.keys.push(("format", toml_string(format)));
     // QEMU's default differs from Larder's.
-    served.keys.push(("discard", toml_text(discard)));
+    served.keys.push(("discard", toml_string(discard)));
     for child in &driver.children {
         match child.name.as_str() {
             "metadata_cache" => served.notes.push(
@@ -256,7 +258,7 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
     Ok(())
 }
 
-fn limits(iotune: &Element, served: &mut ServedDisk) -> Result<(), String> {
+fn parse_iotune(iotune: &Element, served: &mut ServedDisk) -> Result<(), String> {
     for limit in &iotune.children {
         match (limit.name.as_str(), LimitName::find(&limit.name)) {
             ("group_name", _) => {
@@ -281,7 +283,7 @@ fn limits(iotune: &Element, served: &mut ServedDisk) -> Result<(), String> {
     Ok(())
 }
 
-fn block_sizes(blockio: &Element, served: &mut ServedDisk) -> Result<(), String> {
+fn parse_blockio(blockio: &Element, served: &mut ServedDisk) -> Result<(), String> {
     for (key, value) in &blockio.attributes {
         match (key.as_str(), value.as_str()) {
             ("logical_block_size", "0" | "512") => {}
@@ -300,7 +302,7 @@ fn block_sizes(blockio: &Element, served: &mut ServedDisk) -> Result<(), String>
 }
 
 /// Returns the files that nested `<backingStore>` elements name.
-fn backing(store: &Element) -> Result<Vec<NamedImage>, String> {
+fn parse_backing_chain(store: &Element) -> Result<Vec<NamedImage>, String> {
     let (mut files, mut next) = (Vec::new(), Some(store));
     while let Some(store) = next {
         let Some(source) = store.child("source") else { break };
@@ -310,7 +312,7 @@ fn backing(store: &Element) -> Result<Vec<NamedImage>, String> {
             _ => None,
         };
         let format = store.child("format").and_then(|format| format.attribute("type"));
-        let format = match format.map(|name| (name, Format::of_driver(name))) {
+        let format = match format.map(|name| (name, Format::from_driver(name))) {
             None => None,
             Some((_, Some(format))) => Some(format),
             Some((name, None)) => {
@@ -339,7 +341,7 @@ fn backing(store: &Element) -> Result<Vec<NamedImage>, String> {
 
 /// Returns the number of queues for a disk that gives none, if one is needed: QEMU uses one queue per processor, and
 /// exits if the server offers fewer.
-pub(super) fn queues_to_say(domain: &Element) -> Option<u16> {
+pub(super) fn required_queues(domain: &Element) -> Option<u16> {
     let vcpu = domain.child("vcpu")?;
     let processors = vcpu.attribute("current").unwrap_or(&vcpu.text);
     let fits = processors
@@ -356,7 +358,7 @@ pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u
     let mut tag = String::from("<disk type='vhostuser'");
     for (key, value) in &disk.attributes {
         if key != "type" && key != "snapshot" {
-            tag.push_str(&format!(" {key}={}", quoted(value)));
+            tag.push_str(&format!(" {key}={}", quote(value)));
         }
     }
     edits.replace(disk.tag.clone(), tag + ">");
@@ -367,21 +369,21 @@ pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u
             key.as_str(),
             "queues" | "queue_size" | "packed" | "page_per_vq" | "event_idx"
         ) {
-            driver.push_str(&format!(" {key}={}", quoted(value)));
+            driver.push_str(&format!(" {key}={}", quote(value)));
         }
     }
-    let says_queues = old.is_some_and(|driver| driver.attribute("queues").is_some());
-    if let Some(queues) = queues.filter(|_| !says_queues) {
+    let has_queues = old.is_some_and(|driver| driver.attribute("queues").is_some());
+    if let Some(queues) = queues.filter(|_| !has_queues) {
         driver.push_str(&format!(" queues='{queues}'"));
     }
     driver.push_str("/>");
     let source = format!(
         "<source type='unix' path={}>\n  <reconnect enabled='yes' timeout='1'/>\n</source>",
-        quoted(socket)
+        quote(socket)
     );
     for child in &disk.children {
         match child.name.as_str() {
-            "driver" => edits.replace(child.place.clone(), driver.clone()),
+            "driver" => edits.replace(child.span.clone(), driver.clone()),
             "source" => {
                 let indentation = super::xml::indentation(text, child);
                 let lines = source.replace('\n', &format!("\n{indentation}"));
@@ -390,7 +392,7 @@ pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u
                     Some(_) => lines,
                     None => format!("{driver}\n{indentation}{lines}"),
                 };
-                edits.replace(child.place.clone(), lines);
+                edits.replace(child.span.clone(), lines);
             }
             "iotune" | "serial" | "readonly" | "blockio" | "backingStore" => edits.remove(text, child),
             _ => {}
@@ -404,7 +406,7 @@ mod tests {
 
     fn disk(attributes: &str, inner: &str) -> Result<ServedDisk, String> {
         let text = format!("<disk {attributes}>{inner}<target dev='vda' bus='virtio'/></disk>");
-        read(&Element::parse(&text).expect("is XML"))
+        parse_disk(&Element::parse(&text).expect("is XML"))
     }
 
     fn nbd(source: &str) -> Result<String, String> {

@@ -20,13 +20,13 @@ use std::path::Path;
 
 use xml::Element;
 
-pub use crate::image::state_folder;
-pub use crate::runtime_folder::{hook_folder, is_ours_alone, socket_folder};
+pub use crate::image::state_directory;
+pub use crate::runtime_directory::{check_exclusive_owner, hook_directory, socket_directory};
 
 /// Returns the disks of a domain.
 fn disks(domain: &Element) -> impl Iterator<Item = &Element> {
     let devices = domain.child("devices");
-    devices.into_iter().flat_map(|devices| devices.all("disk"))
+    devices.into_iter().flat_map(|devices| devices.children_named("disk"))
 }
 
 /// Returns the name of a disk in the domain: `vda`.

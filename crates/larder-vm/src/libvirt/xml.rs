@@ -17,9 +17,9 @@ const DEPTH_MAX: usize = 128;
 #[allow(missing_docs)]
 pub enum XmlError {
     #[error("at byte {at}: {what}")]
-    Wrong { at: usize, what: String },
+    Malformed { at: usize, what: String },
     #[error("it is truncated: <{element}> has no end tag")]
-    CutOff { element: String },
+    Truncated { element: String },
     #[error("it is empty")]
     Empty,
 }
@@ -36,7 +36,7 @@ pub struct Element {
     /// Child elements.
     pub children: Vec<Element>,
     /// Range of the element in the text.
-    pub place: Range<usize>,
+    pub span: Range<usize>,
     /// Range of its start tag.
     pub tag: Range<usize>,
 }
@@ -51,67 +51,72 @@ impl Element {
         let mut open: Vec<Self> = Vec::new();
         loop {
             let begin = reader.buffer_position() as usize;
-            let wrong = |what: String| XmlError::Wrong { at: begin, what };
-            let event = reader.read_event().map_err(|error| wrong(error.to_string()))?;
+            let malformed = |what: String| XmlError::Malformed { at: begin, what };
+            let event = reader.read_event().map_err(|error| malformed(error.to_string()))?;
             let end = reader.buffer_position() as usize;
             let ended = match event {
                 Event::Start(tag) if open.len() >= DEPTH_MAX => {
                     let name = String::from_utf8_lossy(tag.name().as_ref()).into_owned();
-                    return Err(wrong(format!(
+                    return Err(malformed(format!(
                         "<{name}> is nested in more than {DEPTH_MAX} other elements"
                     )));
                 }
                 Event::Start(tag) => {
-                    open.push(Self::of_tag(&tag, begin..end)?);
+                    open.push(Self::from_tag(&tag, begin..end)?);
                     None
                 }
-                Event::Empty(tag) => Some(Self::of_tag(&tag, begin..end)?),
+                Event::Empty(tag) => Some(Self::from_tag(&tag, begin..end)?),
                 Event::End(_) => open.pop(),
                 Event::Text(part) => {
-                    let part = part.decode().map_err(|error| wrong(error.to_string()))?;
-                    say(&mut open, &part);
+                    let part = part.decode().map_err(|error| malformed(error.to_string()))?;
+                    append_text(&mut open, &part);
                     None
                 }
                 Event::CData(part) => {
-                    let part = part.decode().map_err(|error| wrong(error.to_string()))?;
-                    say(&mut open, &part);
+                    let part = part.decode().map_err(|error| malformed(error.to_string()))?;
+                    append_text(&mut open, &part);
                     None
                 }
                 Event::GeneralRef(entity) => {
-                    let named = entity.decode().map_err(|error| wrong(error.to_string()))?;
-                    match entity.resolve_char_ref().map_err(|error| wrong(error.to_string()))? {
-                        Some(letter) => say(&mut open, letter.encode_utf8(&mut [0; 4])),
-                        None => match resolve_predefined_entity(&named) {
-                            Some(letters) => say(&mut open, letters),
-                            None => return Err(wrong(format!("the entity &{named}; is unknown"))),
+                    let entity_name = entity.decode().map_err(|error| malformed(error.to_string()))?;
+                    match entity
+                        .resolve_char_ref()
+                        .map_err(|error| malformed(error.to_string()))?
+                    {
+                        Some(letter) => append_text(&mut open, letter.encode_utf8(&mut [0; 4])),
+                        None => match resolve_predefined_entity(&entity_name) {
+                            Some(letters) => append_text(&mut open, letters),
+                            None => return Err(malformed(format!("the entity &{entity_name}; is unknown"))),
                         },
                     }
                     None
                 }
                 Event::Eof => {
                     return Err(match open.pop() {
-                        Some(element) => XmlError::CutOff { element: element.name },
+                        Some(element) => XmlError::Truncated { element: element.name },
                         None => XmlError::Empty,
                     });
                 }
                 Event::Decl(_) | Event::PI(_) | Event::DocType(_) | Event::Comment(_) => None,
             };
             let Some(mut ended) = ended else { continue };
-            ended.place.end = end;
+            ended.span.end = end;
             ended.text = ended.text.trim().to_owned();
             match open.last_mut() {
-                Some(above) => above.children.push(ended),
+                Some(parent) => parent.children.push(ended),
                 None => return Ok(ended),
             }
         }
     }
 
-    fn of_tag(tag: &BytesStart<'_>, place: Range<usize>) -> Result<Self, XmlError> {
-        let wrong = |what: String| XmlError::Wrong { at: place.start, what };
+    fn from_tag(tag: &BytesStart<'_>, place: Range<usize>) -> Result<Self, XmlError> {
+        let malformed = |what: String| XmlError::Malformed { at: place.start, what };
         let mut attributes = Vec::new();
         for attribute in tag.attributes() {
-            let attribute = attribute.map_err(|error| wrong(error.to_string()))?;
-            let value = attribute.unescape_value().map_err(|error| wrong(error.to_string()))?;
+            let attribute = attribute.map_err(|error| malformed(error.to_string()))?;
+            let value = attribute
+                .unescape_value()
+                .map_err(|error| malformed(error.to_string()))?;
             let key = String::from_utf8_lossy(attribute.key.as_ref()).into_owned();
             attributes.push((key, value.into_owned()));
         }
@@ -119,18 +124,18 @@ impl Element {
             name: String::from_utf8_lossy(tag.name().as_ref()).into_owned(),
             attributes,
             tag: place.clone(),
-            place,
+            span: place,
             ..Self::default()
         })
     }
 
     /// Returns the first child with this name.
     pub fn child(&self, name: &str) -> Option<&Self> {
-        self.all(name).next()
+        self.children_named(name).next()
     }
 
     /// Returns all children with this name.
-    pub fn all(&self, name: &str) -> impl Iterator<Item = &Self> {
+    pub fn children_named(&self, name: &str) -> impl Iterator<Item = &Self> {
         self.children.iter().filter(move |child| child.name == name)
     }
 
@@ -141,12 +146,12 @@ impl Element {
     }
 
     /// Returns the element's source text.
-    pub fn written<'a>(&self, text: &'a str) -> &'a str {
-        &text[self.place.clone()]
+    pub fn source<'a>(&self, text: &'a str) -> &'a str {
+        &text[self.span.clone()]
     }
 }
 
-fn say(open: &mut [Element], part: &str) {
+fn append_text(open: &mut [Element], part: &str) {
     if let Some(element) = open.last_mut() {
         element.text.push_str(part);
     }
@@ -163,34 +168,34 @@ impl Edits {
     }
 
     /// Replaces a range. Ranges must not overlap.
-    pub fn replace(&mut self, place: Range<usize>, by: impl Into<String>) {
-        self.0.push((place, by.into()));
+    pub fn replace(&mut self, place: Range<usize>, replacement: impl Into<String>) {
+        self.0.push((place, replacement.into()));
     }
 
     /// Removes an element, with the indentation and line break before it.
     pub fn remove(&mut self, text: &str, element: &Element) {
-        let before = &text[..element.place.start];
+        let before = &text[..element.span.start];
         let start = match before.trim_end_matches([' ', '\t']) {
             line if line.ends_with('\n') => line.len() - 1,
             _ => before.len(),
         };
-        self.replace(start..element.place.end, "");
+        self.replace(start..element.span.end, "");
     }
 
     /// Inserts lines after an element, each with the element's indentation.
-    pub fn add_after(&mut self, text: &str, element: &Element, lines: &str) {
-        let end = element.place.end;
-        self.replace(end..end, below(lines, indentation(text, element)));
+    pub fn insert_after(&mut self, text: &str, element: &Element, lines: &str) {
+        let end = element.span.end;
+        self.replace(end..end, indent_lines(lines, indentation(text, element)));
     }
 
     /// Inserts lines before an element's end tag; the element must not have the form `<name/>`.
-    pub fn add_into(&mut self, text: &str, element: &Element, lines: &str) {
+    pub fn append_child(&mut self, text: &str, element: &Element, lines: &str) {
         let inner = indentation(text, element).to_owned() + "  ";
         let end = match element.children.last() {
-            Some(last) => last.place.end,
+            Some(last) => last.span.end,
             None => element.tag.end,
         };
-        self.replace(end..end, below(lines, &inner));
+        self.replace(end..end, indent_lines(lines, &inner));
     }
 
     /// Returns the text with all edits applied.
@@ -198,25 +203,25 @@ impl Edits {
         // An insertion precedes a replacement that starts at the same position; insertions at one position keep their
         // order.
         self.0.sort_by_key(|(place, _)| (place.start, place.end));
-        let (mut changed, mut at) = (String::with_capacity(text.len()), 0);
+        let (mut edited, mut at) = (String::with_capacity(text.len()), 0);
         for (place, by) in self.0 {
             debug_assert!(at <= place.start, "two edits overlap");
-            changed.push_str(&text[at..place.start]);
-            changed.push_str(&by);
+            edited.push_str(&text[at..place.start]);
+            edited.push_str(&by);
             at = place.end;
         }
-        changed + &text[at..]
+        edited + &text[at..]
     }
 }
 
 /// Returns each line on a new line with this indentation.
-fn below(lines: &str, indentation: &str) -> String {
+fn indent_lines(lines: &str, indentation: &str) -> String {
     lines.lines().map(|line| format!("\n{indentation}{line}")).collect()
 }
 
 /// Returns the white space before an element, if it is the first on its line.
 pub fn indentation<'a>(text: &'a str, element: &Element) -> &'a str {
-    let before = &text[..element.place.start];
+    let before = &text[..element.span.start];
     let line = before.rfind('\n').map_or(0, |at| at + 1);
     let before = &before[line..];
     match before.trim_matches([' ', '\t']) {
@@ -226,7 +231,7 @@ pub fn indentation<'a>(text: &'a str, element: &Element) -> &'a str {
 }
 
 /// Returns a value in single quotes, escaped.
-pub fn quoted(value: &str) -> String {
+pub fn quote(value: &str) -> String {
     let mut text = String::with_capacity(value.len() + 2);
     text.push('\'');
     for letter in value.chars() {
@@ -256,8 +261,8 @@ mod tests {
         let names: Vec<&str> = a.children.iter().map(|child| child.name.as_str()).collect();
         assert_eq!(names, ["b", "c:d", "b"]);
         assert_eq!(a.child("b").expect("is there").text, "one &  two");
-        assert_eq!(a.child("c:d").expect("is there").written(TEXT), "<c:d/>");
-        assert!(a.written(TEXT).starts_with("<a x=") && a.written(TEXT).ends_with("</a>"));
+        assert_eq!(a.child("c:d").expect("is there").source(TEXT), "<c:d/>");
+        assert!(a.source(TEXT).starts_with("<a x=") && a.source(TEXT).ends_with("</a>"));
     }
 
     #[test]
@@ -265,8 +270,8 @@ mod tests {
         let a = Element::parse(TEXT).expect("is XML");
         let mut edits = Edits::default();
         edits.remove(TEXT, a.child("c:d").expect("is there"));
-        edits.add_after(TEXT, &a.children[0], "<e>\n  <f/>\n</e>");
-        edits.add_into(TEXT, &a, "<g/>");
+        edits.insert_after(TEXT, &a.children[0], "<e>\n  <f/>\n</e>");
+        edits.append_child(TEXT, &a, "<g/>");
         let expected = TEXT
             .replace("\n  <c:d/>", "\n  <e>\n    <f/>\n  </e>")
             .replace("\n  <b/>", "\n  <b/>\n  <g/>");
@@ -289,13 +294,13 @@ mod tests {
             assert!(Element::parse(text).is_err(), "{text}");
         }
         let deep = "<a>".repeat(1_000_000);
-        assert!(matches!(Element::parse(&deep), Err(XmlError::Wrong { .. })));
+        assert!(matches!(Element::parse(&deep), Err(XmlError::Malformed { .. })));
     }
 
     #[test]
     fn quoted_value_parses_back() {
         let value = "a'b\"c<d>&e\tf\ng";
-        let read = Element::parse(&format!("<a x={}/>", quoted(value))).expect("is XML");
+        let read = Element::parse(&format!("<a x={}/>", quote(value))).expect("is XML");
         assert_eq!(read.attribute("x"), Some(value));
     }
 }

@@ -31,57 +31,57 @@ pub(super) fn ram_files(pid: Pid) -> Option<RamFiles> {
         .split(|byte| *byte == 0)
         .map(|word| String::from_utf8_lossy(word).into_owned())
         .collect();
-    let ram = Ram::of(&words)?;
-    let has_changed_directory = words.iter().any(|word| word.trim_start_matches('-') == "daemonize");
+    let ram = RamOptions::parse(&words)?;
+    let is_daemonized = words.iter().any(|word| word.trim_start_matches('-') == "daemonize");
     let identity = |path: &PathBuf| {
         // The path is resolved in QEMU's mount namespace.
-        let seen = match path.strip_prefix("/") {
-            Ok(below_root) => Path::new(&format!("/proc/{pid}/root")).join(below_root),
+        let visible_path = match path.strip_prefix("/") {
+            Ok(relative) => Path::new(&format!("/proc/{pid}/root")).join(relative),
             // QEMU opened the file before it changed to the root directory.
-            Err(_) if has_changed_directory => {
-                return mapped_as(&fs::read_to_string(format!("/proc/{pid}/maps")).ok()?, path);
+            Err(_) if is_daemonized => {
+                return find_mapping(&fs::read_to_string(format!("/proc/{pid}/maps")).ok()?, path);
             }
             Err(_) => Path::new(&format!("/proc/{pid}/cwd")).join(path),
         };
-        let found = fs::metadata(seen).ok()?;
+        let found = fs::metadata(visible_path).ok()?;
         Some((found.dev(), found.ino()))
     };
     Some(RamFiles {
         named: ram.paths.iter().filter_map(identity).collect(),
-        memfd: ram.is_shared_by_server.then_some(BACKEND_MEMFD),
+        memfd: ram.has_ivshmem_server.then_some(BACKEND_MEMFD),
     })
 }
 
 /// Returns the only file among shared mappings (proc_pid_maps(5)) whose path ends with the relative path `end`.
-fn mapped_as(maps: &str, end: &Path) -> Option<(u64, u64)> {
+fn find_mapping(maps: &str, end: &Path) -> Option<(u64, u64)> {
     let end = end.strip_prefix(".").unwrap_or(end);
     let identity = |line: &str| {
         let mut fields = line.splitn(6, ' ');
-        let rights = fields.nth(1)?;
+        let permissions = fields.nth(1)?;
         let (major, minor) = fields.nth(1)?.split_once(':')?;
         let inode = fields.next()?.parse().ok()?;
         let path = Path::new(fields.next()?.trim_start());
-        let number = |text| u32::from_str_radix(text, 16).ok();
-        let device = rustix::fs::makedev(number(major)?, number(minor)?);
-        (rights.ends_with('s') && path.ends_with(end)).then_some((device, inode))
+        let hex = |text| u32::from_str_radix(text, 16).ok();
+        let device = rustix::fs::makedev(hex(major)?, hex(minor)?);
+        (permissions.ends_with('s') && path.ends_with(end)).then_some((device, inode))
     };
-    let mut found = maps.lines().filter_map(identity);
-    let file = found.next()?;
-    found.all(|other| other == file).then_some(file)
+    let mut matches = maps.lines().filter_map(identity);
+    let file = matches.next()?;
+    matches.all(|other| other == file).then_some(file)
 }
 
 /// Memory options of a command line.
 #[derive(PartialEq, Eq, Default, Debug)]
-struct Ram {
+struct RamOptions {
     /// Paths of files that are guest RAM.
     paths: Vec<PathBuf>,
     /// An ivshmem server provides shared memory.
-    is_shared_by_server: bool,
+    has_ivshmem_server: bool,
 }
 
-impl Ram {
+impl RamOptions {
     /// Parses a command line; `None` if a part of it is in a file (-readconfig).
-    fn of(words: &[String]) -> Option<Self> {
+    fn parse(words: &[String]) -> Option<Self> {
         let mut ram = Self::default();
         let mut backends: Vec<(String, PathBuf)> = Vec::new();
         let mut used: Vec<String> = Vec::new();
@@ -109,7 +109,7 @@ impl Ram {
                 "device" => {
                     let device = read("driver");
                     match device.get("driver").unwrap_or_default() {
-                        "ivshmem-doorbell" | "ivshmem" => ram.is_shared_by_server = true,
+                        "ivshmem-doorbell" | "ivshmem" => ram.has_ivshmem_server = true,
                         driver if driver == "pc-dimm" || driver.starts_with("virtio-mem") => uses(&device, "memdev"),
                         _ => {}
                     }
@@ -128,14 +128,14 @@ impl Ram {
 mod tests {
     use super::*;
 
-    fn ram_of(line: &str) -> Option<Ram> {
+    fn ram_of(line: &str) -> Option<RamOptions> {
         let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
-        Ram::of(&words)
+        RamOptions::parse(&words)
     }
 
     fn paths_of(line: &str) -> Vec<String> {
         let ram = ram_of(line).expect("all is said");
-        assert!(!ram.is_shared_by_server);
+        assert!(!ram.has_ivshmem_server);
         ram.paths.iter().map(|path| path.display().to_string()).collect()
     }
 
@@ -189,16 +189,16 @@ mod tests {
             a000-b000 rw-s 00000000 00:1c 79      /dev/shm/one/disk\n\
             b000-c000 rw-s 00000000 00:1c 80      /dev/shm/two/disk\n";
         let ram = Some((rustix::fs::makedev(0, 0x1c), 77));
-        assert_eq!(mapped_as(maps, Path::new("ram")), ram);
-        assert_eq!(mapped_as(maps, Path::new("./a vm/ram")), ram);
-        assert_eq!(mapped_as(maps, Path::new("disk")), None);
-        assert_eq!(mapped_as(maps, Path::new("am")), None);
+        assert_eq!(find_mapping(maps, Path::new("ram")), ram);
+        assert_eq!(find_mapping(maps, Path::new("./a vm/ram")), ram);
+        assert_eq!(find_mapping(maps, Path::new("disk")), None);
+        assert_eq!(find_mapping(maps, Path::new("am")), None);
     }
 
     #[test]
     fn ivshmem_server_and_readconfig_are_detected() {
         let ram = ram_of("qemu -device ivshmem-doorbell,chardev=c").expect("all is said");
-        assert!(ram.is_shared_by_server);
+        assert!(ram.has_ivshmem_server);
         assert_eq!(ram_of("qemu -readconfig /etc/vm.cfg"), None);
     }
 }

@@ -8,7 +8,7 @@ use larder_block::ByteLen;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{BUDGET_MIN, overhead};
+use super::{BUDGET_MIN, metadata_bytes};
 
 /// Bounds of a budget, in bytes; if all are `null`, the budget is not moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -31,7 +31,7 @@ pub struct BudgetRange {
 
 /// The effective bounds, with defaults filled in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
+pub struct BudgetBounds {
     /// See [`BudgetRange::min`].
     pub min: u64,
     /// See [`BudgetRange::low`].
@@ -45,7 +45,7 @@ pub struct Bounds {
 /// Reason why a range is invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
-pub enum RangeError {
+pub enum BudgetRangeError {
     #[error(
         "a budget's {lower_name} of {lower} is above its {upper_name} of {upper}; the order is min, low, high, max"
     )]
@@ -62,39 +62,39 @@ pub enum RangeError {
         bytes: ByteLen,
     },
     #[error("a budget of {budget} is below its min of {min}")]
-    Below { budget: ByteLen, min: ByteLen },
+    BelowMin { budget: ByteLen, min: ByteLen },
     #[error("a budget of {budget} is above its max of {max}")]
-    Above { budget: ByteLen, max: ByteLen },
+    AboveMax { budget: ByteLen, max: ByteLen },
 }
 
 /// Returns the smallest valid budget for memory of `bytes`.
-pub(super) fn least(bytes: u64) -> u64 {
-    BUDGET_MIN.get() + overhead(bytes)
+pub(super) fn budget_min(bytes: u64) -> u64 {
+    BUDGET_MIN.get() + metadata_bytes(bytes)
 }
 
 impl BudgetRange {
     /// Returns whether the budget may be moved.
-    pub fn is_some(&self) -> bool {
+    pub fn is_set(&self) -> bool {
         *self != Self::default()
     }
 
     /// Returns the effective bounds for memory of `bytes`.
-    pub fn bounds(&self, bytes: u64) -> Bounds {
-        let all = bytes.saturating_add(least(bytes));
-        let said = [self.low, self.high].into_iter().flatten().max();
-        let max = self.max.unwrap_or(all.max(said.unwrap_or_default()));
+    pub fn bounds(&self, bytes: u64) -> BudgetBounds {
+        let full_budget = bytes.saturating_add(budget_min(bytes));
+        let largest_bound = [self.low, self.high].into_iter().flatten().max();
+        let max = self.max.unwrap_or(full_budget.max(largest_bound.unwrap_or_default()));
         // Hotplugged memory may need a larger budget than a bound allows.
-        let min = self.min.unwrap_or_default().max(least(bytes)).min(max);
+        let min = self.min.unwrap_or_default().max(budget_min(bytes)).min(max);
         let low = self.low.unwrap_or(min).clamp(min, max);
         let high = self.high.unwrap_or(max).clamp(low, max);
-        Bounds { min, low, high, max }
+        BudgetBounds { min, low, high, max }
     }
 
     /// Checks the bounds for memory of `bytes` with this budget.
     ///
     /// # Errors
     /// The bounds are not in order, are too small, or do not include the budget.
-    pub fn check(&self, bytes: u64, budget: u64) -> Result<(), RangeError> {
+    pub fn check(&self, bytes: u64, budget: u64) -> Result<(), BudgetRangeError> {
         let said = [
             ("min", self.min),
             ("low", self.low),
@@ -108,7 +108,7 @@ impl BudgetRange {
         for pair in said.windows(2) {
             let ((lower_name, lower), (upper_name, upper)) = (pair[0], pair[1]);
             if lower > upper {
-                return Err(RangeError::Order {
+                return Err(BudgetRangeError::Order {
                     lower_name,
                     lower: ByteLen::new(lower),
                     upper_name,
@@ -116,20 +116,20 @@ impl BudgetRange {
                 });
             }
         }
-        let needed = least(bytes);
+        let needed = budget_min(bytes);
         if let Some(min) = self.min.filter(|min| *min < needed) {
-            return Err(RangeError::TooSmall {
+            return Err(BudgetRangeError::TooSmall {
                 min: ByteLen::new(min),
                 needed: ByteLen::new(needed.next_multiple_of(1 << 20)),
                 bytes: ByteLen::new(bytes),
             });
         }
         match (self.min, self.max) {
-            (Some(min), _) if budget < min => Err(RangeError::Below {
+            (Some(min), _) if budget < min => Err(BudgetRangeError::BelowMin {
                 budget: ByteLen::new(budget),
                 min: ByteLen::new(min),
             }),
-            (_, Some(max)) if budget > max => Err(RangeError::Above {
+            (_, Some(max)) if budget > max => Err(BudgetRangeError::AboveMax {
                 budget: ByteLen::new(budget),
                 max: ByteLen::new(max),
             }),
@@ -152,7 +152,7 @@ mod tests {
     #[test]
     fn unset_bounds_follow_the_others() {
         let of = |all: [u64; 4]| {
-            let Bounds { min, low, high, max } = range(all).bounds(64 * MIB);
+            let BudgetBounds { min, low, high, max } = range(all).bounds(64 * MIB);
             [min, low, high, max].map(|bytes| bytes / MIB)
         };
         assert_eq!(of([20, 30, 40, 50]), [20, 30, 40, 50]);
@@ -162,7 +162,7 @@ mod tests {
         assert_eq!(of([0, 0, 500, 0]), [16, 16, 500, 500]);
         assert_eq!(of([0, 0, 10, 0]), [16, 16, 16, 80]);
         for all in [[20, 0, 0, 0], [0, 0, 17, 0], [0, 1, 2, 3], [0, 90, 0, 0], [0, 0, 0, 1]] {
-            let Bounds { min, low, high, max } = range(all).bounds(64 * MIB);
+            let BudgetBounds { min, low, high, max } = range(all).bounds(64 * MIB);
             assert!(min <= low && low <= high && high <= max, "{all:?}");
         }
     }

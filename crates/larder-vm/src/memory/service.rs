@@ -13,35 +13,35 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use larder_block::ByteLen;
-use larder_memory::service::{DetachError, End};
+use larder_memory::service::{DetachError, PagerExit};
 
-use super::approach::{Approach, Process, QemuFinder, Step};
-use super::wish::MemoryWish;
-use super::{ManagedMemory, MemoryConfig, MemoryError, MemoryInquiry, tell_end};
+use super::attach_retry::{AttachRetry, AttachStep, QemuFinder, QemuProcess};
+use super::spec::MemorySpec;
+use super::{ManagedMemory, MemoryConfig, MemoryError, MemoryHandle, log_end};
 use crate::control::{ControlServer, Subject};
-use crate::vm::config::{ConfigError, QemuAt, VmConfig, VmMemory};
-use crate::vm::find::make_memory_control;
+use crate::vm::config::{ConfigError, QemuLocation, VmConfig, VmMemory};
+use crate::vm::find::create_memory_control_directory;
 
 /// Interval between searches for QEMU, which doubles up to the maximum.
-const LOOK: Duration = Duration::from_millis(250);
-const LOOK_MAX: Duration = Duration::from_secs(2);
+const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
+const SEARCH_INTERVAL_MAX: Duration = Duration::from_secs(2);
 
 /// First pause before the retry of a detach that was refused for lack of host memory.
-const DETACH_AGAIN: Duration = Duration::from_secs(2);
+const DETACH_RETRY_DELAY: Duration = Duration::from_secs(2);
 /// Longest such pause. It doubles with each attempt, because pages that were paged in have to be evicted again.
-const DETACH_AGAIN_MAX: Duration = Duration::from_secs(30);
+const DETACH_RETRY_DELAY_MAX: Duration = Duration::from_secs(30);
 
 /// Progress of the service, reported to the process that started it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum ServiceProgress {
     /// Waiting for QEMU, at this location.
     Waiting(String),
     /// About to manage the memory of this process.
-    Approaching(i32),
+    Attaching(i32),
     /// Managing the memory of this process, within this budget.
     Managing(i32, ByteLen),
     /// A client has detached from this process, and the next one is awaited.
-    LetGo(i32),
+    Detached(i32),
     /// Reloading the VM's file; another state follows.
     Reloading,
     /// Paging everything in.
@@ -51,7 +51,7 @@ pub enum Progress {
 /// Reason why the service cannot start.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum ServiceError {
+pub enum MemoryServiceError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error("{}: it has no [memory] section: add one, with a budget and qmp or pid-file (docs/vm-file.md)", .0.display())]
@@ -61,91 +61,91 @@ pub enum ServiceError {
 }
 
 /// Whose memory is managed.
-enum Whose {
+enum ManagedTarget {
     /// This process only.
-    Process(Process),
+    Process(QemuProcess),
     /// The QEMU found at this location, and no later one.
-    Once(QemuAt),
+    Qemu(QemuLocation),
     /// A VM's QEMU, and every later one, as configured in its file.
-    Vm(Box<VmConfig>, PathBuf, QemuAt),
+    Vm(Box<VmConfig>, PathBuf, QemuLocation),
 }
 
 /// A service that manages the memory of a VM or of a process.
 pub struct MemoryService {
-    whose: Whose,
+    target: ManagedTarget,
     /// The requested options.
-    wish: MemoryWish,
+    spec: MemorySpec,
     /// The options of the current or last attach.
-    in_use: MemoryWish,
+    active_spec: MemorySpec,
     poll_max: Duration,
     /// Control socket while memory is managed.
     control: Option<PathBuf>,
-    orders: Receiver<Order>,
-    orderer: MemoryOrders,
+    commands: Receiver<ServiceCommand>,
+    command_sender: MemoryServiceHandle,
     finder: QemuFinder,
     /// The process from which a client has detached.
-    let_go: Option<Process>,
-    progress: Progress,
+    detached_process: Option<QemuProcess>,
+    progress: ServiceProgress,
     /// Number of the last detach that was started.
-    detaches: u64,
+    detach_count: u64,
 }
 
-enum Order {
+enum ServiceCommand {
     Stop,
     Reload,
     /// The detach of this number has failed.
-    Refused(u64, DetachError),
+    DetachFailed(u64, DetachError),
     /// The memory is no longer managed.
-    Ended(Result<End, MemoryError>),
+    Ended(Result<PagerExit, MemoryError>),
 }
 
 /// Handle for commands to the service, usable from any thread.
 #[derive(Clone)]
-pub struct MemoryOrders(Sender<Order>);
+pub struct MemoryServiceHandle(Sender<ServiceCommand>);
 
-impl MemoryOrders {
+impl MemoryServiceHandle {
     /// Pages everything in, and ends the service.
     pub fn stop(&self) {
         // Sending fails only if the service has ended.
-        let _ = self.0.send(Order::Stop);
+        let _ = self.0.send(ServiceCommand::Stop);
     }
 
     /// Reloads the VM's file.
     pub fn reload(&self) {
-        let _ = self.0.send(Order::Reload);
+        let _ = self.0.send(ServiceCommand::Reload);
     }
 }
 
 /// A stop request, which a detach completes.
-struct Stop {
+struct PendingStop {
     /// Number of its last detach.
     detach: u64,
     /// Pause before the next attempt, after one was refused.
-    again: Option<Duration>,
+    retry_delay: Option<Duration>,
     /// Pause for the attempt after that.
-    pause: Duration,
+    next_retry_delay: Duration,
     /// The reason of the refusal has been logged.
     is_logged: bool,
 }
 
-impl Stop {
+impl PendingStop {
     /// Handles a refused detach, which is retried later.
-    fn refused(&mut self, error: &DetachError) {
-        self.again = Some(self.pause);
-        if matches!(error, DetachError::UnderWay) {
+    fn on_detach_failed(&mut self, error: &DetachError) {
+        self.retry_delay = Some(self.next_retry_delay);
+        if matches!(error, DetachError::InProgress) {
             tracing::debug!("not detached: {error}; Larder will try again");
             return;
         }
         if !std::mem::replace(&mut self.is_logged, true) {
             tracing::error!("not detached, and the memory is still managed: {error}; Larder will try again");
         }
-        self.pause = (self.pause * 2).min(DETACH_AGAIN_MAX);
+        self.next_retry_delay = (self.next_retry_delay * 2).min(DETACH_RETRY_DELAY_MAX);
     }
 }
 
 /// Action after the end of a process.
-enum After {
-    Next,
+enum NextAction {
+    WaitForNext,
     Stop,
 }
 
@@ -154,76 +154,76 @@ impl MemoryService {
     ///
     /// # Errors
     /// The file is invalid, or has no memory section.
-    pub fn of_vm(file: &Path, poll_max: Duration) -> Result<Self, ServiceError> {
+    pub fn for_vm(file: &Path, poll_max: Duration) -> Result<Self, MemoryServiceError> {
         let config = VmConfig::read(file)?;
-        let Some(VmMemory { wish, qemu }) = config.memory.clone() else {
-            return Err(ServiceError::NoMemory(file.to_owned()));
+        let Some(VmMemory { spec, qemu }) = config.memory.clone() else {
+            return Err(MemoryServiceError::NoMemory(file.to_owned()));
         };
-        let control = make_memory_control(&config.name);
+        let control = create_memory_control_directory(&config.name);
         let control = control.inspect_err(|error| {
             tracing::warn!("no control socket: its directory cannot be created: {error}");
         });
-        let whose = Whose::Vm(Box::new(config), file.to_owned(), qemu);
-        Ok(Self::new(whose, wish, poll_max, control.ok()))
+        let whose = ManagedTarget::Vm(Box::new(config), file.to_owned(), qemu);
+        Ok(Self::new(whose, spec, poll_max, control.ok()))
     }
 
     /// Returns a service for one process, which may not have all of its memory yet. If the process has ended, the
     /// service ends too.
-    pub fn of_process(process: Process, wish: MemoryWish, poll_max: Duration, control: Option<PathBuf>) -> Self {
-        Self::new(Whose::Process(process), wish, poll_max, control)
+    pub fn for_process(process: QemuProcess, spec: MemorySpec, poll_max: Duration, control: Option<PathBuf>) -> Self {
+        Self::new(ManagedTarget::Process(process), spec, poll_max, control)
     }
 
     /// Returns a service for one QEMU, which may not have been started yet.
-    pub fn of_qemu(qemu: QemuAt, wish: MemoryWish, poll_max: Duration, control: Option<PathBuf>) -> Self {
-        Self::new(Whose::Once(qemu), wish, poll_max, control)
+    pub fn for_qemu(qemu: QemuLocation, spec: MemorySpec, poll_max: Duration, control: Option<PathBuf>) -> Self {
+        Self::new(ManagedTarget::Qemu(qemu), spec, poll_max, control)
     }
 
-    fn new(whose: Whose, wish: MemoryWish, poll_max: Duration, control: Option<PathBuf>) -> Self {
+    fn new(whose: ManagedTarget, spec: MemorySpec, poll_max: Duration, control: Option<PathBuf>) -> Self {
         let (sender, orders) = mpsc::channel();
         Self {
-            whose,
-            in_use: wish.clone(),
-            wish,
+            target: whose,
+            active_spec: spec.clone(),
+            spec,
             poll_max,
             control,
-            orders,
-            orderer: MemoryOrders(sender),
+            commands: orders,
+            command_sender: MemoryServiceHandle(sender),
             finder: QemuFinder::default(),
-            let_go: None,
-            progress: Progress::Stopping,
-            detaches: 0,
+            detached_process: None,
+            progress: ServiceProgress::Stopping,
+            detach_count: 0,
         }
     }
 
     /// Returns a handle for commands to this service.
-    pub fn orders(&self) -> MemoryOrders {
-        self.orderer.clone()
+    pub fn handle(&self) -> MemoryServiceHandle {
+        self.command_sender.clone()
     }
 
     /// Runs until a stop command, or until the only process has ended.
     ///
     /// # Errors
     /// The thread that manages the memory has died.
-    pub fn run(mut self, tell: impl Fn(Progress)) -> Result<(), ServiceError> {
+    pub fn run(mut self, tell: impl Fn(ServiceProgress)) -> Result<(), MemoryServiceError> {
         loop {
             let Some(process) = self.wait_for_process(&tell) else {
-                tell(Progress::Stopping);
+                tell(ServiceProgress::Stopping);
                 return Ok(());
             };
-            self.tell(&tell, Progress::Approaching(process.pid.as_raw_pid()));
+            self.report_progress(&tell, ServiceProgress::Attaching(process.pid.as_raw_pid()));
             let managed = match self.attach(process, &tell) {
                 Ok(managed) => managed,
-                Err(After::Next) if matches!(self.whose, Whose::Vm(..)) => continue,
-                Err(After::Next | After::Stop) => return Ok(()),
+                Err(NextAction::WaitForNext) if matches!(self.target, ManagedTarget::Vm(..)) => continue,
+                Err(NextAction::WaitForNext | NextAction::Stop) => return Ok(()),
             };
             let after = self.manage(process, managed, &tell)?;
-            if matches!(after, After::Stop) || !matches!(self.whose, Whose::Vm(..)) {
+            if matches!(after, NextAction::Stop) || !matches!(self.target, ManagedTarget::Vm(..)) {
                 return Ok(());
             }
         }
     }
 
-    fn tell(&mut self, tell: &impl Fn(Progress), progress: Progress) {
+    fn report_progress(&mut self, tell: &impl Fn(ServiceProgress), progress: ServiceProgress) {
         if self.progress != progress {
             self.progress = progress;
             tell(self.progress.clone());
@@ -231,89 +231,89 @@ impl MemoryService {
     }
 
     /// Reloads the file, and reports the progress.
-    fn reload_and_tell(&mut self, managed: Option<&MemoryInquiry>, tell: &impl Fn(Progress)) {
-        tell(Progress::Reloading);
+    fn reload_and_report(&mut self, managed: Option<&MemoryHandle>, tell: &impl Fn(ServiceProgress)) {
+        tell(ServiceProgress::Reloading);
         if let Err(why) = self.reload(managed) {
             tracing::error!("nothing has changed: {why}");
         }
-        if let (Progress::Managing(pid, _), Some(_)) = (&self.progress, managed) {
-            self.progress = Progress::Managing(*pid, self.wish.budget);
+        if let (ServiceProgress::Managing(pid, _), Some(_)) = (&self.progress, managed) {
+            self.progress = ServiceProgress::Managing(*pid, self.spec.budget);
         }
         tell(self.progress.clone());
     }
 
     /// Waits for a process to manage, and returns it; `None` if the service must end.
-    fn wait_for_process(&mut self, tell: &impl Fn(Progress)) -> Option<Process> {
-        let mut pause = LOOK;
-        let mut told = None;
+    fn wait_for_process(&mut self, tell: &impl Fn(ServiceProgress)) -> Option<QemuProcess> {
+        let mut pause = SEARCH_INTERVAL;
+        let mut last_error = None;
         loop {
-            let (qemu, uuid) = match &self.whose {
-                Whose::Process(process) => return Some(*process),
-                Whose::Once(qemu) => (qemu.clone(), None),
-                Whose::Vm(config, _, qemu) => (qemu.clone(), config.uuid.clone()),
+            let (qemu, uuid) = match &self.target {
+                ManagedTarget::Process(process) => return Some(*process),
+                ManagedTarget::Qemu(qemu) => (qemu.clone(), None),
+                ManagedTarget::Vm(config, _, qemu) => (qemu.clone(), config.uuid.clone()),
             };
             match self.finder.find(&qemu, uuid.as_deref()) {
-                Ok(Some(process)) if self.let_go != Some(process) => return Some(process),
-                Ok(Some(process)) => self.tell(tell, Progress::LetGo(process.pid.as_raw_pid())),
+                Ok(Some(process)) if self.detached_process != Some(process) => return Some(process),
+                Ok(Some(process)) => self.report_progress(tell, ServiceProgress::Detached(process.pid.as_raw_pid())),
                 Ok(None) => {
-                    self.tell(tell, Progress::Waiting(qemu.to_string()));
-                    told = None;
+                    self.report_progress(tell, ServiceProgress::Waiting(qemu.to_string()));
+                    last_error = None;
                 }
                 Err(error) => {
                     let why = error.to_string();
-                    if told.as_ref() != Some(&why) {
+                    if last_error.as_ref() != Some(&why) {
                         tracing::error!("{why}");
-                        told = Some(why);
+                        last_error = Some(why);
                     }
-                    self.tell(tell, Progress::Waiting(qemu.to_string()));
+                    self.report_progress(tell, ServiceProgress::Waiting(qemu.to_string()));
                 }
             }
-            match self.orders.recv_timeout(pause) {
-                Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(LOOK_MAX),
-                Ok(Order::Reload) => {
+            match self.commands.recv_timeout(pause) {
+                Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(SEARCH_INTERVAL_MAX),
+                Ok(ServiceCommand::Reload) => {
                     // A reload means that the process is to be managed again.
-                    self.let_go = None;
-                    self.reload_and_tell(None, tell);
-                    pause = LOOK;
+                    self.detached_process = None;
+                    self.reload_and_report(None, tell);
+                    pause = SEARCH_INTERVAL;
                 }
                 // `self` has a sender, so receiving cannot fail while it exists.
-                Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => return None,
+                Ok(ServiceCommand::Stop) | Err(RecvTimeoutError::Disconnected) => return None,
                 // These concern earlier processes.
-                Ok(Order::Refused(..) | Order::Ended(_)) => {}
+                Ok(ServiceCommand::DetachFailed(..) | ServiceCommand::Ended(_)) => {}
             }
         }
     }
 
-    fn attach(&mut self, process: Process, tell: &impl Fn(Progress)) -> Result<ManagedMemory, After> {
-        let mut approach = Approach::new(process);
+    fn attach(&mut self, process: QemuProcess, tell: &impl Fn(ServiceProgress)) -> Result<ManagedMemory, NextAction> {
+        let mut attach_retry = AttachRetry::new(process);
         loop {
             let config = MemoryConfig {
                 poll_max: self.poll_max,
-                ..self.wish.config(process.pid)
+                ..self.spec.config(process.pid)
             };
-            let pause = match approach.step(&config) {
-                Step::Attached(managed) => {
-                    self.in_use = self.wish.clone();
+            let pause = match attach_retry.attempt(&config) {
+                AttachStep::Attached(managed) => {
+                    self.active_spec = self.spec.clone();
                     return Ok(managed);
                 }
-                Step::Gone => return Err(After::Next),
-                Step::Later(pause) => pause,
+                AttachStep::Exited => return Err(NextAction::WaitForNext),
+                AttachStep::RetryAfter(pause) => pause,
             };
-            match self.orders.recv_timeout(pause) {
-                Ok(Order::Reload) => {
-                    self.reload_and_tell(None, tell);
-                    approach.hurry();
+            match self.commands.recv_timeout(pause) {
+                Ok(ServiceCommand::Reload) => {
+                    self.reload_and_report(None, tell);
+                    attach_retry.reset_delay();
                 }
-                Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => {
-                    if process.is_waiting() && !approach.is_of_another() {
+                Ok(ServiceCommand::Stop) | Err(RecvTimeoutError::Disconnected) => {
+                    if process.has_pager_state() && !attach_retry.is_managed_by_other() {
                         tracing::error!(
                             "process {} blocks on its evicted pages until it is managed again",
                             process.pid.as_raw_pid()
                         );
                     }
-                    return Err(After::Stop);
+                    return Err(NextAction::Stop);
                 }
-                Ok(Order::Refused(..) | Order::Ended(_)) | Err(RecvTimeoutError::Timeout) => {}
+                Ok(ServiceCommand::DetachFailed(..) | ServiceCommand::Ended(_)) | Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
@@ -321,65 +321,78 @@ impl MemoryService {
     /// Manages the memory of a process until it ends or is detached from.
     fn manage(
         &mut self,
-        process: Process,
+        process: QemuProcess,
         managed: ManagedMemory,
-        tell: &impl Fn(Progress),
-    ) -> Result<After, ServiceError> {
-        let inquiry = managed.inquiry();
+        tell: &impl Fn(ServiceProgress),
+    ) -> Result<NextAction, MemoryServiceError> {
+        let handle = managed.handle();
         // The control socket must work before the log says that the memory is attached.
-        let control = self.listen(inquiry.clone());
-        managed.began().tell(process.pid, self.wish.budget);
-        self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
-        let orderer = self.orderer.clone();
+        let control = self.start_control(handle.clone());
+        managed.summary().log(process.pid, self.spec.budget);
+        self.report_progress(
+            tell,
+            ServiceProgress::Managing(process.pid.as_raw_pid(), self.spec.budget),
+        );
+        let orderer = self.command_sender.clone();
         std::thread::spawn(move || {
             let ended = managed.wait();
             // The service ends only after it has received this.
-            let _ = orderer.0.send(Order::Ended(ended));
+            let _ = orderer.0.send(ServiceCommand::Ended(ended));
         });
-        let mut stop: Option<Stop> = None;
+        let mut stop: Option<PendingStop> = None;
         let end = loop {
-            let order = match stop.as_ref().and_then(|stop| stop.again) {
-                None => self.orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(pause) => self.orders.recv_timeout(pause),
+            let order = match stop.as_ref().and_then(|stop| stop.retry_delay) {
+                None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(pause) => self.commands.recv_timeout(pause),
             };
             match (order, &mut stop) {
-                (Ok(Order::Ended(end)), _) => break end?,
+                (Ok(ServiceCommand::Ended(end)), _) => break end?,
                 // A reload during a stop means that the memory is to be managed further.
-                (Ok(Order::Reload), Some(_)) => {
-                    inquiry.cancel_detach_blocking();
+                (Ok(ServiceCommand::Reload), Some(_)) => {
+                    handle.cancel_detach_blocking();
                     stop = None;
-                    self.reload_and_tell(Some(&inquiry), tell);
-                    self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
+                    self.reload_and_report(Some(&handle), tell);
+                    self.report_progress(
+                        tell,
+                        ServiceProgress::Managing(process.pid.as_raw_pid(), self.spec.budget),
+                    );
                 }
-                (Ok(Order::Reload), None) => self.reload_and_tell(Some(&inquiry), tell),
-                (Ok(Order::Stop), Some(_)) => {
+                (Ok(ServiceCommand::Reload), None) => self.reload_and_report(Some(&handle), tell),
+                (Ok(ServiceCommand::Stop), Some(_)) => {
                     tracing::warn!(
                         "a detach is already running (SIGHUP cancels it); after a kill the guest blocks until it is managed again"
                     );
                 }
-                (Ok(Order::Stop), None) => {
-                    self.tell(tell, Progress::Stopping);
+                (Ok(ServiceCommand::Stop), None) => {
+                    self.report_progress(tell, ServiceProgress::Stopping);
                     tracing::info!("detaching: all pages are being paged in");
-                    stop = Some(Stop {
-                        detach: self.detach(&inquiry),
-                        again: None,
-                        pause: DETACH_AGAIN,
+                    stop = Some(PendingStop {
+                        detach: self.start_detach(&handle),
+                        retry_delay: None,
+                        next_retry_delay: DETACH_RETRY_DELAY,
                         is_logged: false,
                     });
                 }
-                (Ok(Order::Refused(detach, error)), Some(now)) if detach == now.detach => match error {
-                    DetachError::Cancelled => {
-                        tracing::warn!("not detached: {error}");
-                        stop = None;
-                        self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
+                (Ok(ServiceCommand::DetachFailed(detach, error)), Some(pending_stop))
+                    if detach == pending_stop.detach =>
+                {
+                    match error {
+                        DetachError::Cancelled => {
+                            tracing::warn!("not detached: {error}");
+                            stop = None;
+                            self.report_progress(
+                                tell,
+                                ServiceProgress::Managing(process.pid.as_raw_pid(), self.spec.budget),
+                            );
+                        }
+                        error => pending_stop.on_detach_failed(&error),
                     }
-                    error => now.refused(&error),
-                },
+                }
                 // This is the answer to a detach that was cancelled meanwhile.
-                (Ok(Order::Refused(..)), _) => {}
-                (Err(_), Some(now)) => {
-                    now.again = None;
-                    now.detach = self.detach(&inquiry);
+                (Ok(ServiceCommand::DetachFailed(..)), _) => {}
+                (Err(_), Some(pending_stop)) => {
+                    pending_stop.retry_delay = None;
+                    pending_stop.detach = self.start_detach(&handle);
                 }
                 // Impossible: `self` has a sender.
                 (Err(_), None) => {}
@@ -387,41 +400,41 @@ impl MemoryService {
         };
         let is_stopping = stop.is_some();
         if let Some(control) = control {
-            control.end_after_answers();
+            control.shut_down_gracefully();
         }
-        tell_end(end);
-        if end == End::Detached && !is_stopping {
-            self.let_go = Some(process);
+        log_end(end);
+        if end == PagerExit::Detached && !is_stopping {
+            self.detached_process = Some(process);
         }
         Ok(match is_stopping {
-            true => After::Stop,
-            false => After::Next,
+            true => NextAction::Stop,
+            false => NextAction::WaitForNext,
         })
     }
 
     /// Starts a detach without waiting for it; returns its number.
-    fn detach(&mut self, inquiry: &MemoryInquiry) -> u64 {
-        self.detaches += 1;
-        let (number, orderer) = (self.detaches, self.orderer.clone());
+    fn start_detach(&mut self, handle: &MemoryHandle) -> u64 {
+        self.detach_count += 1;
+        let (detach_number, orderer) = (self.detach_count, self.command_sender.clone());
         // The request is sent here, so that no later request overtakes it.
-        let wait = inquiry.begin_detach_blocking();
+        let wait = handle.start_detach_blocking();
         std::thread::spawn(move || match wait() {
-            // The memory is no longer managed, which `Order::Ended` reports.
-            Some(Ok(()) | Err(DetachError::Over)) | None => {}
+            // The memory is no longer managed, which `ServiceCommand::Ended` reports.
+            Some(Ok(()) | Err(DetachError::Ended)) | None => {}
             // Another detach that is running may fail: this one is then retried.
             Some(Err(error)) => {
-                let _ = orderer.0.send(Order::Refused(number, error));
+                let _ = orderer.0.send(ServiceCommand::DetachFailed(detach_number, error));
             }
         });
-        number
+        detach_number
     }
 
     /// Starts the control socket. If that fails, the memory is managed without one.
-    fn listen(&self, inquiry: MemoryInquiry) -> Option<ControlServer> {
+    fn start_control(&self, handle: MemoryHandle) -> Option<ControlServer> {
         let path = self.control.as_deref()?;
-        let subject = match &self.whose {
-            Whose::Vm(config, file, _) => Subject::vm_memory(config, file, inquiry),
-            Whose::Process(_) | Whose::Once(_) => Subject::memory(inquiry),
+        let subject = match &self.target {
+            ManagedTarget::Vm(config, file, _) => Subject::vm_memory(config, file, handle),
+            ManagedTarget::Process(_) | ManagedTarget::Qemu(_) => Subject::memory(handle),
         };
         let started = ControlServer::start(path, Arc::new(subject));
         started
@@ -430,12 +443,12 @@ impl MemoryService {
     }
 
     /// Reloads the file, and applies all changes that are possible now.
-    fn reload(&mut self, managed: Option<&MemoryInquiry>) -> Result<(), String> {
-        let Whose::Vm(config, file, qemu) = &mut self.whose else {
+    fn reload(&mut self, managed: Option<&MemoryHandle>) -> Result<(), String> {
+        let ManagedTarget::Vm(config, file, qemu) = &mut self.target else {
             return Err("there is no file to reload".to_owned());
         };
-        let read = VmConfig::read(file).map_err(|error| error.to_string())?;
-        let Some(wanted) = read.memory.clone() else {
+        let new_config = VmConfig::read(file).map_err(|error| error.to_string())?;
+        let Some(new_memory) = new_config.memory.clone() else {
             let file = file.display();
             return Err(format!(
                 "{file} has no [memory] section any more; stop this service to detach from the memory"
@@ -443,21 +456,21 @@ impl MemoryService {
         };
         if let Some(managed) = managed {
             // The default share of compressed pages depends on the swap cache in use.
-            let swap = self.in_use.swap.clone();
-            let limits = MemoryWish {
+            let swap = self.active_spec.swap.clone();
+            let limits = MemorySpec {
                 swap,
-                ..wanted.wish.clone()
+                ..new_memory.spec.clone()
             }
             .limits();
             managed.limit_blocking(limits).unwrap_or(Ok(()))?;
-            for key in wanted.wish.fixed_differences(&self.in_use) {
+            for key in new_memory.spec.restart_only_changes(&self.active_spec) {
                 // The restart pages everything in first, so pages may be evicted to another disk afterwards.
                 tracing::warn!("{key}: takes effect when this service is restarted, which the guest survives");
             }
         }
-        **config = read;
-        *qemu = wanted.qemu;
-        self.wish = wanted.wish;
+        **config = new_config;
+        *qemu = new_memory.qemu;
+        self.spec = new_memory.spec;
         Ok(())
     }
 }

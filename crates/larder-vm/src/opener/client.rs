@@ -12,23 +12,23 @@ use larder_block::lock_wait::{LockKind, LockOwner};
 use larder_block::opener::{Access, BlkidOutput, DiskCounters, Opener, PathSource, set_opener};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::wire::{Answer, Image, PathBytes, Request, pair, receive, send};
+use super::wire::{OpenerAnswer, OpenerRequest, PathBytes, WireImage, pair, receive, send};
 use crate::image::ImageAddress;
-use crate::image::journal::Folder;
+use crate::image::journal::JournalDirectory;
 
 /// The connection to an opener.
 #[derive(Debug)]
-pub struct Helper {
+pub struct OpenerClient {
     channel: OwnedFd,
     /// The opener runs as root, and serves all services of the host.
-    pub(crate) is_of_service: bool,
+    pub(crate) is_host_opener: bool,
 }
 
-static HELPER: OnceLock<Arc<Helper>> = OnceLock::new();
+static OPENER_CLIENT: OnceLock<Arc<OpenerClient>> = OnceLock::new();
 
 /// Returns this process's opener, if it has one.
-pub(crate) fn helper() -> Option<&'static Helper> {
-    HELPER.get().map(|helper| &**helper)
+pub(crate) fn opener_client() -> Option<&'static OpenerClient> {
+    OPENER_CLIENT.get().map(|client| &**client)
 }
 
 /// Starts an opener for the VM that `file` describes, with this process's rights. From now on this process accesses
@@ -37,15 +37,15 @@ pub(crate) fn helper() -> Option<&'static Helper> {
 /// # Errors
 /// The opener cannot be started.
 pub fn start(file: &Path) -> io::Result<()> {
-    let (ours, theirs) = pair()?;
+    let (local, peer) = pair()?;
     let mut command = Command::new("/proc/self/exe");
     command.arg0("larder").arg("open").arg(std::path::absolute(file)?);
-    command.stdin(Stdio::from(theirs)).stdout(Stdio::null());
+    command.stdin(Stdio::from(peer)).stdout(Stdio::null());
     // The child ends when the other end of its socket is closed, and is not waited for.
     command.spawn()?;
-    have(Helper {
-        channel: ours,
-        is_of_service: false,
+    install(OpenerClient {
+        channel: local,
+        is_host_opener: false,
     });
     Ok(())
 }
@@ -58,43 +58,47 @@ pub fn start(file: &Path) -> io::Result<()> {
 pub fn connect(socket: &Path) -> io::Result<()> {
     let channel = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     rustix::net::connect(&channel, &SocketAddrUnix::new(socket)?)?;
-    have(Helper {
+    install(OpenerClient {
         channel,
-        is_of_service: true,
+        is_host_opener: true,
     });
     Ok(())
 }
 
-fn have(helper: Helper) {
-    let helper = Arc::new(helper);
-    let is_first = HELPER.set(Arc::clone(&helper)).is_ok();
+fn install(client: OpenerClient) {
+    let client = Arc::new(client);
+    let is_first = OPENER_CLIENT.set(Arc::clone(&client)).is_ok();
     assert!(is_first, "a process has one opener");
-    set_opener(Box::new(ByHelper(helper)));
+    set_opener(Box::new(RemoteOpener(client)));
 }
 
-impl Helper {
-    fn ask(&self, request: &Request, file: Option<BorrowedFd<'_>>) -> io::Result<(Answer, Vec<OwnedFd>)> {
-        let (ours, theirs) = pair()?;
-        let descriptors: Vec<BorrowedFd<'_>> = [theirs.as_fd()].into_iter().chain(file).collect();
-        let gone = || io::Error::other("the opener of this server has exited: start the server again");
+impl OpenerClient {
+    fn request(
+        &self,
+        request: &OpenerRequest,
+        file: Option<BorrowedFd<'_>>,
+    ) -> io::Result<(OpenerAnswer, Vec<OwnedFd>)> {
+        let (local, peer) = pair()?;
+        let descriptors: Vec<BorrowedFd<'_>> = [peer.as_fd()].into_iter().chain(file).collect();
+        let ended_error = || io::Error::other("the opener of this server has exited: start the server again");
         send(self.channel.as_fd(), request, &descriptors).map_err(|error| match error.kind() {
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => gone(),
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => ended_error(),
             _ => error,
         })?;
-        drop(theirs);
-        let (answer, descriptors) = receive::<Answer>(&ours)?.ok_or_else(gone)?;
+        drop(peer);
+        let (answer, descriptors) = receive::<OpenerAnswer>(&local)?.ok_or_else(ended_error)?;
         Ok((answer.result()?, descriptors))
     }
 
-    fn ask_for_file(&self, request: &Request) -> io::Result<OwnedFd> {
-        let (_, descriptors) = self.ask(request, None)?;
-        descriptors.into_iter().next().ok_or_else(unexpected)
+    fn request_file(&self, request: &OpenerRequest) -> io::Result<OwnedFd> {
+        let (_, descriptors) = self.request(request, None)?;
+        descriptors.into_iter().next().ok_or_else(unexpected_answer)
     }
 
-    fn ask_for_paths(&self, request: &Request) -> io::Result<Vec<PathBuf>> {
-        match self.ask(request, None)? {
-            (Answer::Paths(paths), _) => Ok(paths.iter().map(PathBytes::path).collect()),
-            _ => Err(unexpected()),
+    fn request_paths(&self, request: &OpenerRequest) -> io::Result<Vec<PathBuf>> {
+        match self.request(request, None)? {
+            (OpenerAnswer::Paths(paths), _) => Ok(paths.iter().map(PathBytes::path).collect()),
+            _ => Err(unexpected_answer()),
         }
     }
 
@@ -103,7 +107,7 @@ impl Helper {
     /// # Errors
     /// Opening fails.
     pub(crate) fn vm_file(&self) -> io::Result<File> {
-        Ok(self.ask_for_file(&Request::VmFile)?.into())
+        Ok(self.request_file(&OpenerRequest::VmFile)?.into())
     }
 
     /// Listens on a unix socket of the VM, with the permissions in the VM's file. The socket's file is removed when
@@ -112,7 +116,7 @@ impl Helper {
     /// # Errors
     /// A message for the user.
     pub(crate) fn listen(&self, path: &Path) -> io::Result<OwnedFd> {
-        self.ask_for_file(&Request::Listen(PathBytes::of(path)))
+        self.request_file(&OpenerRequest::Listen(PathBytes::from_path(path)))
     }
 
     /// Checks whether the process at the other end of a connection to a disk may use the disk; the inner error is the
@@ -121,10 +125,10 @@ impl Helper {
     /// # Errors
     /// The opener has ended.
     pub(crate) fn may_connect(&self, connection: BorrowedFd<'_>) -> io::Result<Result<(), String>> {
-        match self.ask(&Request::MayConnect, Some(connection))? {
-            (Answer::Done, _) => Ok(Ok(())),
-            (Answer::Text(why), _) => Ok(Err(why)),
-            _ => Err(unexpected()),
+        match self.request(&OpenerRequest::MayConnect, Some(connection))? {
+            (OpenerAnswer::Done, _) => Ok(Ok(())),
+            (OpenerAnswer::Text(why), _) => Ok(Err(why)),
+            _ => Err(unexpected_answer()),
         }
     }
 
@@ -133,23 +137,24 @@ impl Helper {
     /// # Errors
     /// The opener has ended.
     pub(crate) fn stop_listening(&self, path: &Path) -> io::Result<()> {
-        self.ask(&Request::StopListening(PathBytes::of(path)), None).map(drop)
+        self.request(&OpenerRequest::StopListening(PathBytes::from_path(path)), None)
+            .map(drop)
     }
 
     /// Removes the registration of the VM's name.
     ///
     /// # Errors
     /// The opener has ended.
-    pub(crate) fn forget_name(&self) -> io::Result<()> {
-        self.ask(&Request::ForgetName, None).map(drop)
+    pub(crate) fn unregister_name(&self) -> io::Result<()> {
+        self.request(&OpenerRequest::ForgetName, None).map(drop)
     }
 
     /// Registers the VM's control socket under the VM's name, until this process has ended.
     ///
     /// # Errors
     /// Registration fails.
-    pub(crate) fn note_name(&self) -> io::Result<()> {
-        self.ask(&Request::NoteName, None).map(drop)
+    pub(crate) fn register_name(&self) -> io::Result<()> {
+        self.request(&OpenerRequest::NoteName, None).map(drop)
     }
 
     /// Returns whether the VM is marked as being on another host.
@@ -157,9 +162,9 @@ impl Helper {
     /// # Errors
     /// The file system does not answer that.
     pub(crate) fn is_away(&self) -> io::Result<bool> {
-        match self.ask(&Request::IsAway, None)? {
-            (Answer::Is(is_away), _) => Ok(is_away),
-            _ => Err(unexpected()),
+        match self.request(&OpenerRequest::IsAway, None)? {
+            (OpenerAnswer::Is(is_away), _) => Ok(is_away),
+            _ => Err(unexpected_answer()),
         }
     }
 
@@ -168,17 +173,20 @@ impl Helper {
     /// # Errors
     /// Writing or removing the marker fails.
     pub(crate) fn set_away(&self, why: Option<&str>) -> io::Result<()> {
-        self.ask(&Request::SetAway(why.map(str::to_owned)), None).map(drop)
+        self.request(&OpenerRequest::SetAway(why.map(str::to_owned)), None)
+            .map(drop)
     }
 
     /// Returns the directories in which other processes may keep a journal of an image of the VM.
     ///
     /// # Errors
     /// The image does not belong to the VM.
-    pub(crate) fn journal_folders(&self, image: &ImageAddress) -> io::Result<Vec<Folder>> {
-        match self.ask(&Request::Journals(Image::of(image)), None)? {
-            (Answer::Folders(folders), _) => Ok(folders.into_iter().map(Folder::from).collect()),
-            _ => Err(unexpected()),
+    pub(crate) fn journal_directories(&self, image: &ImageAddress) -> io::Result<Vec<JournalDirectory>> {
+        match self.request(&OpenerRequest::Journals(WireImage::from_address(image)), None)? {
+            (OpenerAnswer::Folders(directories), _) => {
+                Ok(directories.into_iter().map(JournalDirectory::from).collect())
+            }
+            _ => Err(unexpected_answer()),
         }
     }
 
@@ -186,76 +194,87 @@ impl Helper {
     ///
     /// # Errors
     /// The disk does not belong to the VM.
-    pub(crate) fn notes_of_caches(&self, disk: &[u8]) -> io::Result<Vec<PathBuf>> {
-        self.ask_for_paths(&Request::Notes(disk.to_vec()))
+    pub(crate) fn cache_state_files(&self, disk: &[u8]) -> io::Result<Vec<PathBuf>> {
+        self.request_paths(&OpenerRequest::Notes(disk.to_vec()))
     }
 
     /// Marks beside one of those state files that the disk is used without the cache.
     ///
     /// # Errors
     /// Writing fails.
-    pub(crate) fn mark_used(&self, note: &Path) -> io::Result<()> {
-        self.ask(&Request::MarkUsed(PathBytes::of(note)), None).map(drop)
+    pub(crate) fn mark_used(&self, state_file: &Path) -> io::Result<()> {
+        self.request(&OpenerRequest::MarkUsed(PathBytes::from_path(state_file)), None)
+            .map(drop)
     }
 }
 
-fn unexpected() -> io::Error {
+fn unexpected_answer() -> io::Error {
     io::Error::other("the opener of this server has sent an unexpected answer")
 }
 
 /// Accesses files through the helper.
-struct ByHelper(Arc<Helper>);
+struct RemoteOpener(Arc<OpenerClient>);
 
-impl Opener for ByHelper {
+impl Opener for RemoteOpener {
     fn open(&self, path: &Path, access: Access, _by: PathSource) -> io::Result<File> {
         // The opener treats all paths alike: a compromised server could claim any source for one.
-        let request = Request::Open {
-            path: PathBytes::of(path),
+        let request = OpenerRequest::Open {
+            path: PathBytes::from_path(path),
             access,
         };
-        Ok(self.0.ask_for_file(&request)?.into())
+        Ok(self.0.request_file(&request)?.into())
     }
 
     fn create_file(&self, path: &Path) -> io::Result<File> {
-        Ok(self.0.ask_for_file(&Request::Make(PathBytes::of(path)))?.into())
+        Ok(self
+            .0
+            .request_file(&OpenerRequest::Make(PathBytes::from_path(path)))?
+            .into())
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
-        self.0.ask(&Request::Remove(PathBytes::of(path)), None).map(drop)
+        self.0
+            .request(&OpenerRequest::Remove(PathBytes::from_path(path)), None)
+            .map(drop)
     }
 
     fn connect(&self, path: &Path) -> io::Result<OwnedFd> {
-        self.0.ask_for_file(&Request::Connect(PathBytes::of(path)))
+        self.0.request_file(&OpenerRequest::Connect(PathBytes::from_path(path)))
     }
 
     fn canonicalize(&self, path: &Path) -> io::Result<PathBuf> {
-        let paths = self.0.ask_for_paths(&Request::Canonical(PathBytes::of(path)))?;
-        paths.into_iter().next().ok_or_else(unexpected)
+        let paths = self
+            .0
+            .request_paths(&OpenerRequest::Canonical(PathBytes::from_path(path)))?;
+        paths.into_iter().next().ok_or_else(unexpected_answer)
     }
 
-    fn device_names(&self, folder: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
-        let (folder, path) = (PathBytes::of(folder), PathBytes::of(path));
-        self.0.ask_for_paths(&Request::NamesOfDevice { folder, path })
+    fn device_names(&self, directory: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
+        let (directory, path) = (PathBytes::from_path(directory), PathBytes::from_path(path));
+        self.0.request_paths(&OpenerRequest::NamesOfDevice {
+            folder: directory,
+            path,
+        })
     }
 
     fn disk_sequence(&self, device: u64) -> io::Result<String> {
-        match self.0.ask(&Request::DiskSequence(device), None)? {
-            (Answer::Text(text), _) => Ok(text),
-            _ => Err(unexpected()),
+        match self.0.request(&OpenerRequest::DiskSequence(device), None)? {
+            (OpenerAnswer::Text(text), _) => Ok(text),
+            _ => Err(unexpected_answer()),
         }
     }
 
     fn disk_counters(&self, device: u64) -> io::Result<DiskCounters> {
-        match self.0.ask(&Request::DiskCounters(device), None)? {
-            (Answer::Text(text), _) => text.parse(),
-            _ => Err(unexpected()),
+        match self.0.request(&OpenerRequest::DiskCounters(device), None)? {
+            (OpenerAnswer::Text(text), _) => text.parse(),
+            _ => Err(unexpected_answer()),
         }
     }
 
     fn blkid(&self, file: &File) -> io::Result<BlkidOutput> {
-        match self.0.ask(&Request::Blkid, Some(file.as_fd()))? {
+        match self.0.request(&OpenerRequest::Blkid, Some(file.as_fd()))? {
             (
-                Answer::Blkid {
+                OpenerAnswer::Blkid {
                     status,
                     said,
                     complaint,
@@ -266,21 +285,21 @@ impl Opener for ByHelper {
                 stdout: said,
                 stderr: complaint,
             }),
-            _ => Err(unexpected()),
+            _ => Err(unexpected_answer()),
         }
     }
 
     fn lock_owner(&self, file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
-        match self.0.ask(&Request::LockOwner(kind.into()), Some(file)) {
-            Ok((Answer::Owner(owner), _)) => owner.into(),
+        match self.0.request(&OpenerRequest::LockOwner(kind.into()), Some(file)) {
+            Ok((OpenerAnswer::Owner(owner), _)) => owner.into(),
             // The owner counts as one that cannot be inspected.
             _ => LockOwner::Running,
         }
     }
 
     fn image_lock_owners(&self, file: BorrowedFd<'_>) -> Vec<String> {
-        match self.0.ask(&Request::LockHolders, Some(file)) {
-            Ok((Answer::Text(text), _)) => text.lines().map(str::to_owned).collect(),
+        match self.0.request(&OpenerRequest::LockHolders, Some(file)) {
+            Ok((OpenerAnswer::Text(text), _)) => text.lines().map(str::to_owned).collect(),
             _ => Vec::new(),
         }
     }

@@ -20,13 +20,13 @@
 //! It is a separate process, so that a compromised server cannot change it, and a signal that ends a server does not
 //! end it first.
 
-mod allowed;
+mod access_policy;
 mod client;
 mod peer;
 mod serve;
 mod wire;
 
-pub(crate) use client::helper;
-pub use client::{Helper, connect, start};
+pub(crate) use client::opener_client;
+pub use client::{OpenerClient, connect, start};
 pub use peer::file_of_service;
 pub use serve::serve;

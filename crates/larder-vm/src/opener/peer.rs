@@ -11,7 +11,7 @@ use rustix::process::{PidfdFlags, pidfd_open};
 use crate::vm::config;
 
 /// Prefix and suffix of the unit name of a VM's server.
-const UNIT: (&str, &str) = ("larder@", ".service");
+const UNIT_AFFIXES: (&str, &str) = ("larder@", ".service");
 
 /// Returns the file of the VM whose service the process at the other end of `channel` belongs to, according to the
 /// kernel: a service cannot leave its control group.
@@ -36,7 +36,7 @@ pub fn file_of_service(channel: &OwnedFd) -> io::Result<PathBuf> {
             ),
         )
     })?;
-    config::path_of(Path::new(name)).map_err(io::Error::other)
+    config::vm_file_path(Path::new(name)).map_err(io::Error::other)
 }
 
 /// Returns the VM whose service's control group a line of `/proc/PID/cgroup` names, in cgroup v2 or in systemd's own
@@ -50,11 +50,11 @@ fn service_of(line: &str) -> Option<&str> {
     }
     let mut groups = path.strip_prefix('/')?.split('/').collect::<Vec<_>>();
     let unit = groups.pop()?;
-    let are_systems = groups
+    let all_system_slices = groups
         .iter()
         .all(|group| group.ends_with(".slice") && *group != "user.slice");
-    let name = unit.strip_prefix(UNIT.0)?.strip_suffix(UNIT.1)?;
-    (are_systems && !groups.is_empty()).then_some(name)
+    let name = unit.strip_prefix(UNIT_AFFIXES.0)?.strip_suffix(UNIT_AFFIXES.1)?;
+    (all_system_slices && !groups.is_empty()).then_some(name)
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::image::ImageAddress;
-use crate::image::journal::Folder;
+use crate::image::journal::JournalDirectory;
 
 /// Maximum length of a message in bytes: enough for a few paths.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
@@ -35,7 +35,7 @@ const DESCRIPTORS_MAX: usize = 2;
 pub(super) struct PathBytes(Vec<u8>);
 
 impl PathBytes {
-    pub(super) fn of(path: &Path) -> Self {
+    pub(super) fn from_path(path: &Path) -> Self {
         Self(path.as_os_str().as_bytes().to_vec())
     }
 
@@ -46,11 +46,11 @@ impl PathBytes {
 
 /// A request. Its variants correspond to the methods of the client.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Request {
+pub(super) enum OpenerRequest {
     VmFile,
     Open {
         path: PathBytes,
-        #[serde(with = "AccessName")]
+        #[serde(with = "WireAccess")]
         access: Access,
     },
     Make(PathBytes),
@@ -64,7 +64,7 @@ pub(super) enum Request {
     DiskSequence(u64),
     DiskCounters(u64),
     Blkid,
-    LockOwner(Lock),
+    LockOwner(WireLockKind),
     LockHolders,
     Listen(PathBytes),
     StopListening(PathBytes),
@@ -73,22 +73,22 @@ pub(super) enum Request {
     ForgetName,
     IsAway,
     SetAway(Option<String>),
-    Journals(Image),
+    Journals(WireImage),
     Notes(Vec<u8>),
     MarkUsed(PathBytes),
 }
 
 /// Address of an image.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Image {
+pub(super) enum WireImage {
     Path(PathBytes),
     Nbd(String),
 }
 
-impl Image {
-    pub(super) fn of(image: &ImageAddress) -> Self {
+impl WireImage {
+    pub(super) fn from_address(image: &ImageAddress) -> Self {
         match image {
-            ImageAddress::Path(path) => Self::Path(PathBytes::of(path)),
+            ImageAddress::Path(path) => Self::Path(PathBytes::from_path(path)),
             ImageAddress::Nbd(uri) => Self::Nbd(uri.to_string()),
         }
     }
@@ -104,7 +104,7 @@ impl Image {
 /// Serialised form of [`Access`].
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Access")]
-enum AccessName {
+enum WireAccess {
     #[serde(rename = "Look")]
     Inspect,
     Read,
@@ -114,13 +114,13 @@ enum AccessName {
 
 /// Serialised form of [`LockKind`].
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(super) enum Lock {
+pub(super) enum WireLockKind {
     Ofd(Option<i64>),
     Flock,
     Claim,
 }
 
-impl From<LockKind> for Lock {
+impl From<LockKind> for WireLockKind {
     fn from(kind: LockKind) -> Self {
         match kind {
             LockKind::Ofd(byte) => Self::Ofd(byte),
@@ -130,19 +130,19 @@ impl From<LockKind> for Lock {
     }
 }
 
-impl From<Lock> for LockKind {
-    fn from(kind: Lock) -> Self {
+impl From<WireLockKind> for LockKind {
+    fn from(kind: WireLockKind) -> Self {
         match kind {
-            Lock::Ofd(byte) => Self::Ofd(byte),
-            Lock::Flock => Self::Flock,
-            Lock::Claim => Self::Claim,
+            WireLockKind::Ofd(byte) => Self::Ofd(byte),
+            WireLockKind::Flock => Self::Flock,
+            WireLockKind::Claim => Self::Claim,
         }
     }
 }
 
 /// An answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Answer {
+pub(super) enum OpenerAnswer {
     /// The request succeeded; a requested file or socket is in the message.
     Done,
     /// A boolean.
@@ -158,9 +158,9 @@ pub(super) enum Answer {
         complaint: String,
     },
     /// Serialised form of [`LockOwner`].
-    Owner(Owner),
+    Owner(WireLockOwner),
     /// Directories of journals.
-    Folders(Vec<JournalFolder>),
+    Folders(Vec<WireJournalDirectory>),
     /// The request failed, with a system error or another reason.
     Failed {
         errno: Option<i32>,
@@ -171,13 +171,13 @@ pub(super) enum Answer {
 
 /// Serialised form of [`LockOwner`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Owner {
+pub(super) enum WireLockOwner {
     Running,
     Ending(String),
     Nobody,
 }
 
-impl From<LockOwner> for Owner {
+impl From<LockOwner> for WireLockOwner {
     fn from(owner: LockOwner) -> Self {
         match owner {
             LockOwner::Running => Self::Running,
@@ -187,46 +187,46 @@ impl From<LockOwner> for Owner {
     }
 }
 
-impl From<Owner> for LockOwner {
-    fn from(owner: Owner) -> Self {
+impl From<WireLockOwner> for LockOwner {
+    fn from(owner: WireLockOwner) -> Self {
         match owner {
-            Owner::Running => Self::Running,
-            Owner::Ending(process) => Self::Exiting(process),
-            Owner::Nobody => Self::Orphaned,
+            WireLockOwner::Running => Self::Running,
+            WireLockOwner::Ending(process) => Self::Exiting(process),
+            WireLockOwner::Nobody => Self::Orphaned,
         }
     }
 }
 
 /// A directory in which other processes keep journals.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct JournalFolder {
+pub(super) struct WireJournalDirectory {
     path: PathBytes,
     user: u32,
     is_believed: bool,
 }
 
-impl From<&Folder> for JournalFolder {
-    fn from(folder: &Folder) -> Self {
+impl From<&JournalDirectory> for WireJournalDirectory {
+    fn from(directory: &JournalDirectory) -> Self {
         Self {
-            path: PathBytes::of(&folder.path),
-            user: folder.user,
-            is_believed: folder.is_believed,
+            path: PathBytes::from_path(&directory.path),
+            user: directory.user,
+            is_believed: directory.is_trusted,
         }
     }
 }
 
-impl From<JournalFolder> for Folder {
-    fn from(folder: JournalFolder) -> Self {
+impl From<WireJournalDirectory> for JournalDirectory {
+    fn from(directory: WireJournalDirectory) -> Self {
         Self {
-            path: folder.path.path(),
-            user: folder.user,
-            is_believed: folder.is_believed,
-            is_own: false,
+            path: directory.path.path(),
+            user: directory.user,
+            is_trusted: directory.is_believed,
+            is_own_directory: false,
         }
     }
 }
 
-impl From<BlkidOutput> for Answer {
+impl From<BlkidOutput> for OpenerAnswer {
     fn from(answer: BlkidOutput) -> Self {
         Self::Blkid {
             status: answer.status,
@@ -236,7 +236,7 @@ impl From<BlkidOutput> for Answer {
     }
 }
 
-impl From<io::Error> for Answer {
+impl From<io::Error> for OpenerAnswer {
     fn from(error: io::Error) -> Self {
         Self::Failed {
             errno: error.raw_os_error(),
@@ -246,7 +246,7 @@ impl From<io::Error> for Answer {
     }
 }
 
-impl Answer {
+impl OpenerAnswer {
     /// Returns the answer, or the error in it.
     pub(super) fn result(self) -> io::Result<Self> {
         match self {
@@ -296,11 +296,11 @@ pub(super) fn receive<T: DeserializeOwned>(socket: &impl AsFd) -> io::Result<Opt
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let came = loop {
+    let received = loop {
         let mut pieces = [IoSliceMut::new(&mut bytes)];
         match rustix::net::recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
             Err(Errno::INTR) => {}
-            came => break came?,
+            received => break received?,
         }
     };
     let mut descriptors = Vec::new();
@@ -309,13 +309,13 @@ pub(super) fn receive<T: DeserializeOwned>(socket: &impl AsFd) -> io::Result<Opt
             descriptors.extend(rights);
         }
     }
-    if came.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC) {
+    if received.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC) {
         return Err(io::Error::other(
             "a message was received only in part: this process has too many open files (ulimit -n)",
         ));
     }
-    if came.bytes == 0 {
+    if received.bytes == 0 {
         return Ok(None);
     }
-    Ok(Some((serde_json::from_slice(&bytes[..came.bytes])?, descriptors)))
+    Ok(Some((serde_json::from_slice(&bytes[..received.bytes])?, descriptors)))
 }

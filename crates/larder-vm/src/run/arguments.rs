@@ -21,7 +21,7 @@ impl Argument {
     }
 
     /// Returns `-name value` with a value that need not be UTF-8.
-    pub fn option_of_bytes(name: &str, value: OsString) -> Self {
+    pub fn option_os(name: &str, value: OsString) -> Self {
         Self {
             flag: format!("-{name}").into(),
             value: Some(value),
@@ -30,7 +30,7 @@ impl Argument {
 
     /// Returns the option's name without its dashes, or `None` for a plain word.
     pub fn name(&self) -> Option<&str> {
-        name_of(&self.flag)
+        option_name(&self.flag)
     }
 
     /// Returns a word that is not an option, which QEMU takes for a disk image.
@@ -45,13 +45,13 @@ impl Argument {
     }
 
     /// Returns the value, if there is one and it is UTF-8.
-    pub fn text(&self) -> Option<&str> {
+    pub fn value_str(&self) -> Option<&str> {
         self.value.as_deref().and_then(OsStr::to_str)
     }
 
     /// Returns the value if the option's name is `name` and the value is UTF-8.
-    pub fn text_of(&self, name: &str) -> Option<&str> {
-        self.text().filter(|_| self.name() == Some(name))
+    pub fn value_str_of(&self, name: &str) -> Option<&str> {
+        self.value_str().filter(|_| self.name() == Some(name))
     }
 
     /// Returns the words of the argument.
@@ -61,7 +61,7 @@ impl Argument {
 }
 
 /// QEMU accepts one dash or two.
-fn name_of(word: &OsStr) -> Option<&str> {
+fn option_name(word: &OsStr) -> Option<&str> {
     let name = word.to_str()?.strip_prefix('-')?;
     let name = name.strip_prefix('-').unwrap_or(name);
     (!name.is_empty()).then_some(name)
@@ -72,7 +72,7 @@ pub fn split(words: &[OsString]) -> Vec<Argument> {
     let mut arguments = Vec::new();
     let mut words = words.iter().peekable();
     while let Some(word) = words.next() {
-        let value = match (name_of(word), words.peek()) {
+        let value = match (option_name(word), words.peek()) {
             (Some(name), Some(next)) if takes_value(name, &next.to_string_lossy()) => words.next().cloned(),
             _ => None,
         };

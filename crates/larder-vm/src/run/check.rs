@@ -4,8 +4,8 @@
 //! named twice is detected. The content of the disks is not changed. No NBD server is contacted, because some exit
 //! after their first client.
 //!
-//! The files of the disks stay open, with QEMU's locks, in the result ([`Hold`]), so no other process can open them
-//! between the check and the servers.
+//! The files of the disks stay open, with QEMU's locks, in the result ([`DiskLocks`]), so no other process can open
+//! them between the check and the servers.
 
 use larder_block::Loop;
 use larder_block::backend::file::{FileOpenError, LockedFile};
@@ -15,13 +15,13 @@ use larder_export::vhost_user::{OptionsError, VhostUserServer};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
 
-use super::drive::Reason;
-use super::hold::Hold;
-use super::plan::GivenBy;
+use super::disk_locks::DiskLocks;
+use super::drive::QemuOnlyReason;
+use super::plan::OptionSource;
 use crate::disk::DiskError;
+use crate::disk_spec::DiskSpec;
 use crate::image::{self, ImageAddress, ImageError};
 use crate::limits::LimitsTextError;
-use crate::wish::DiskWish;
 
 /// Reason why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -29,11 +29,11 @@ use crate::wish::DiskWish;
 pub enum CheckError {
     #[error("{source}{advice}")]
     Image { source: ImageError, advice: &'static str },
-    #[error("disk {image}: {place} gives it twice; if that is intended, add {how} to both")]
-    Twice {
+    #[error("disk {image}: {source_name} gives it twice; if that is intended, add {share_option} to both")]
+    Duplicate {
         image: ImageAddress,
-        place: &'static str,
-        how: &'static str,
+        source_name: &'static str,
+        share_option: &'static str,
     },
     #[error("disk {image}: {source}")]
     Options { image: ImageAddress, source: OptionsError },
@@ -49,100 +49,101 @@ pub enum CheckError {
 impl CheckError {
     /// Returns whether the reason remains after the process that uses the image now has ended: it concerns the image
     /// itself, not its state during that use.
-    pub fn outlasts_its_user(&self) -> bool {
-        fn is_of_image(error: &ImageError) -> bool {
+    pub fn is_permanent(&self) -> bool {
+        fn concerns_image(error: &ImageError) -> bool {
             match error {
                 ImageError::OtherFormat { .. }
                 | ImageError::TooShort { .. }
                 | ImageError::Limits { .. }
-                | ImageError::BackingName { .. }
-                | ImageError::BackingUnknown { .. }
-                | ImageError::Name(_)
+                | ImageError::BackingCycle { .. }
+                | ImageError::BackingUnsupported { .. }
+                | ImageError::Address(_)
                 | ImageError::NoFormat { .. }
                 | ImageError::Chain(_)
                 | ImageError::NoDataFile { .. } => true,
-                ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_of_image(source),
+                ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => concerns_image(source),
                 ImageError::File(error) => !matches!(error, FileOpenError::Locked { .. } | FileOpenError::Os { .. }),
                 ImageError::Qcow2(Qcow2Error::Header { source, .. }) => !matches!(source, HeaderError::Corrupt),
                 _ => false,
             }
         }
         match self {
-            Self::Image { source, .. } => is_of_image(source),
+            Self::Image { source, .. } => concerns_image(source),
             Self::Options { .. } | Self::Limits { .. } => true,
-            Self::Twice { .. } | Self::Uring(_) => false,
+            Self::Duplicate { .. } | Self::Uring(_) => false,
         }
     }
 }
 
 /// Result of the check.
 #[derive(Debug, Default)]
-pub struct Findings {
+pub struct DiskCheckReport {
     /// Problems; empty if all disks can be served.
     pub problems: Vec<CheckError>,
     /// Images of `-drive` that QEMU can read and Larder cannot, with reasons.
-    pub left: Vec<(ImageAddress, Reason)>,
+    pub left_to_qemu: Vec<(ImageAddress, QemuOnlyReason)>,
     /// Disks that could not be checked completely, because they include an NBD server.
     pub unchecked: Vec<ImageAddress>,
     /// Files of the disks that can be served.
-    pub holds: Vec<Hold>,
+    pub disk_locks: Vec<DiskLocks>,
 }
 
 /// Checks every disk; each is given with its source.
-pub fn check(disks: &[(&DiskWish, GivenBy)]) -> Findings {
-    let mut found = Findings::default();
+pub fn check_disks(disks: &[(&DiskSpec, OptionSource)]) -> DiskCheckReport {
+    let mut report = DiskCheckReport::default();
     if disks.is_empty() {
-        return found;
+        return report;
     }
-    let Some(on) = ring(&mut found) else {
-        return found;
+    let Some(on) = create_loop(&mut report) else {
+        return report;
     };
-    let mut held = Vec::with_capacity(disks.len());
+    let mut opened = Vec::with_capacity(disks.len());
     for &(disk, given_by) in disks {
-        let mut hold = Hold::new(&disk.image);
-        match on.block_on(open(&on, disk, given_by, &mut hold.files)) {
+        let mut hold = DiskLocks::new(&disk.image);
+        match on.block_on(open_disk(&on, disk, given_by, &mut hold.files)) {
             Ok(server) => {
-                held.push(server);
-                found.holds.push(hold);
+                opened.push(server);
+                report.disk_locks.push(hold);
             }
-            Err(CheckError::Image { source, .. }) if ends_at_a_server(&source) => {
-                found.unchecked.push(disk.image.clone());
-                found.holds.push(hold);
+            Err(CheckError::Image { source, .. }) if ends_at_nbd_server(&source) => {
+                report.unchecked.push(disk.image.clone());
+                report.disk_locks.push(hold);
             }
             Err(error)
-                if is_held_here(&error) && disks.iter().filter(|(other, _)| is_same(other, disk)).count() > 1 =>
+                if is_locked_by_check(&error)
+                    && disks.iter().filter(|(other, _)| is_same_file(other, disk)).count() > 1 =>
             {
-                found.problems.push(CheckError::Twice {
+                report.problems.push(CheckError::Duplicate {
                     image: disk.image.clone(),
-                    place: given_by.place(),
-                    how: given_by.share(),
+                    source_name: given_by.name(),
+                    share_option: given_by.share_notation(),
                 });
             }
-            Err(error) => match only_qemus(&error) {
-                Some(why) if matches!(given_by, GivenBy::Drive | GivenBy::Device) => {
-                    found.left.push((disk.image.clone(), Reason(why)));
+            Err(error) => match qemu_only_reason(&error) {
+                Some(why) if matches!(given_by, OptionSource::Drive | OptionSource::Device) => {
+                    report.left_to_qemu.push((disk.image.clone(), QemuOnlyReason(why)));
                 }
-                _ => found.problems.push(error),
+                _ => report.problems.push(error),
             },
         }
     }
-    found
+    report
 }
 
 /// Checks the disks of a VM's file that the VM's server has open now, as far as that is possible without disturbing the
 /// server ([`image::inspect_served`]).
-pub fn check_served(disks: &[&DiskWish]) -> Findings {
-    let mut found = Findings::default();
+pub fn check_served(disks: &[&DiskSpec]) -> DiskCheckReport {
+    let mut found = DiskCheckReport::default();
     if disks.is_empty() {
         return found;
     }
-    let Some(on) = ring(&mut found) else {
+    let Some(on) = create_loop(&mut found) else {
         return found;
     };
     for disk in disks {
-        match on.block_on(inspect(&on, disk)) {
+        match on.block_on(inspect_disk(&on, disk)) {
             Ok(()) => {}
-            Err(CheckError::Image { source, .. }) if ends_at_a_server(&source) => {
+            Err(CheckError::Image { source, .. }) if ends_at_nbd_server(&source) => {
                 found.unchecked.push(disk.image.clone());
             }
             Err(error) => found.problems.push(error),
@@ -152,7 +153,7 @@ pub fn check_served(disks: &[&DiskWish]) -> Findings {
 }
 
 /// Returns a loop for the check; without one, that is the problem.
-fn ring(found: &mut Findings) -> Option<Loop> {
+fn create_loop(found: &mut DiskCheckReport) -> Option<Loop> {
     match Loop::new(std::time::Duration::ZERO) {
         Ok(on) => Some(on),
         Err(error) => {
@@ -162,55 +163,55 @@ fn ring(found: &mut Findings) -> Option<Loop> {
     }
 }
 
-async fn inspect(on: &Loop, disk: &DiskWish) -> Result<(), CheckError> {
+async fn inspect_disk(on: &Loop, disk: &DiskSpec) -> Result<(), CheckError> {
     let options = disk.image_options().map_err(|source| CheckError::Limits {
         image: disk.image.clone(),
         source,
     })?;
     let inspected = image::inspect_served(on, &disk.image, &options).await;
     inspected.map_err(|source| CheckError::Image {
-        advice: advice(&source, disk, GivenBy::File),
+        advice: advice(&source, disk, OptionSource::File),
         source,
     })
 }
 
 /// Returns whether the only obstacle is an NBD server that was not contacted.
-fn ends_at_a_server(error: &ImageError) -> bool {
+fn ends_at_nbd_server(error: &ImageError) -> bool {
     match error {
-        ImageError::NotAsked { .. } => true,
-        ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => ends_at_a_server(source),
+        ImageError::NotContacted { .. } => true,
+        ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => ends_at_nbd_server(source),
         _ => false,
     }
 }
 
 /// Returns the reason why Larder refuses a disk that QEMU can serve. What QEMU refuses as well is a problem, and so
 /// is data of the disk in a killed server's journal or in a cache: QEMU would not see it.
-fn only_qemus(error: &CheckError) -> Option<String> {
+fn qemu_only_reason(error: &CheckError) -> Option<String> {
     match error {
         CheckError::Image {
             source: ImageError::OtherFormat { format, .. },
             ..
         } => Some(format!("it looks like a {format} image, which Larder cannot interpret")),
-        CheckError::Image { source, .. } if is_only_qemus(source) => Some(source.to_string()),
+        CheckError::Image { source, .. } if is_qemu_only(source) => Some(source.to_string()),
         CheckError::Options {
-            source: source @ OptionsError::PartOfSector { .. },
+            source: source @ OptionsError::PartialSector { .. },
             ..
         } => Some(source.to_string()),
         _ => None,
     }
 }
 
-fn is_only_qemus(error: &ImageError) -> bool {
+fn is_qemu_only(error: &ImageError) -> bool {
     match error {
         ImageError::OtherFormat { .. }
-        | ImageError::BackingUnknown { .. }
+        | ImageError::BackingUnsupported { .. }
         | ImageError::SharedWriter { .. }
-        | ImageError::Name(_) => true,
+        | ImageError::Address(_) => true,
         ImageError::File(error) => matches!(
             error,
             FileOpenError::UnsupportedKind { .. } | FileOpenError::Empty { .. } | FileOpenError::EmptyDevice { .. }
         ),
-        ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_only_qemus(source),
+        ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_qemu_only(source),
         ImageError::Qcow2(error) => matches!(
             error,
             Qcow2Error::Dirty { .. }
@@ -223,7 +224,7 @@ fn is_only_qemus(error: &ImageError) -> bool {
     }
 }
 
-fn is_held_here(error: &CheckError) -> bool {
+fn is_locked_by_check(error: &CheckError) -> bool {
     matches!(
         error,
         CheckError::Image {
@@ -237,18 +238,18 @@ fn is_held_here(error: &CheckError) -> bool {
 }
 
 /// Returns whether both are the same file, under any name.
-fn is_same(one: &DiskWish, other: &DiskWish) -> bool {
-    let file = |disk: &DiskWish| match &disk.image {
+fn is_same_file(one: &DiskSpec, other: &DiskSpec) -> bool {
+    let file = |disk: &DiskSpec| match &disk.image {
         ImageAddress::Path(path) => std::fs::canonicalize(path).ok(),
         ImageAddress::Nbd(_) => None,
     };
     file(one).is_some() && file(one) == file(other)
 }
 
-async fn open(
+async fn open_disk(
     on: &Loop,
-    disk: &DiskWish,
-    given_by: GivenBy,
+    disk: &DiskSpec,
+    given_by: OptionSource,
     held: &mut Vec<LockedFile>,
 ) -> Result<std::rc::Rc<VhostUserServer>, CheckError> {
     let options = disk.image_options().map_err(|source| CheckError::Limits {
@@ -268,9 +269,9 @@ async fn open(
 }
 
 /// Returns advice on how to resolve an error, after `; `, in the notation of the disk's source.
-pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'static str {
+pub fn advice(error: &ImageError, disk: &DiskSpec, given_by: OptionSource) -> &'static str {
     use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
-    let is_in_file = given_by == GivenBy::File;
+    let is_in_file = given_by == OptionSource::File;
     match error {
         ImageError::OtherFormat { .. } if is_in_file => "; if it is a raw disk nevertheless, add format = \"raw\"",
         ImageError::OtherFormat { .. } => {
@@ -283,7 +284,7 @@ pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'stati
             true => "; correct the format in the VM's file, or restore the image if it should have that format",
             false => "; without format= Larder detects the format",
         },
-        source if is_only_qemus(source) && !is_in_file => "; attach it with -drive, and QEMU serves it",
+        source if is_qemu_only(source) && !is_in_file => "; attach it with -drive, and QEMU serves it",
         ImageError::File(FileOpenError::Open { source, .. })
             if !disk.read_only
                 // Larder's own refusals, which have no number, hold for reading as well.
@@ -300,10 +301,10 @@ pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'stati
             ..
         }) => match given_by {
             _ if disk.share => "; the other process must share it too",
-            GivenBy::File => "; if both are meant to use it, set share = true",
-            GivenBy::Option => "; if both are meant to use it, add share=on",
-            GivenBy::Device => "; if both are meant to use it, add share-rw=on to its -device",
-            GivenBy::Drive => {
+            OptionSource::File => "; if both are meant to use it, set share = true",
+            OptionSource::Option => "; if both are meant to use it, add share=on",
+            OptionSource::Device => "; if both are meant to use it, add share-rw=on to its -device",
+            OptionSource::Drive => {
                 "; if both are meant to use it, give it if=none and attach it with -device virtio-blk-pci,share-rw=on"
             }
         },

@@ -6,23 +6,23 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use super::memory::PlannedMemory;
-use super::plan::{Plan, PlannedDisk};
+use super::plan::{PlannedDisk, RunPlan};
 use super::supervise::ServerProgram;
 
 /// Starts the server of a disk, detached from the terminal, whose input is for QEMU.
 pub(super) fn start_server(program: &ServerProgram, planned: &PlannedDisk) -> io::Result<Child> {
-    let mut words = planned.kept_serve_arguments();
+    let mut words = planned.proxied_serve_arguments();
     // Only this process may pass the option, because only its servers share its locks.
     words.push("--inherit-locks".into());
-    start_ours(program, words)
+    start_larder(program, words)
 }
 
 /// Starts the pager of QEMU, detached from the terminal.
 pub(super) fn start_pager(program: &ServerProgram, planned: &PlannedMemory, qemu: u32) -> io::Result<Child> {
-    start_ours(program, planned.attach_arguments(&qemu.to_string()))
+    start_larder(program, planned.attach_arguments(&qemu.to_string()))
 }
 
-fn start_ours(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child> {
+fn start_larder(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child> {
     let mut command = Command::new(&program.path);
     command
         .arg0("larder")
@@ -34,7 +34,7 @@ fn start_ours(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child
         command.env("LARDER_LOG", level);
     }
     // SIGTERM lets the child write back or page in its data.
-    end_with_parent(&mut command, libc::SIGTERM);
+    signal_on_parent_death(&mut command, libc::SIGTERM);
     // SAFETY: both system calls are allowed between fork and exec, and touch no memory of the parent.
     unsafe {
         command.pre_exec(|| {
@@ -50,20 +50,20 @@ fn start_ours(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child
 }
 
 /// Starts QEMU in the foreground, with all inherited descriptors.
-pub(super) fn start_qemu(plan: &Plan) -> io::Result<Child> {
+pub(super) fn start_qemu(plan: &RunPlan) -> io::Result<Child> {
     let Some((program, arguments)) = plan.qemu.split_first() else {
         return Err(io::ErrorKind::NotFound.into());
     };
     let mut command = Command::new(program);
     command.args(arguments);
     // Without this process the disks have no servers, and the guest would wait for them for ever.
-    end_with_parent(&mut command, libc::SIGTERM);
+    signal_on_parent_death(&mut command, libc::SIGTERM);
     command.spawn()
 }
 
 /// Makes the process receive `signal` when the thread that starts it ends. Unlike this process, it starts with no
 /// signal blocked.
-fn end_with_parent(command: &mut Command, signal: libc::c_int) {
+fn signal_on_parent_death(command: &mut Command, signal: libc::c_int) {
     let parent = std::process::id();
     // SAFETY: prctl, getppid and sigprocmask are allowed between fork and exec, and touch no memory of the parent. A
     // zeroed set is a valid place for sigemptyset, which makes it a valid set.
@@ -76,9 +76,9 @@ fn end_with_parent(command: &mut Command, signal: libc::c_int) {
             if u32::try_from(libc::getppid()).ok() != Some(parent) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
-            let mut none = std::mem::zeroed();
-            libc::sigemptyset(&raw mut none);
-            match libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()) {
+            let mut empty_set = std::mem::zeroed();
+            libc::sigemptyset(&raw mut empty_set);
+            match libc::sigprocmask(libc::SIG_SETMASK, &raw const empty_set, std::ptr::null_mut()) {
                 0 => Ok(()),
                 _ => Err(io::Error::last_os_error()),
             }
@@ -87,41 +87,44 @@ fn end_with_parent(command: &mut Command, signal: libc::c_int) {
 }
 
 /// A process that is killed when this is dropped before it has ended.
-pub(super) struct Guarded {
+pub(super) struct ChildGuard {
     child: Child,
-    ended: Option<ExitStatus>,
+    exit_status: Option<ExitStatus>,
 }
 
-impl Guarded {
+impl ChildGuard {
     pub(super) fn new(child: Child) -> Self {
-        Self { child, ended: None }
+        Self {
+            child,
+            exit_status: None,
+        }
     }
 
     /// Returns the process ID.
-    pub(super) fn id(&self) -> u32 {
+    pub(super) fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// Returns the exit status, if the process has ended.
-    pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
-        if self.ended.is_none() {
-            self.ended = self.child.try_wait()?;
+    pub(super) fn exit_status(&mut self) -> io::Result<Option<ExitStatus>> {
+        if self.exit_status.is_none() {
+            self.exit_status = self.child.try_wait()?;
         }
-        Ok(self.ended)
+        Ok(self.exit_status)
     }
 
     /// Sends a signal, unless the process has ended.
-    pub(super) fn signal(&mut self, signal: rustix::process::Signal) {
-        if let Ok(None) = self.ended() {
-            // The process ID is still valid: only `ended` reaps the process.
+    pub(super) fn send_signal(&mut self, signal: rustix::process::Signal) {
+        if let Ok(None) = self.exit_status() {
+            // The process ID is still valid: only `exit_status` reaps the process.
             let _ = rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal);
         }
     }
 }
 
-impl Drop for Guarded {
+impl Drop for ChildGuard {
     fn drop(&mut self) {
-        if let Ok(None) = self.ended() {
+        if let Ok(None) = self.exit_status() {
             let _ = self.child.kill();
             let _ = self.child.wait();
         }

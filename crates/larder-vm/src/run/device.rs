@@ -1,14 +1,14 @@
 //! QEMU's virtio-blk devices, and the vhost-user-blk devices that replace them.
 
-use super::drive::{Reason, reason};
+use super::drive::{QemuOnlyReason, qemu_only};
 use super::keyval::{KeyValues, parse_bool};
 use super::machine::VirtioBus;
 use super::size::{parse_number, parse_size};
-use crate::wish::DiskWish;
+use crate::disk_spec::DiskSpec;
 
 /// Properties that both devices have, with the same meaning (QEMU 7.2 to 10).
 #[rustfmt::skip]
-const KEPT: &[&str] = &[
+const SHARED_PROPERTIES: &[&str] = &[
     "id", "bus", "addr", "acpi-index", "bootindex", "multifunction", "romfile", "rombar", "romsize", "packed",
     "vectors", "config-wce", "discard", "write-zeroes", "event_idx", "indirect_desc",
     "any_layout", "notify_on_empty", "queue_reset", "in_order", "disable-legacy", "disable-modern",
@@ -18,7 +18,7 @@ const KEPT: &[&str] = &[
 ];
 
 /// virtio-blk's default queue size; vhost-user-blk's is 128.
-const QUEUE_SIZE: u16 = 256;
+const QUEUE_SIZE_DEFAULT: u16 = 256;
 
 /// Value of QEMU's `num-queues` for one queue per processor.
 const QUEUES_AUTO: u64 = u16::MAX as u64;
@@ -30,7 +30,7 @@ pub fn is_virtio_blk(driver: &str) -> bool {
 
 /// Returns the vhost-user-blk device for a virtio-blk device. `virtio-blk` itself depends on the machine's virtio
 /// bus.
-fn driver_for(driver: &str, bus: VirtioBus) -> Option<&'static str> {
+fn vhost_user_driver(driver: &str, bus: VirtioBus) -> Option<&'static str> {
     match (driver, bus) {
         ("virtio-blk-pci", _) | ("virtio-blk", VirtioBus::Pci) => Some("vhost-user-blk-pci"),
         ("virtio-blk-pci-transitional", _) => Some("vhost-user-blk-pci-transitional"),
@@ -44,14 +44,19 @@ fn driver_for(driver: &str, bus: VirtioBus) -> Option<&'static str> {
 ///
 /// # Errors
 /// The reason why the device cannot be replaced.
-pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
+pub fn replace_device(
+    device: &KeyValues,
+    disk: &mut DiskSpec,
+    chardev: &str,
+    bus: VirtioBus,
+) -> Result<KeyValues, QemuOnlyReason> {
     let driver = device.get("driver").unwrap_or_default();
-    let Some(new_driver) = driver_for(driver, bus) else {
-        return reason(format!(
+    let Some(new_driver) = vhost_user_driver(driver, bus) else {
+        return qemu_only(format!(
             "QEMU has no vhost-user-blk device in place of {driver} on this machine"
         ));
     };
-    let mut new = KeyValues::of("driver", new_driver).with("chardev", chardev);
+    let mut new = KeyValues::with_implied("driver", new_driver).with("chardev", chardev);
     for (key, value) in device.iter() {
         match (key, value) {
             ("driver" | "drive", _) => {}
@@ -60,29 +65,29 @@ pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: Virt
             ("account-failed" | "account-invalid" | "backend_defaults" | "report-discard-granularity", _) => {}
             ("scsi" | "iommu_platform", _) if parse_bool(value) == Some(false) => {}
             ("write-cache", "on" | "auto") | ("werror" | "rerror", "report" | "auto") => {}
-            ("logical_block_size", _) => disk.block_size = Some(in_range(key, value, parse_size(value, 1))?),
+            ("logical_block_size", _) => disk.block_size = Some(convert_number(key, value, parse_size(value, 1))?),
             ("serial", _) => disk.serial = Some(value.to_owned()),
             ("share-rw", _) => disk.share = parse_bool(value) == Some(true),
-            // These two are added by `complete`.
+            // These two are added by `add_queue_options`.
             ("num-queues", _) => {
                 disk.queues = match parse_number(value) {
                     Some(QUEUES_AUTO) => None,
-                    queues => Some(in_range(key, value, queues)?),
+                    queues => Some(convert_number(key, value, queues)?),
                 }
             }
-            ("queue-size", _) => disk.queue_size = Some(in_range(key, value, parse_number(value))?),
-            _ if KEPT.contains(&key) => new.push(key, value),
-            _ => return reason(format!("vhost-user-blk does not support the property {key}={value}")),
+            ("queue-size", _) => disk.queue_size = Some(convert_number(key, value, parse_number(value))?),
+            _ if SHARED_PROPERTIES.contains(&key) => new.push(key, value),
+            _ => return qemu_only(format!("vhost-user-blk does not support the property {key}={value}")),
         }
     }
-    complete(new, disk)
+    add_queue_options(new, disk)
 }
 
 /// Converts a number to the target type; QEMU reports numbers that do not fit.
-fn in_range<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Result<T, Reason> {
-    let fit = number.and_then(|number| T::try_from(number).ok());
-    fit.map_or_else(
-        || reason(format!("{key}={value} is not a number that Larder supports")),
+fn convert_number<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Result<T, QemuOnlyReason> {
+    let converted = number.and_then(|number| T::try_from(number).ok());
+    converted.map_or_else(
+        || qemu_only(format!("{key}={value} is not a number that Larder supports")),
         Ok,
     )
 }
@@ -91,19 +96,19 @@ fn in_range<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Res
 ///
 /// # Errors
 /// The machine has no virtio bus that vhost-user-blk supports.
-pub fn create(disk: &mut DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
-    let Some(driver) = driver_for("virtio-blk", bus) else {
-        return reason("QEMU has no vhost-user-blk device for this machine");
+pub fn create_device(disk: &mut DiskSpec, chardev: &str, bus: VirtioBus) -> Result<KeyValues, QemuOnlyReason> {
+    let Some(driver) = vhost_user_driver("virtio-blk", bus) else {
+        return qemu_only("QEMU has no vhost-user-blk device for this machine");
     };
-    complete(KeyValues::of("driver", driver).with("chardev", chardev), disk)
+    add_queue_options(KeyValues::with_implied("driver", driver).with("chardev", chardev), disk)
 }
 
 /// Adds the numbers that the device and the disk's server must agree on. A disk that its server would refuse stays
 /// with QEMU.
-fn complete(device: KeyValues, disk: &mut DiskWish) -> Result<KeyValues, Reason> {
-    let queue_size = *disk.queue_size.get_or_insert(QUEUE_SIZE);
+fn add_queue_options(device: KeyValues, disk: &mut DiskSpec) -> Result<KeyValues, QemuOnlyReason> {
+    let queue_size = *disk.queue_size.get_or_insert(QUEUE_SIZE_DEFAULT);
     if let Err(error) = disk.check() {
-        return reason(error.to_string());
+        return qemu_only(error.to_string());
     }
     let device = match disk.queues {
         Some(queues) => device.with("num-queues", queues.to_string()),
@@ -117,10 +122,10 @@ mod tests {
     use super::*;
     use crate::image::ImageAddress;
 
-    fn replaced(device: &str, bus: VirtioBus) -> Result<(String, DiskWish), String> {
-        let mut disk = DiskWish::new(ImageAddress::Path("/a".into()));
+    fn replaced(device: &str, bus: VirtioBus) -> Result<(String, DiskSpec), String> {
+        let mut disk = DiskSpec::new(ImageAddress::Path("/a".into()));
         let device = KeyValues::parse(device, Some("driver"));
-        match replace(&device, &mut disk, "c", bus) {
+        match replace_device(&device, &mut disk, "c", bus) {
             Ok(new) => Ok((new.to_string(), disk)),
             Err(reason) => Err(reason.0),
         }
@@ -161,8 +166,8 @@ mod tests {
     #[test]
     fn unsupported_property_leaves_device_to_qemu() {
         for property in ["write-cache=off", "werror=stop", "iommu_platform=on", "secs=63"] {
-            let left = replaced(&format!("virtio-blk-pci,drive=d0,{property}"), VirtioBus::Pci).expect_err(property);
-            assert!(left.contains(property), "{left}");
+            let reason = replaced(&format!("virtio-blk-pci,drive=d0,{property}"), VirtioBus::Pci).expect_err(property);
+            assert!(reason.contains(property), "{reason}");
         }
     }
 }

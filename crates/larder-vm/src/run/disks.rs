@@ -10,16 +10,16 @@ use std::path::{Path, PathBuf};
 
 use super::arguments::Argument;
 use super::device;
-use super::drive::{Reason, disk_of, needless, reason};
-use super::inventory::{Device, Drive, Source};
+use super::drive::{QemuOnlyReason, ignored_options, parse_drive, qemu_only};
+use super::inventory::{Device, Drive, DriveNotation};
 use super::keyval::KeyValues;
 use super::machine::{Machine, VirtioBus};
-use super::plan::GivenBy;
+use super::plan::OptionSource;
 use super::plan::{PlanError, PlannedDisk};
-use super::rewrite::Rewrite;
+use super::rewrite::CommandLineRewrite;
 use super::version::QemuVersion;
+use crate::disk_spec::DiskSpec;
 use crate::image::ImageAddress;
-use crate::wish::DiskWish;
 use larder_export::vhost_user::QUEUES_MAX;
 
 /// Context of the rewriting, in addition to the command line.
@@ -29,18 +29,18 @@ pub(super) struct DiskContext<'a> {
     /// Directory of the sockets.
     pub(super) sockets: &'a Path,
     /// Images that Larder cannot serve, with reasons.
-    pub(super) left: &'a [(ImageAddress, Reason)],
+    pub(super) left_to_qemu: &'a [(ImageAddress, QemuOnlyReason)],
     /// Reason to leave every drive with QEMU, if there is one.
-    pub(super) none: Option<Reason>,
+    pub(super) leave_all_reason: Option<QemuOnlyReason>,
 }
 
 /// Rewrites drives, and adds the disks of `--disk`.
-pub(super) fn rewrite(
-    line: &mut Rewrite,
-    extra: &[DiskWish],
+pub(super) fn rewrite_disks(
+    line: &mut CommandLineRewrite,
+    extra: &[DiskSpec],
     context: &DiskContext<'_>,
 ) -> Result<Vec<PlannedDisk>, PlanError> {
-    let mut disks = Disks {
+    let mut disks = DiskRewriter {
         context,
         bus: context.machine.virtio_bus(),
         snapshot: line
@@ -51,30 +51,30 @@ pub(super) fn rewrite(
         guest_names: GuestNames::default(),
         outcomes: Vec::new(),
     };
-    let drives = Drive::all(line, context.machine);
+    let drives = Drive::parse_all(line, context.machine);
     disks.replace_devices(line, &drives);
     disks.replace_virtio_drives(line, &drives);
-    disks.leave_the_rest(&drives);
+    disks.leave_other_drives(&drives);
     for disk in extra {
-        disks.add(line, disk)?;
+        disks.add_disk(line, disk)?;
     }
-    let changes = disks.report();
+    let changes = disks.describe_outcomes();
     line.changes.extend(changes);
     Ok(disks.served)
 }
 
-struct Disks<'a> {
+struct DiskRewriter<'a> {
     context: &'a DiskContext<'a>,
     bus: VirtioBus,
     /// `-snapshot`: QEMU writes to temporary files.
     snapshot: bool,
     served: Vec<PlannedDisk>,
     guest_names: GuestNames,
-    outcomes: Vec<Outcome>,
+    outcomes: Vec<DiskOutcome>,
 }
 
 /// Result for one disk.
-struct Outcome {
+struct DiskOutcome {
     image: String,
     /// Index among the guest's virtio disks, if it is one.
     position: Option<usize>,
@@ -82,14 +82,14 @@ struct Outcome {
     served: bool,
 }
 
-impl Disks<'_> {
+impl DiskRewriter<'_> {
     /// Replaces `-device virtio-blk-...,drive=ID` with its `-drive if=none,id=ID`.
-    fn replace_devices(&mut self, line: &mut Rewrite, drives: &[Drive]) {
-        let devices = Device::all(line);
+    fn replace_devices(&mut self, line: &mut CommandLineRewrite, drives: &[Drive]) {
+        let devices = Device::parse_all(line);
         for device in &devices {
-            let has_place = device.options.get("addr").is_some() || device.options.get("bus").is_some();
-            if device.is_virtio_disk() && (has_place || device.is_json) {
-                self.guest_names.give_up();
+            let has_address = device.options.get("addr").is_some() || device.options.get("bus").is_some();
+            if device.is_virtio_disk() && (has_address || device.is_json) {
+                self.guest_names.mark_unpredictable();
             }
             let position = device.is_virtio_disk().then(|| self.guest_names.next());
             if device.is_vhost_user_disk() {
@@ -109,129 +109,130 @@ impl Disks<'_> {
                 continue;
             };
             let users = devices.iter().filter(|device| device.drive() == Some(id)).count();
-            let made = self.disk_of_device(drive, device, users).and_then(|mut disk| {
-                let new = device::replace(&device.options, &mut disk, &self.next_chardev(), self.bus)?;
+            let converted = self.convert_device_drive(drive, device, users).and_then(|mut disk| {
+                let new = device::replace_device(&device.options, &mut disk, &self.next_chardev(), self.bus)?;
                 Ok((disk, new))
             });
-            match made {
+            match converted {
                 Ok((disk, new)) => {
-                    let was = format!("was -device {} and its -drive", device.driver());
-                    let was = was_before(&was, &drive.options);
-                    drive.is_told.set(true);
-                    let new = self.serve(disk, GivenBy::Device, new, position, &was);
+                    let previous = format!("was -device {} and its -drive", device.driver());
+                    let previous = describe_previous(&previous, &drive.options);
+                    drive.is_reported.set(true);
+                    let new = self.add_served_disk(disk, OptionSource::Device, new, position, &previous);
                     line.replace(device.index, new);
                     line.replace(drive.index, Vec::new());
                 }
-                Err(reason) => self.leave(drive, position, &reason),
+                Err(reason) => self.leave_to_qemu(drive, position, &reason),
             }
         }
     }
 
-    fn disk_of_device(&self, drive: &Drive, device: &Device, users: usize) -> Result<DiskWish, Reason> {
+    fn convert_device_drive(&self, drive: &Drive, device: &Device, users: usize) -> Result<DiskSpec, QemuOnlyReason> {
         let driver = device.driver();
         let interface = drive.options.get("if").unwrap_or("(its default)");
         match () {
-            () if users > 1 => reason("several devices use it"),
-            () if is_cd_drive(driver) => reason(IS_CD_ROM),
-            () if !device.is_virtio_disk() => reason(format!(
+            () if users > 1 => qemu_only("several devices use it"),
+            () if is_cd_drive(driver) => qemu_only(CD_ROM_REASON),
+            () if !device.is_virtio_disk() => qemu_only(format!(
                 "the guest sees it as {driver}; with -device virtio-blk-pci it would be served, as a vd... in the guest"
             )),
             () if device.is_json => {
-                reason("its -device is written in JSON; write it as key=value,... to have it served")
+                qemu_only("its -device is written in JSON; write it as key=value,... to have it served")
             }
-            () if !drive.is_for_device() => reason(format!(
+            () if !drive.is_for_device() => qemu_only(format!(
                 "its -drive has if={interface} and a -device at once; give it if=none"
             )),
-            () => self.disk(drive),
+            () => self.convert_drive(drive),
         }
     }
 
     /// Replaces `-drive if=virtio`.
-    fn replace_virtio_drives(&mut self, line: &mut Rewrite, drives: &[Drive]) {
+    fn replace_virtio_drives(&mut self, line: &mut CommandLineRewrite, drives: &[Drive]) {
         let drives: Vec<&Drive> = drives
             .iter()
-            .filter(|drive| drive.is_virtio && !drive.is_told.get())
+            .filter(|drive| drive.is_virtio && !drive.is_reported.get())
             .collect();
-        let attempts: Vec<Result<DiskWish, Reason>> = drives.iter().map(|drive| self.disk_of_virtio(drive)).collect();
+        let attempts: Vec<Result<DiskSpec, QemuOnlyReason>> =
+            drives.iter().map(|drive| self.convert_virtio_drive(drive)).collect();
         let any_served = attempts.iter().any(Result::is_ok);
-        let ids = ids_by_qemu(&drives);
+        let ids = qemu_drive_ids(&drives);
         for ((drive, attempt), id) in drives.into_iter().zip(attempts).zip(ids) {
             let position = self.guest_names.next();
-            let made = attempt.and_then(|mut disk| {
-                let new = device::create(&mut disk, &self.next_chardev(), self.bus)?;
+            let converted = attempt.and_then(|mut disk| {
+                let new = device::create_device(&mut disk, &self.next_chardev(), self.bus)?;
                 Ok((disk, new))
             });
-            match made {
+            match converted {
                 Ok((disk, new)) => {
                     line.replace(drive.index, Vec::new());
-                    drive.is_told.set(true);
-                    let was = match drive.source {
-                        Source::Shorthand(name) => format!("was -{name}"),
+                    drive.is_reported.set(true);
+                    let previous = match drive.notation {
+                        DriveNotation::Shorthand(name) => format!("was -{name}"),
                         _ => format!("was -drive {}", drive.options),
                     };
-                    let was = was_before(&was, &drive.options);
-                    for argument in self.serve(disk, GivenBy::Drive, new, Some(position), &was) {
+                    let previous = describe_previous(&previous, &drive.options);
+                    for argument in self.add_served_disk(disk, OptionSource::Drive, new, Some(position), &previous) {
                         line.append(argument);
                     }
                 }
                 Err(reason) => {
-                    self.leave(drive, Some(position), &reason);
+                    self.leave_to_qemu(drive, Some(position), &reason);
                     if any_served {
-                        spell_out(line, drive, &id);
+                        expand_virtio_drive(line, drive, &id);
                     }
                 }
             }
         }
     }
 
-    fn disk_of_virtio(&self, drive: &Drive) -> Result<DiskWish, Reason> {
-        let mut disk = self.disk(drive)?;
-        device::create(&mut disk, "", self.bus).map(|_| disk)
+    fn convert_virtio_drive(&self, drive: &Drive) -> Result<DiskSpec, QemuOnlyReason> {
+        let mut disk = self.convert_drive(drive)?;
+        device::create_device(&mut disk, "", self.bus).map(|_| disk)
     }
 
-    fn disk(&self, drive: &Drive) -> Result<DiskWish, Reason> {
+    fn convert_drive(&self, drive: &Drive) -> Result<DiskSpec, QemuOnlyReason> {
         if self.snapshot {
-            return reason("-snapshot: QEMU keeps its writes in a temporary file");
+            return qemu_only("-snapshot: QEMU keeps its writes in a temporary file");
         }
-        if let Some(reason) = &self.context.none {
+        if let Some(reason) = &self.context.leave_all_reason {
             return Err(reason.clone());
         }
-        match drive.source {
-            Source::Drive | Source::Shorthand(_) => {
-                let disk = disk_of(&drive.options)?;
-                let left = self.context.left.iter().find(|(image, _)| *image == disk.image);
+        match drive.notation {
+            DriveNotation::Drive | DriveNotation::Shorthand(_) => {
+                let disk = parse_drive(&drive.options)?;
+                let left = self.context.left_to_qemu.iter().find(|(image, _)| *image == disk.image);
                 left.map_or(Ok(disk), |(_, reason)| Err(reason.clone()))
             }
-            Source::DriveInBytes => {
-                reason("its -drive is not UTF-8; give the image a name that is UTF-8 (a link is enough)")
+            DriveNotation::NonUtf8Drive => {
+                qemu_only("its -drive is not UTF-8; give the image a name that is UTF-8 (a link is enough)")
             }
-            Source::Blockdev => {
-                reason("it is given by -blockdev; to have it served, write -drive if=none,id=...,file=...,format=...")
-            }
+            DriveNotation::Blockdev => qemu_only(
+                "it is given by -blockdev; to have it served, write -drive if=none,id=...,file=...,format=...",
+            ),
         }
     }
 
     /// Leaves with QEMU all drives that are not virtio disks and have no device.
-    fn leave_the_rest(&mut self, drives: &[Drive]) {
-        let rest = drives
+    fn leave_other_drives(&mut self, drives: &[Drive]) {
+        let other_drives = drives
             .iter()
-            .filter(|drive| !drive.is_told.get() && !drive.is_no_disk());
-        for drive in rest {
-            self.leave(drive, None, &why_no_virtio_disk(drive));
+            .filter(|drive| !drive.is_reported.get() && !drive.is_firmware_or_empty());
+        for drive in other_drives {
+            self.leave_to_qemu(drive, None, &not_virtio_reason(drive));
         }
     }
 
     /// Adds a disk of `--disk`.
-    fn add(&mut self, line: &mut Rewrite, disk: &DiskWish) -> Result<(), PlanError> {
+    fn add_disk(&mut self, line: &mut CommandLineRewrite, disk: &DiskSpec) -> Result<(), PlanError> {
         let image = disk.image.clone();
         if self.snapshot && !disk.read_only {
             return Err(PlanError::SnapshotOfDisk { image });
         }
         let position = self.guest_names.next();
         let mut disk = disk.clone();
-        let new = device::create(&mut disk, &self.next_chardev(), self.bus);
+        let new = device::create_device(&mut disk, &self.next_chardev(), self.bus);
         let new = new.map_err(|_| PlanError::NoDevice { image })?;
-        for argument in self.serve(disk, GivenBy::Option, new, Some(position), "(added by --disk)") {
+        for argument in self.add_served_disk(disk, OptionSource::Option, new, Some(position), "(added by --disk)") {
             line.append(argument);
         }
         Ok(())
@@ -242,16 +243,16 @@ impl Disks<'_> {
     }
 
     /// Adds a served disk; returns the arguments that attach it.
-    fn serve(
+    fn add_served_disk(
         &mut self,
-        disk: DiskWish,
-        given_by: GivenBy,
+        disk: DiskSpec,
+        given_by: OptionSource,
         mut new: KeyValues,
         position: Option<usize>,
         why: &str,
     ) -> Vec<Argument> {
         let socket = self.context.sockets.join(format!("disk-{}.sock", self.served.len()));
-        let chardev = KeyValues::of("backend", "socket")
+        let chardev = KeyValues::with_implied("backend", "socket")
             .with("id", self.next_chardev())
             .with("path", socket.to_string_lossy());
         let (reconnect, delay) = self.context.version.reconnect();
@@ -264,14 +265,18 @@ impl Disks<'_> {
         } else {
             "; discard is not offered to the guest, because discard=unmap is not set"
         };
-        let serial = disk.serial_note().map_or(String::new(), |note| format!("; {note}"));
-        self.outcomes.push(Outcome {
+        let serial = disk.serial_warning().map_or(String::new(), |note| format!("; {note}"));
+        self.outcomes.push(DiskOutcome {
             image: disk.image.to_string(),
             position,
             text: format!("{why}{discard}{serial}"),
             served: true,
         });
-        self.served.push(PlannedDisk { disk, given_by, socket });
+        self.served.push(PlannedDisk {
+            disk,
+            source: given_by,
+            socket,
+        });
         vec![
             Argument::option("chardev", chardev.with(reconnect, delay)),
             Argument::option("device", new),
@@ -279,21 +284,21 @@ impl Disks<'_> {
     }
 
     /// Records why a drive stays with QEMU, once.
-    fn leave(&mut self, drive: &Drive, position: Option<usize>, reason: &Reason) {
-        if drive.is_told.replace(true) {
+    fn leave_to_qemu(&mut self, drive: &Drive, position: Option<usize>, reason: &QemuOnlyReason) {
+        if drive.is_reported.replace(true) {
             return;
         }
-        self.outcomes.push(Outcome {
-            image: drive.file().to_owned(),
+        self.outcomes.push(DiskOutcome {
+            image: drive.display_name().to_owned(),
             position,
             text: format!("stays with QEMU: {reason}"),
             served: false,
         });
     }
 
-    fn report(&self) -> Vec<String> {
+    fn describe_outcomes(&self) -> Vec<String> {
         let lines = self.outcomes.iter().map(
-            |Outcome {
+            |DiskOutcome {
                  image,
                  position,
                  text,
@@ -312,8 +317,8 @@ impl Disks<'_> {
 }
 
 /// Describes the disk before the change, and the options of its drive that have no effect.
-fn was_before(was: &str, drive: &KeyValues) -> String {
-    match needless(drive).as_slice() {
+fn describe_previous(was: &str, drive: &KeyValues) -> String {
+    match ignored_options(drive).as_slice() {
         [] => format!("({was})"),
         keys => format!(
             "({was}); ignored, because Larder does not need them: {}",
@@ -322,38 +327,38 @@ fn was_before(was: &str, drive: &KeyValues) -> String {
     }
 }
 
-const IS_CD_ROM: &str = "it is a CD-ROM, which Larder does not serve";
+const CD_ROM_REASON: &str = "it is a CD-ROM, which Larder does not serve";
 
 fn is_cd_drive(driver: &str) -> bool {
     driver.ends_with("-cd")
 }
 
 /// Returns why a drive without a device is not one of the guest's virtio disks, with advice.
-fn why_no_virtio_disk(drive: &Drive) -> Reason {
-    let as_virtio = "with -drive file=...,if=virtio it would be served, as a vd... in the guest";
-    let text = match (drive.source, drive.options.get("if")) {
-        _ if drive.options.get("media") == Some("cdrom") => IS_CD_ROM.to_owned(),
-        (Source::Blockdev, _) | (_, Some("none")) => {
+fn not_virtio_reason(drive: &Drive) -> QemuOnlyReason {
+    let advice = "with -drive file=...,if=virtio it would be served, as a vd... in the guest";
+    let text = match (drive.notation, drive.options.get("if")) {
+        _ if drive.options.get("media") == Some("cdrom") => CD_ROM_REASON.to_owned(),
+        (DriveNotation::Blockdev, _) | (_, Some("none")) => {
             "no -device on the command line uses it; add -device virtio-blk-pci with its name as drive=".to_owned()
         }
         (_, Some("floppy")) => "it is a floppy disk, which Larder does not serve".to_owned(),
-        (Source::Shorthand(name), _) => format!("-{name} is not a virtio disk; {as_virtio}"),
-        (_, Some(interface)) => format!("if={interface} is not a virtio disk; {as_virtio}"),
-        (_, None) => format!("without if= it is not a virtio disk on this machine; {as_virtio}"),
+        (DriveNotation::Shorthand(name), _) => format!("-{name} is not a virtio disk; {advice}"),
+        (_, Some(interface)) => format!("if={interface} is not a virtio disk; {advice}"),
+        (_, None) => format!("without if= it is not a virtio disk on this machine; {advice}"),
     };
-    Reason(text)
+    QemuOnlyReason(text)
 }
 
 /// Returns the IDs that QEMU assigns to virtio drives without one: by `index=`, or the lowest free index.
-fn ids_by_qemu(drives: &[&Drive]) -> Vec<String> {
-    let mut taken: Vec<u64> = Vec::new();
+fn qemu_drive_ids(drives: &[&Drive]) -> Vec<String> {
+    let mut used: Vec<u64> = Vec::new();
     let ids = drives.iter().map(|drive| {
         let index = drive.options.get("index").or_else(|| drive.options.get("unit"));
         let index = index.and_then(|text| text.parse().ok());
         let index = index
-            .or_else(|| (0..).find(|index| !taken.contains(index)))
+            .or_else(|| (0..).find(|index| !used.contains(index)))
             .unwrap_or_default();
-        taken.push(index);
+        used.push(index);
         drive
             .options
             .get("id")
@@ -364,13 +369,13 @@ fn ids_by_qemu(drives: &[&Drive]) -> Vec<String> {
 
 /// Replaces `-drive if=virtio` by the two options to which QEMU expands it; the second one keeps the order of
 /// devices.
-fn spell_out(line: &mut Rewrite, drive: &Drive, id: &str) {
-    let given = line.arguments()[drive.index].value().map(OsStr::to_owned);
-    let argument = match (drive.source, given) {
+fn expand_virtio_drive(line: &mut CommandLineRewrite, drive: &Drive, id: &str) {
+    let value = line.arguments()[drive.index].value().map(OsStr::to_owned);
+    let argument = match (drive.notation, value) {
         // The last value of a repeated key is used.
-        (Source::DriveInBytes, Some(mut bytes)) => {
+        (DriveNotation::NonUtf8Drive, Some(mut bytes)) => {
             bytes.push(format!(",if=none,id={id}"));
-            Argument::option_of_bytes("drive", bytes)
+            Argument::option_os("drive", bytes)
         }
         _ => {
             let mut options = drive.options.clone();
@@ -383,7 +388,7 @@ fn spell_out(line: &mut Rewrite, drive: &Drive, id: &str) {
     line.replace(drive.index, vec![argument]);
     line.append(Argument::option(
         "device",
-        KeyValues::of("driver", "virtio-blk").with("drive", id),
+        KeyValues::with_implied("driver", "virtio-blk").with("drive", id),
     ));
 }
 
@@ -391,7 +396,7 @@ fn spell_out(line: &mut Rewrite, drive: &Drive, id: &str) {
 #[derive(Default)]
 struct GuestNames {
     count: usize,
-    unknown: bool,
+    is_unpredictable: bool,
 }
 
 impl GuestNames {
@@ -402,17 +407,17 @@ impl GuestNames {
     }
 
     /// Records that names cannot be predicted, because a disk has an address of the user's choice.
-    fn give_up(&mut self) {
-        self.unknown = true;
+    fn mark_unpredictable(&mut self) {
+        self.is_unpredictable = true;
     }
 
     fn name(&self, position: usize) -> Option<String> {
         let letter = char::from(b'a' + u8::try_from(position).ok().filter(|position| *position < 26)?);
-        (!self.unknown).then(|| format!("vd{letter}"))
+        (!self.is_unpredictable).then(|| format!("vd{letter}"))
     }
 }
 
 /// Returns the longest path that a disk's socket in the directory of the sockets can have.
-pub(super) fn longest_socket(sockets: &Path) -> PathBuf {
+pub(super) fn longest_socket_path(sockets: &Path) -> PathBuf {
     sockets.join("disk-999.server")
 }

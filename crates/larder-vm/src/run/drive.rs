@@ -4,22 +4,22 @@ use std::fmt;
 use std::path::Path;
 
 use super::keyval::{KeyValues, parse_bool};
-use crate::image::{Format, ImageAddress, driver_in};
-use crate::wish::limits::Taken;
-use crate::wish::{Cache, DiskWish};
+use crate::disk_spec::limits::SetOutcome;
+use crate::disk_spec::{DiskSpec, PageCacheMode};
+use crate::image::{Format, ImageAddress, driver_prefix};
 
 /// Reason why a drive stays with QEMU, as a clause for the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reason(pub String);
+pub struct QemuOnlyReason(pub String);
 
-impl fmt::Display for Reason {
+impl fmt::Display for QemuOnlyReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-pub(super) fn reason<T>(text: impl Into<String>) -> Result<T, Reason> {
-    Err(Reason(text.into()))
+pub(super) fn qemu_only<T>(text: impl Into<String>) -> Result<T, QemuOnlyReason> {
+    Err(QemuOnlyReason(text.into()))
 }
 
 /// Converts a drive. Each option is carried over, or has no effect that the guest could notice, or is a reason to
@@ -27,35 +27,35 @@ pub(super) fn reason<T>(text: impl Into<String>) -> Result<T, Reason> {
 ///
 /// # Errors
 /// The reason why the drive stays with QEMU.
-pub fn disk_of(drive: &KeyValues) -> Result<DiskWish, Reason> {
+pub fn parse_drive(drive: &KeyValues) -> Result<DiskSpec, QemuOnlyReason> {
     let Some(file) = drive.get("file") else {
-        return reason("it names no file=");
+        return qemu_only("it names no file=");
     };
-    let mut disk = DiskWish::new(image_of(file)?);
-    disk.format = format_of(drive, &disk.image)?;
+    let mut disk = DiskSpec::new(parse_image_name(file)?);
+    disk.format = drive_format(drive, &disk.image)?;
     // These are QEMU's defaults where they differ from Larder's.
-    disk.cache = Cache::Buffered;
+    disk.page_cache = PageCacheMode::Buffered;
     disk.discard = false;
     for (key, value) in drive.iter() {
-        apply(&mut disk, key, value)?;
+        apply_option(&mut disk, key, value)?;
     }
     match disk.limits.check() {
         Ok(()) => Ok(disk),
-        Err(error) => reason(error.to_string()),
+        Err(error) => qemu_only(error.to_string()),
     }
 }
 
 /// Returns the given format; `None` if there is none, and Larder probes the image as QEMU does.
-fn format_of(drive: &KeyValues, image: &ImageAddress) -> Result<Option<Format>, Reason> {
+fn drive_format(drive: &KeyValues, image: &ImageAddress) -> Result<Option<Format>, QemuOnlyReason> {
     match (drive.get("format").or_else(|| drive.get("driver")), image) {
-        (Some(name), _) => match Format::of_driver(name) {
+        (Some(name), _) => match Format::from_driver(name) {
             Some(format) => Ok(Some(format)),
-            None => reason(format!("Larder serves raw and qcow2 images, not {name}")),
+            None => qemu_only(format!("Larder serves raw and qcow2 images, not {name}")),
         },
         (None, ImageAddress::Path(_)) => Ok(None),
         // Some servers exit after their first client, so Larder does not probe an export beforehand.
         (None, ImageAddress::Nbd(_)) => {
-            reason("it does not give its format, which Larder does not detect over NBD; add format=raw if it is raw")
+            qemu_only("it does not give its format, which Larder does not detect over NBD; add format=raw if it is raw")
         }
     }
 }
@@ -75,7 +75,7 @@ fn is_tuning(key: &str) -> bool {
 }
 
 /// Returns the options of a drive that are accepted, but have no effect.
-pub(super) fn needless(drive: &KeyValues) -> Vec<&str> {
+pub(super) fn ignored_options(drive: &KeyValues) -> Vec<&str> {
     let mut keys: Vec<&str> = drive.iter().map(|(key, _)| key).filter(|key| is_tuning(key)).collect();
     keys.sort_unstable();
     keys.dedup();
@@ -83,55 +83,63 @@ pub(super) fn needless(drive: &KeyValues) -> Vec<&str> {
 }
 
 /// Returns the image that a QEMU file name denotes.
-fn image_of(file: &str) -> Result<ImageAddress, Reason> {
+fn parse_image_name(file: &str) -> Result<ImageAddress, QemuOnlyReason> {
     if file.starts_with("json:") {
-        return reason("its file is described in JSON; give its path as file=... and its format as format=...");
+        return qemu_only("its file is described in JSON; give its path as file=... and its format as format=...");
     }
     match file.parse() {
         Ok(ImageAddress::Path(path)) if path.starts_with("/dev/fdset") => {
-            reason("its file is a descriptor that was handed to QEMU")
+            qemu_only("its file is a descriptor that was handed to QEMU")
         }
-        Ok(ImageAddress::Path(path)) => match driver_in(file) {
+        Ok(ImageAddress::Path(path)) => match driver_prefix(file) {
             // QEMU would not take this for a path.
-            Some(driver) if path == Path::new(file) => reason(format!("Larder does not know the protocol '{driver}'")),
+            Some(driver) if path == Path::new(file) => {
+                qemu_only(format!("Larder does not know the protocol '{driver}'"))
+            }
             _ => Ok(ImageAddress::Path(path)),
         },
         Ok(address) => Ok(address),
-        Err(error) => reason(error.to_string()),
+        Err(error) => qemu_only(error.to_string()),
     }
 }
 
-fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
-    let switch = || parse_bool(value).ok_or_else(|| Reason(format!("{key}={value} is neither on nor off")));
+fn apply_option(disk: &mut DiskSpec, key: &str, value: &str) -> Result<(), QemuOnlyReason> {
+    let switch = || parse_bool(value).ok_or_else(|| QemuOnlyReason(format!("{key}={value} is neither on nor off")));
     match (key, value) {
         // The caller handles where the drive is attached; aio only selects how QEMU would do its I/O.
         ("file" | "format" | "if" | "index" | "bus" | "unit" | "id" | "node-name" | "aio", _) => {}
-        ("driver", _) if disk.format.is_some() && disk.format == Format::of_driver(value) => {}
+        ("driver", _) if disk.format.is_some() && disk.format == Format::from_driver(value) => {}
         ("media", "disk") => {}
         ("readonly" | "read-only", _) => disk.read_only = switch()?,
         // The guest controls durability: it sees a write cache and flushes it, and for a guest that cannot flush,
         // each write is made durable. directsync and writethrough exist for that purpose.
-        ("cache", "none" | "directsync") => disk.cache = Cache::Direct,
-        ("cache", "writeback" | "writethrough" | "unsafe") => disk.cache = Cache::Buffered,
-        ("cache.direct", _) => disk.cache = if switch()? { Cache::Direct } else { Cache::Buffered },
+        ("cache", "none" | "directsync") => disk.page_cache = PageCacheMode::Direct,
+        ("cache", "writeback" | "writethrough" | "unsafe") => disk.page_cache = PageCacheMode::Buffered,
+        ("cache.direct", _) => {
+            disk.page_cache = if switch()? {
+                PageCacheMode::Direct
+            } else {
+                PageCacheMode::Buffered
+            }
+        }
         ("cache.writeback" | "cache.no-flush", _) => {}
         ("discard", "unmap" | "on") => disk.discard = true,
         ("discard", "ignore" | "off") => disk.discard = false,
         ("detect-zeroes" | "snapshot" | "copy-on-read" | "auto-read-only", "off") => {}
-        ("snapshot", _) => return reason("snapshot=on: QEMU keeps its writes in a temporary file"),
+        ("snapshot", _) => return qemu_only("snapshot=on: QEMU keeps its writes in a temporary file"),
         ("detect-zeroes", _) => {
-            return reason(format!("{key}={value}: Larder does not detect zeros in written data"));
+            return qemu_only(format!("{key}={value}: Larder does not detect zeros in written data"));
         }
         ("werror" | "rerror", "report") => {}
         ("werror" | "rerror", _) => {
-            return reason(format!("{key}={value}: Larder reports every error to the guest"));
+            return qemu_only(format!("{key}={value}: Larder reports every error to the guest"));
         }
         // QEMU refuses these options on a raw image, and reports that itself.
-        _ if disk.format != Some(Format::Raw) && is_qcow2_option(key) => return apply_qcow2(key, value),
-        _ => match disk.limits.take(key, value) {
-            Taken::Yes => {}
-            Taken::OtherKey => return reason(format!("Larder does not support its option {key}={value}")),
-            Taken::BadValue => return reason(format!("{key}={value} is not a number")),
+        _ if disk.format != Some(Format::Raw) && is_qcow2_option(key) => return apply_qcow2_option(key, value),
+        _ => match disk.limits.set(key, value) {
+            SetOutcome::Set => {}
+            SetOutcome::UnknownKey => return qemu_only(format!("Larder does not support its option {key}={value}")),
+            SetOutcome::BadValue => return qemu_only(format!("{key}={value} is not a number")),
         },
     }
     Ok(())
@@ -139,28 +147,28 @@ fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
 
 /// Returns whether this is an option of QEMU's qcow2 driver, other than those of encryption.
 fn is_qcow2_option(key: &str) -> bool {
-    let of_another_file = |name: &str| {
+    let is_file_option = |name: &str| {
         key.strip_prefix(name)
             .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
     };
     is_tuning(key)
         || key.starts_with("pass-discard-")
         || key == "discard-no-unref"
-        || of_another_file("backing")
-        || of_another_file("data-file")
+        || is_file_option("backing")
+        || is_file_option("data-file")
 }
 
-fn apply_qcow2(key: &str, value: &str) -> Result<(), Reason> {
+fn apply_qcow2_option(key: &str, value: &str) -> Result<(), QemuOnlyReason> {
     match (key, parse_bool(value)) {
         _ if is_tuning(key) => Ok(()),
         // These values match Larder's behaviour; Larder deletes no snapshots, and the guest cannot notice other
         // discards.
         ("pass-discard-request", Some(true)) | ("discard-no-unref", Some(false)) => Ok(()),
         ("pass-discard-snapshot" | "pass-discard-other", Some(_)) => Ok(()),
-        ("pass-discard-request" | "discard-no-unref", _) => reason(format!(
+        ("pass-discard-request" | "discard-no-unref", _) => qemu_only(format!(
             "{key}={value}: Larder frees discarded data in the image's file, or keeps it with discard=ignore"
         )),
-        _ => reason(format!(
+        _ => qemu_only(format!(
             "{key}={value}: Larder only uses the other files that the image names"
         )),
     }
@@ -170,8 +178,8 @@ fn apply_qcow2(key: &str, value: &str) -> Result<(), Reason> {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<DiskWish, String> {
-        disk_of(&KeyValues::parse(text, None)).map_err(|reason| reason.0)
+    fn read(text: &str) -> Result<DiskSpec, String> {
+        parse_drive(&KeyValues::parse(text, None)).map_err(|reason| reason.0)
     }
 
     #[test]
@@ -180,7 +188,10 @@ mod tests {
             read("file=/srv/a,,b.raw,if=virtio,format=raw,cache=none,aio=native,readonly=on,discard=unmap,index=3")
                 .expect("can be served");
         assert_eq!(disk.image.to_string(), "/srv/a,b.raw");
-        assert_eq!((disk.cache, disk.read_only, disk.discard), (Cache::Direct, true, true));
+        assert_eq!(
+            (disk.page_cache, disk.read_only, disk.discard),
+            (PageCacheMode::Direct, true, true)
+        );
         let disk = read("file=nbd://host/x,format=raw").expect("can be served");
         assert!(matches!(disk.image, ImageAddress::Nbd(_)));
         let disk = read("file=odd:name/x.raw,format=raw");
@@ -199,8 +210,8 @@ mod tests {
             read("file=./odd:name.raw,format=raw,throttling.iops-total=7,bps_wr=1M,detect-zeroes=off").expect("served");
         assert_eq!(disk.limits.to_string(), "bps-write=1048576,iops-total=7");
         assert_eq!(
-            (disk.cache, disk.read_only, disk.discard),
-            (Cache::Buffered, false, false)
+            (disk.page_cache, disk.read_only, disk.discard),
+            (PageCacheMode::Buffered, false, false)
         );
     }
 
@@ -218,7 +229,7 @@ mod tests {
         let list = KeyValues::parse(tuned, None);
         let expected = "cache-clean-interval cache-size l2-cache-entry-size l2-cache-size lazy-refcounts overlap-check \
                         overlap-check.template refcount-cache-size";
-        assert_eq!(needless(&list).join(" "), expected);
+        assert_eq!(ignored_options(&list).join(" "), expected);
     }
 
     #[test]
@@ -245,7 +256,7 @@ mod tests {
             ),
             ("file=/a,format=qcow2,discard-no-unref=on", "discard-no-unref=on"),
             ("file=/a,format=qcow2,encrypt.format=luks", "encrypt.format=luks"),
-            ("file=nbd:host,format=raw", "has a port"),
+            ("file=nbd:host,format=raw", "needs a port"),
             ("file=rbd:pool/web,format=raw", "an image in a Ceph cluster"),
             ("file=/a,format=raw,iops=1,iops_rd=1", "not both"),
             ("file=json:{},format=raw", "described in JSON"),

@@ -7,15 +7,15 @@ use super::arguments::Argument;
 use super::device::is_virtio_blk;
 use super::keyval::KeyValues;
 use super::machine::Machine;
-use super::rewrite::Rewrite;
+use super::rewrite::CommandLineRewrite;
 
 /// Notation of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
+pub(super) enum DriveNotation {
     /// `-drive`.
     Drive,
     /// `-drive` with a value that is not UTF-8; its parsed form must not be written back.
-    DriveInBytes,
+    NonUtf8Drive,
     /// `-hda`, `-cdrom`, ..., or a word that is not an option, which is equivalent to `-hda`.
     Shorthand(&'static str),
     /// `-blockdev`.
@@ -27,13 +27,13 @@ pub(super) enum Source {
 pub(super) struct Drive {
     /// Index of its argument.
     pub(super) index: usize,
-    pub(super) source: Source,
+    pub(super) notation: DriveNotation,
     /// Options in the form of `-drive`.
     pub(super) options: KeyValues,
     /// QEMU makes a virtio disk of it, without a `-device`.
     pub(super) is_virtio: bool,
     /// A message about it has been shown to the user.
-    pub(super) is_told: Cell<bool>,
+    pub(super) is_reported: Cell<bool>,
 }
 
 /// QEMU's short options for images, the equivalent options of `-drive`, and the index of the disk.
@@ -51,61 +51,64 @@ const SHORTHANDS: [(&str, &str, &str); 9] = [
 
 impl Drive {
     /// Returns all images, in order.
-    pub(super) fn all(line: &Rewrite, machine: &Machine) -> Vec<Self> {
+    pub(super) fn parse_all(line: &CommandLineRewrite, machine: &Machine) -> Vec<Self> {
         let arguments = line.arguments().iter().enumerate();
         let mut drives: Vec<Self> = arguments
-            .filter_map(|(index, argument)| Self::of(index, argument, machine))
+            .filter_map(|(index, argument)| Self::parse(index, argument, machine))
             .collect();
-        forget_inner_nodes(&mut drives, line);
+        remove_inner_nodes(&mut drives, line);
         drives
     }
 
-    fn of(index: usize, argument: &Argument, machine: &Machine) -> Option<Self> {
+    fn parse(index: usize, argument: &Argument, machine: &Machine) -> Option<Self> {
         let (source, options) = match (argument.name(), argument.value(), argument.plain_word()) {
-            (_, _, Some(word)) => (Source::Shorthand("hda"), shorthand("media=disk", "0", word)),
+            (_, _, Some(word)) => (DriveNotation::Shorthand("hda"), shorthand("media=disk", "0", word)),
             (Some("drive"), Some(value), _) => {
                 let options = KeyValues::parse(&value.to_string_lossy(), None);
                 match value.to_str() {
-                    Some(_) => (Source::Drive, options),
-                    None => (Source::DriveInBytes, options),
+                    Some(_) => (DriveNotation::Drive, options),
+                    None => (DriveNotation::NonUtf8Drive, options),
                 }
             }
-            (Some("blockdev"), Some(value), _) => (Source::Blockdev, read(&value.to_string_lossy(), "driver").0),
+            (Some("blockdev"), Some(value), _) => (
+                DriveNotation::Blockdev,
+                parse_options(&value.to_string_lossy(), "driver").0,
+            ),
             (Some(name), Some(value), _) => {
                 let (name, stands_for, number) = SHORTHANDS.into_iter().find(|(known, ..)| *known == name)?;
-                (Source::Shorthand(name), shorthand(stands_for, number, value))
+                (DriveNotation::Shorthand(name), shorthand(stands_for, number, value))
             }
             _ => return None,
         };
         let is_virtio = match options.get("if") {
-            _ if source == Source::Blockdev => false,
+            _ if source == DriveNotation::Blockdev => false,
             Some(interface) => interface == "virtio",
             None => machine.drives_are_virtio() && options.get("media") != Some("cdrom"),
         };
         Some(Self {
             index,
-            source,
+            notation: source,
             options,
             is_virtio,
-            is_told: Cell::new(false),
+            is_reported: Cell::new(false),
         })
     }
 
     /// Returns the name by which a device refers to the image.
     pub(super) fn id(&self) -> Option<&str> {
-        match self.source {
-            Source::Blockdev => self.options.get("node-name"),
+        match self.notation {
+            DriveNotation::Blockdev => self.options.get("node-name"),
             _ => self.options.get("id").or_else(|| self.options.get("node-name")),
         }
     }
 
     /// Returns whether the image is only used by a device that names it.
     pub(super) fn is_for_device(&self) -> bool {
-        self.source == Source::Blockdev || self.options.get("if") == Some("none")
+        self.notation == DriveNotation::Blockdev || self.options.get("if") == Some("none")
     }
 
     /// Returns a name for messages: the image's file, or another identifier.
-    pub(super) fn file(&self) -> &str {
+    pub(super) fn display_name(&self) -> &str {
         let keys = [
             "file",
             "filename",
@@ -119,7 +122,7 @@ impl Drive {
     }
 
     /// Returns whether this is no disk: firmware, or a drive without a medium.
-    pub(super) fn is_no_disk(&self) -> bool {
+    pub(super) fn is_firmware_or_empty(&self) -> bool {
         let is_removable = self.options.get("media") == Some("cdrom") || self.options.get("if") == Some("floppy");
         let has_medium = ["file", "driver", "file.driver", "file.filename"]
             .iter()
@@ -128,10 +131,10 @@ impl Drive {
     }
 }
 
-fn shorthand(stands_for: &str, number: &str, file: &OsStr) -> KeyValues {
-    let mut options = KeyValues::parse(stands_for, None);
-    if !number.is_empty() {
-        options.push("index", number);
+fn shorthand(equivalent: &str, index: &str, file: &OsStr) -> KeyValues {
+    let mut options = KeyValues::parse(equivalent, None);
+    if !index.is_empty() {
+        options.push("index", index);
     }
     // In this notation a comma in the name is not doubled.
     options.with("file", file.to_string_lossy())
@@ -139,10 +142,10 @@ fn shorthand(stands_for: &str, number: &str, file: &OsStr) -> KeyValues {
 
 /// Removes the nodes of `-blockdev` on which another node, or the machine, is built: only the top nodes are disks.
 /// Each top node gets the file name of the nodes below it.
-fn forget_inner_nodes(drives: &mut Vec<Drive>, line: &Rewrite) {
+fn remove_inner_nodes(drives: &mut Vec<Drive>, line: &CommandLineRewrite) {
     let nodes: Vec<KeyValues> = drives
         .iter()
-        .filter(|drive| drive.source == Source::Blockdev)
+        .filter(|drive| drive.notation == DriveNotation::Blockdev)
         .map(|drive| drive.options.clone())
         .collect();
     let machine: Vec<KeyValues> = ["machine", "M", "global"]
@@ -154,18 +157,21 @@ fn forget_inner_nodes(drives: &mut Vec<Drive>, line: &Rewrite) {
         list.iter()
             .any(|(key, value)| value == node && !key.ends_with("node-name") && !key.ends_with("driver"))
     };
-    drives.retain(|drive| match (drive.source, drive.id()) {
-        (Source::Blockdev, Some(id)) => !nodes.iter().chain(&machine).any(|list| refers(list, id)),
+    drives.retain(|drive| match (drive.notation, drive.id()) {
+        (DriveNotation::Blockdev, Some(id)) => !nodes.iter().chain(&machine).any(|list| refers(list, id)),
         _ => true,
     });
-    for drive in drives.iter_mut().filter(|drive| drive.source == Source::Blockdev) {
+    for drive in drives
+        .iter_mut()
+        .filter(|drive| drive.notation == DriveNotation::Blockdev)
+    {
         // The number of nodes bounds the depth, in case they form a cycle.
         for _ in 0..nodes.len() {
-            let Some(below) = drive.options.get("file") else {
+            let Some(child_name) = drive.options.get("file") else {
                 break;
             };
-            let below = nodes.iter().find(|node| node.get("node-name") == Some(below));
-            let Some(file) = below.and_then(|node| node.get("filename").or_else(|| node.get("file"))) else {
+            let child_name = nodes.iter().find(|node| node.get("node-name") == Some(child_name));
+            let Some(file) = child_name.and_then(|node| node.get("filename").or_else(|| node.get("file"))) else {
                 break;
             };
             let file = file.to_owned();
@@ -187,12 +193,12 @@ pub(super) struct Device {
 
 impl Device {
     /// Returns all devices, in order.
-    pub(super) fn all(line: &Rewrite) -> Vec<Self> {
-        let given = line.arguments().iter().enumerate();
-        let devices = given.filter_map(|(index, argument)| {
+    pub(super) fn parse_all(line: &CommandLineRewrite) -> Vec<Self> {
+        let arguments = line.arguments().iter().enumerate();
+        let devices = arguments.filter_map(|(index, argument)| {
             let value = argument.value().filter(|_| argument.name() == Some("device"))?;
             let text = value.to_string_lossy().into_owned();
-            let (options, is_json) = read(&text, "driver");
+            let (options, is_json) = parse_options(&text, "driver");
             Some(Self {
                 index,
                 text,
@@ -224,7 +230,7 @@ impl Device {
 }
 
 /// Parses a list or a JSON object; also returns whether it was JSON.
-fn read(text: &str, implied: &str) -> (KeyValues, bool) {
+fn parse_options(text: &str, implied: &str) -> (KeyValues, bool) {
     let is_json = text.trim_start().starts_with('{');
     let list = match is_json {
         true => KeyValues::parse_json(text).unwrap_or_default(),

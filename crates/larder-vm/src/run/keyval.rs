@@ -23,16 +23,16 @@ impl KeyValues {
             let key_end = rest.find(['=', ',']).unwrap_or(rest.len());
             let has_value = rest[key_end..].starts_with('=');
             if has_value {
-                let (value, behind) = take_value(&rest[key_end + 1..]);
+                let (value, remainder) = split_value(&rest[key_end + 1..]);
                 list.push(&rest[..key_end], value);
-                rest = behind;
+                rest = remainder;
                 continue;
             }
             if let (true, Some(key)) = (list.pairs.is_empty(), implied) {
-                let (value, behind) = take_value(rest);
+                let (value, remainder) = split_value(rest);
                 list.push(key, value);
                 list.implied_first = true;
-                rest = behind;
+                rest = remainder;
                 continue;
             }
             match rest[..key_end].strip_prefix("no") {
@@ -54,7 +54,7 @@ impl KeyValues {
 
     fn flatten(&mut self, key: &str, value: &serde_json::Value) {
         use serde_json::Value;
-        let within = |name: &str| match key {
+        let nested_key = |name: &str| match key {
             "" => name.to_owned(),
             key => format!("{key}.{name}"),
         };
@@ -66,19 +66,19 @@ impl KeyValues {
             Value::String(text) => self.push(key, text.clone()),
             Value::Array(values) => {
                 for (index, value) in values.iter().enumerate() {
-                    self.flatten(&within(&index.to_string()), value);
+                    self.flatten(&nested_key(&index.to_string()), value);
                 }
             }
             Value::Object(values) => {
                 for (name, value) in values {
-                    self.flatten(&within(name), value);
+                    self.flatten(&nested_key(name), value);
                 }
             }
         }
     }
 
     /// Returns a list whose first value has an implied key, such as a device's driver.
-    pub fn of(implied: &str, value: &str) -> Self {
+    pub fn with_implied(implied: &str, value: &str) -> Self {
         Self {
             pairs: vec![(implied.to_owned(), value.to_owned())],
             implied_first: true,
@@ -135,16 +135,16 @@ impl KeyValues {
 }
 
 /// Returns the value at the start of `text`, and the rest after its comma.
-fn take_value(text: &str) -> (String, &str) {
+fn split_value(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut rest = text;
     while let Some(comma) = rest.find(',') {
         value.push_str(&rest[..comma]);
         rest = &rest[comma + 1..];
         match rest.strip_prefix(',') {
-            Some(behind) => {
+            Some(remainder) => {
                 value.push(',');
-                rest = behind;
+                rest = remainder;
             }
             None => return (value, rest),
         }

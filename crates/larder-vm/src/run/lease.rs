@@ -13,11 +13,11 @@ use rustix::fs::{FlockOperation, flock};
 
 use larder_block::ByteLen;
 
-use super::disks::longest_socket;
-use super::plan::Plan;
+use super::disks::longest_socket_path;
+use super::plan::RunPlan;
 use super::ram::RamFile;
 use crate::listen::SOCKET_PATH_BYTES_MAX;
-use crate::runtime_folder::{self, runtime_folder};
+use crate::runtime_directory::{self, runtime_directory};
 
 /// Directory of guests' RAM: the tmpfs that every Linux has.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -27,21 +27,21 @@ const SHARED_MEMORY: &str = "/dev/shm";
 #[allow(missing_docs)]
 pub enum LeaseError {
     #[error("cannot create {}: {source}", path.display())]
-    Make { path: PathBuf, source: io::Error },
+    Create { path: PathBuf, source: io::Error },
     #[error("no random number for names: /dev/urandom: {0}")]
     Random(io::Error),
     #[error("{} is too long a path for sockets; set XDG_RUNTIME_DIR to a shorter directory", path.display())]
-    FolderTooLong { path: PathBuf },
+    SocketPathTooLong { path: PathBuf },
     #[error(
         "the guest's RAM of {needed} does not fit in {}, which has {free} left; stop other users of it, \
          give the guest less (-m), make it larger (mount -o remount,size=SIZE {}), or give QEMU memory that is not a \
          file (-object memory-backend-memfd,id=ram,size={},share=on -machine memory-backend=ram)",
-        folder.display(), folder.display(), needed.get()
+        directory.display(), directory.display(), needed.get()
     )]
-    NoRoom {
+    NoSpace {
         needed: ByteLen,
         free: ByteLen,
-        folder: PathBuf,
+        directory: PathBuf,
     },
     #[error(
         "the guest's RAM is a private mapping of {}, which is not a directory; sharing it would write to \
@@ -53,38 +53,38 @@ pub enum LeaseError {
 
 /// Paths of a run's resources, before they are created.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Places {
+pub struct LeasePaths {
     /// Private directory for the sockets.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// Path of the first file of RAM.
     pub ram: PathBuf,
 }
 
-impl Places {
+impl LeasePaths {
     /// Chooses paths for commands that the user starts manually; no run cleans them up.
     ///
     /// # Errors
     /// There are no random numbers, or the directory's path is too long for sockets.
     pub fn for_commands(guest: &str) -> Result<Self, LeaseError> {
-        Self::named(&format!("larder-{guest}-{}", random()?))
+        Self::with_name(&format!("larder-{guest}-{}", random()?))
     }
 
     /// Chooses paths for a guest of this name, run by this process.
     ///
     /// # Errors
     /// There are no random numbers, or the directory's path is too long for sockets.
-    pub fn choose(guest: &str) -> Result<Self, LeaseError> {
+    pub fn for_run(guest: &str) -> Result<Self, LeaseError> {
         let pid = std::process::id();
-        Self::named(&format!("larder-{guest}-{pid}-{}", random()?))
+        Self::with_name(&format!("larder-{guest}-{pid}-{}", random()?))
     }
 
-    fn named(name: &str) -> Result<Self, LeaseError> {
-        let folder = runtime_folder().join(name);
-        if longest_socket(&folder).as_os_str().len() > SOCKET_PATH_BYTES_MAX {
-            return Err(LeaseError::FolderTooLong { path: folder });
+    fn with_name(name: &str) -> Result<Self, LeaseError> {
+        let directory = runtime_directory().join(name);
+        if longest_socket_path(&directory).as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+            return Err(LeaseError::SocketPathTooLong { path: directory });
         }
         Ok(Self {
-            folder,
+            directory,
             ram: Path::new(SHARED_MEMORY).join(name),
         })
     }
@@ -101,8 +101,8 @@ fn random() -> Result<String, LeaseError> {
 /// The resources of a run, which are removed when this is dropped.
 #[derive(Debug)]
 pub struct Lease {
-    _folder: Held,
-    _ram: Vec<Held>,
+    _directory: LockedPath,
+    _ram: Vec<LockedPath>,
 }
 
 impl Lease {
@@ -110,15 +110,15 @@ impl Lease {
     ///
     /// # Errors
     /// See [`LeaseError`]; nothing is left behind then.
-    pub fn take(places: &Places, plan: &Plan) -> Result<Self, LeaseError> {
-        for path in [&places.folder, &places.ram] {
+    pub fn acquire(places: &LeasePaths, plan: &RunPlan) -> Result<Self, LeaseError> {
+        for path in [&places.directory, &places.ram] {
             path.parent().into_iter().for_each(remove_stale);
         }
         Self::check(plan)?;
-        let folder = Held::folder(&places.folder)?;
-        let ram = plan.ram.iter().map(Held::file).collect::<Result<_, _>>()?;
+        let folder = LockedPath::create_directory(&places.directory)?;
+        let ram = plan.ram.iter().map(LockedPath::create_file).collect::<Result<_, _>>()?;
         Ok(Self {
-            _folder: folder,
+            _directory: folder,
             _ram: ram,
         })
     }
@@ -127,34 +127,34 @@ impl Lease {
     ///
     /// # Errors
     /// A requirement is not met.
-    pub fn check(plan: &Plan) -> Result<(), LeaseError> {
-        for path in &plan.folders {
+    pub fn check(plan: &RunPlan) -> Result<(), LeaseError> {
+        for path in &plan.directories {
             if !path.is_dir() {
                 return Err(LeaseError::PrivateFile { path: path.clone() });
             }
         }
-        check_room(&plan.ram)
+        check_space(&plan.ram)
     }
 }
 
 /// Checks that the RAM fits into the space that is free now. Other guests may still claim space that they have not
 /// touched.
-fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
+fn check_space(files: &[RamFile]) -> Result<(), LeaseError> {
     let needed = files.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
     let Some(folder) = files.first().and_then(|file| file.path.parent()) else {
         return Ok(());
     };
-    let room = rustix::fs::statvfs(folder).map_err(|error| LeaseError::Make {
+    let fs_stat = rustix::fs::statvfs(folder).map_err(|error| LeaseError::Create {
         path: folder.to_owned(),
         source: error.into(),
     })?;
-    let free = room.f_bavail.saturating_mul(room.f_frsize);
+    let free = fs_stat.f_bavail.saturating_mul(fs_stat.f_frsize);
     if needed > free {
-        return Err(LeaseError::NoRoom {
+        return Err(LeaseError::NoSpace {
             needed: ByteLen::new(needed),
             // Rounded down for the message; the needed size exceeds the rounded value as well.
             free: ByteLen::new(free & !((1 << 20) - 1)),
-            folder: folder.to_owned(),
+            directory: folder.to_owned(),
         });
     }
     Ok(())
@@ -162,42 +162,42 @@ fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
 
 /// A file or directory that is locked, and removed when this is dropped.
 #[derive(Debug)]
-struct Held {
+struct LockedPath {
     path: PathBuf,
     lock: File,
 }
 
-impl Held {
+impl LockedPath {
     /// Creates a directory that only this user can enter.
-    fn folder(path: &Path) -> Result<Self, LeaseError> {
-        let make = || {
+    fn create_directory(path: &Path) -> Result<Self, LeaseError> {
+        let create = || {
             if let Some(parent) = path.parent() {
-                runtime_folder::make(parent, 0o755)
+                runtime_directory::create(parent, 0o755)
                     .map_err(|error| io::Error::other(format!("{}: {error}", parent.display())))?;
             }
             DirBuilder::new().mode(0o700).create(path)?;
-            lock(path, File::open(path))
+            lock_path(path, File::open(path))
         };
-        make().map_err(|source| LeaseError::Make {
+        create().map_err(|source| LeaseError::Create {
             path: path.to_owned(),
             source,
         })
     }
 
     /// Creates a file that only this user can open, of full size but without allocated memory.
-    fn file(file: &RamFile) -> Result<Self, LeaseError> {
+    fn create_file(file: &RamFile) -> Result<Self, LeaseError> {
         let make = || {
-            let made = OpenOptions::new()
+            let opened = OpenOptions::new()
                 .read(true)
                 .write(true)
                 .create_new(true)
                 .mode(0o600)
                 .open(&file.path)?;
-            let held = lock(&file.path, Ok(made))?;
+            let held = lock_path(&file.path, Ok(opened))?;
             held.lock.set_len(file.bytes)?;
             Ok(held)
         };
-        make().map_err(|source| LeaseError::Make {
+        make().map_err(|source| LeaseError::Create {
             path: file.path.clone(),
             source,
         })
@@ -212,16 +212,16 @@ impl Held {
 }
 
 /// Locks the file opened at `path`, unless another process has locked it.
-fn lock(path: &Path, opened: io::Result<File>) -> io::Result<Held> {
+fn lock_path(path: &Path, opened: io::Result<File>) -> io::Result<LockedPath> {
     let lock = opened?;
     flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
-    Ok(Held {
+    Ok(LockedPath {
         path: path.to_owned(),
         lock,
     })
 }
 
-impl Drop for Held {
+impl Drop for LockedPath {
     fn drop(&mut self) {
         if let Err(error) = self.remove() {
             tracing::warn!("cannot remove {}: {error}", self.path.display());
@@ -236,21 +236,21 @@ fn remove_stale(folder: &Path) {
     };
     for entry in entries.flatten() {
         let name = entry.file_name();
-        let dead = name
+        let is_dead = name
             .to_str()
-            .and_then(pid_in)
+            .and_then(parse_pid)
             .is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists());
-        if !dead || !is_ours(&entry.path()) {
+        if !is_dead || !is_owned_by_user(&entry.path()) {
             continue;
         }
         // A run in another PID namespace may be alive: then it has the lock. Otherwise dropping the lock removes the
         // file.
-        drop(lock(&entry.path(), File::open(entry.path())));
+        drop(lock_path(&entry.path(), File::open(entry.path())));
     }
 }
 
 /// Returns the process ID in a name of a run's resource: `larder-NAME-PID-RANDOM`, `larder-NAME-PID-RANDOM.2`.
-fn pid_in(name: &str) -> Option<u32> {
+fn parse_pid(name: &str) -> Option<u32> {
     let parts: Vec<&str> = name.split('-').collect();
     let ["larder", _, pid, random] = parts[..] else {
         return None;
@@ -262,7 +262,7 @@ fn pid_in(name: &str) -> Option<u32> {
 }
 
 /// Returns whether the path is a file or directory of this user's, and not a symbolic link.
-fn is_ours(path: &Path) -> bool {
+fn is_owned_by_user(path: &Path) -> bool {
     let Ok(found) = fs::symlink_metadata(path) else {
         return false;
     };
@@ -273,13 +273,13 @@ fn is_ours(path: &Path) -> bool {
 mod tests {
     use super::*;
 
-    fn plan(ram: Vec<RamFile>, folders: Vec<PathBuf>) -> Plan {
-        Plan {
+    fn plan(ram: Vec<RamFile>, directories: Vec<PathBuf>) -> RunPlan {
+        RunPlan {
             qemu: Vec::new(),
             disks: Vec::new(),
             memory: None,
             ram,
-            folders,
+            directories,
             changes: Vec::new(),
         }
     }
@@ -296,24 +296,24 @@ mod tests {
     #[test]
     fn dropped_lease_removes_its_resources() {
         let folder = tempfile::tempdir().expect("a directory");
-        let places = Places {
-            folder: folder.path().join("run/larder-run-1"),
+        let places = LeasePaths {
+            directory: folder.path().join("run/larder-run-1"),
             ram: folder.path().join("larder-vm-1"),
         };
         let ram = vec![RamFile {
             path: places.ram.clone(),
             bytes: 1 << 20,
         }];
-        let lease = Lease::take(&places, &plan(ram.clone(), Vec::new())).expect("there is room");
+        let lease = Lease::acquire(&places, &plan(ram.clone(), Vec::new())).expect("there is room");
         let made = fs::metadata(&places.ram).expect("is there");
         assert_eq!((made.len(), made.mode() & 0o777, made.blocks()), (1 << 20, 0o600, 0));
-        assert_eq!(fs::metadata(&places.folder).expect("is there").mode() & 0o777, 0o700);
+        assert_eq!(fs::metadata(&places.directory).expect("is there").mode() & 0o777, 0o700);
         assert!(matches!(
-            Lease::take(&places, &plan(ram, Vec::new())),
-            Err(LeaseError::Make { .. })
+            Lease::acquire(&places, &plan(ram, Vec::new())),
+            Err(LeaseError::Create { .. })
         ));
         assert!(places.ram.exists(), "a second run must not remove the first one's");
-        fs::write(places.folder.join("disk-0.sock"), "").expect("writes");
+        fs::write(places.directory.join("disk-0.sock"), "").expect("writes");
         drop(lease);
         assert_eq!(names(folder.path()), ["run"]);
         assert_eq!(names(&folder.path().join("run")), [""; 0]);
@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn only_dead_runs_are_cleaned_up() {
-        let folder = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a directory");
         // Larger than every process ID.
         let dead = 1_u32 << 30;
         let alive = std::process::id();
@@ -338,20 +338,21 @@ mod tests {
             format!("larder-vm-{dead}-0123abcd"),
             format!("larder-vm-{dead}-0123abcd.1"),
         ]) {
-            fs::write(folder.path().join(name), "").expect("writes");
+            fs::write(directory.path().join(name), "").expect("writes");
         }
-        let run = folder.path().join(format!("larder-run-{dead}-0123abcd"));
+        let run = directory.path().join(format!("larder-run-{dead}-0123abcd"));
         fs::create_dir(&run).expect("makes it");
         fs::write(run.join("disk-0.sock"), "").expect("writes");
-        std::os::unix::fs::symlink("/etc", folder.path().join(format!("larder-link-{dead}-0123abcd"))).expect("links");
-        let held = folder.path().join(format!("larder-held-{dead}-0123abcd"));
-        let held = lock(&held, File::open(&held)).expect("locks");
+        std::os::unix::fs::symlink("/etc", directory.path().join(format!("larder-link-{dead}-0123abcd")))
+            .expect("links");
+        let held = directory.path().join(format!("larder-held-{dead}-0123abcd"));
+        let held = lock_path(&held, File::open(&held)).expect("locks");
 
-        remove_stale(folder.path());
+        remove_stale(directory.path());
         let mut expected = keep.map(str::to_owned).to_vec();
         expected.push(format!("larder-link-{dead}-0123abcd"));
         expected.sort();
-        assert_eq!(names(folder.path()), expected);
+        assert_eq!(names(directory.path()), expected);
         drop(held);
     }
 
@@ -359,21 +360,21 @@ mod tests {
     #[test]
     fn lease_checks_before_it_creates_anything() {
         let folder = tempfile::tempdir().expect("a directory");
-        let places = Places {
-            folder: folder.path().join("larder-run-1"),
+        let places = LeasePaths {
+            directory: folder.path().join("larder-run-1"),
             ram: folder.path().join("larder-vm-1"),
         };
         let huge = vec![RamFile {
             path: places.ram.clone(),
             bytes: 1 << 62,
         }];
-        let error = Lease::take(&places, &plan(huge, Vec::new()))
+        let error = Lease::acquire(&places, &plan(huge, Vec::new()))
             .expect_err("is too much")
             .to_string();
         assert!(error.contains("does not fit") && error.contains("remount"), "{error}");
         let file = folder.path().join("precious");
         fs::write(&file, "mine").expect("writes");
-        let error = Lease::take(&places, &plan(Vec::new(), vec![file])).expect_err("is a file");
+        let error = Lease::acquire(&places, &plan(Vec::new(), vec![file])).expect_err("is a file");
         assert!(matches!(error, LeaseError::PrivateFile { .. }), "{error}");
         assert_eq!(names(folder.path()), ["precious"]);
     }

@@ -31,7 +31,7 @@ pub struct Machine {
 
 impl Machine {
     /// Parses the command line.
-    pub fn of(program: &OsStr, arguments: &[Argument]) -> Self {
+    pub fn parse(program: &OsStr, arguments: &[Argument]) -> Self {
         let program = Path::new(program)
             .file_name()
             .and_then(OsStr::to_str)
@@ -40,13 +40,13 @@ impl Machine {
         let mut options = KeyValues::default();
         let mut processors = 1;
         for argument in arguments {
-            match (argument.name(), argument.text()) {
+            match (argument.name(), argument.value_str()) {
                 (Some("machine" | "M"), Some(text)) => {
                     for (key, value) in KeyValues::parse(text, Some("type")).iter() {
                         options.set(key, value);
                     }
                 }
-                (Some("smp"), Some(text)) => processors = processors_of(&KeyValues::parse(text, Some("cpus"))),
+                (Some("smp"), Some(text)) => processors = processor_count(&KeyValues::parse(text, Some("cpus"))),
                 _ => {}
             }
         }
@@ -87,16 +87,16 @@ impl Machine {
     /// not know.
     pub fn default_ram_bytes(&self) -> Option<u64> {
         // QEMU's own default, which PCs and the virt machines do not change.
-        let usual = matches!(
+        let has_common_default = matches!(
             self.architecture.as_str(),
             "x86_64" | "i386" | "aarch64" | "arm" | "riscv64" | "riscv32"
         );
-        usual.then_some(128 << 20)
+        has_common_default.then_some(128 << 20)
     }
 }
 
 /// Returns the number of processors from `-smp`: `cpus=`, or the product of the topology.
-fn processors_of(smp: &KeyValues) -> u64 {
+fn processor_count(smp: &KeyValues) -> u64 {
     let number = |key| smp.get(key).and_then(|text| text.parse::<u64>().ok());
     let topology = [
         "drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads",
@@ -116,7 +116,7 @@ mod tests {
             .map(Into::into)
             .collect::<Vec<std::ffi::OsString>>();
         let program = words.remove(0);
-        Machine::of(&program, &split(&words))
+        Machine::parse(&program, &split(&words))
     }
 
     #[test]

@@ -10,25 +10,25 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 
-use super::backoff::Backoff;
-use super::child::{Guarded, start_pager};
-use super::supervise::{Say, ServerProgram};
-use crate::memory::wish::MemoryWish;
+use super::child::{ChildGuard, start_pager};
+use super::restart_backoff::RestartBackoff;
+use super::supervise::{ServerProgram, ShowMessage};
+use crate::memory::spec::MemorySpec;
 
 /// Planned management of the guest's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedMemory {
     /// Memory options of the user.
-    pub wish: MemoryWish,
+    pub spec: MemorySpec,
     /// Control socket of the pager.
     pub control: PathBuf,
 }
 
 impl PlannedMemory {
     /// Returns the plan, with a control socket in the directory of the sockets.
-    pub(super) fn new(wish: &MemoryWish, sockets: &Path) -> Self {
+    pub(super) fn new(spec: &MemorySpec, sockets: &Path) -> Self {
         Self {
-            wish: wish.clone(),
+            spec: spec.clone(),
             control: sockets.join("memory.sock"),
         }
     }
@@ -38,102 +38,113 @@ impl PlannedMemory {
         let mut words: Vec<OsString> = ["memory", "attach", "--pid", pid, "--wait"]
             .map(OsString::from)
             .to_vec();
-        words.extend(self.wish.attach_arguments());
+        words.extend(self.spec.attach_arguments());
         words.extend(["--control".into(), self.control.clone().into()]);
         words
     }
 }
 
 /// The pager of a running QEMU.
-pub(super) struct Pager<'a> {
+pub(super) struct SupervisedPager<'a> {
     planned: &'a PlannedMemory,
     /// QEMU's process ID.
     pid: u32,
     program: &'a ServerProgram,
-    say: Say<'a>,
+    show_message: ShowMessage<'a>,
     /// The pager's process; `None` if it could not be started.
-    process: Option<Guarded>,
+    process: Option<ChildGuard>,
     started: Instant,
-    backoff: Backoff,
+    backoff: RestartBackoff,
     /// Time of the next restart, if the pager is down.
-    pub(super) due: Option<Instant>,
+    pub(super) restart_at: Option<Instant>,
     /// The pager's work is complete: QEMU has ended, or a client has had the pager detach.
-    is_over: bool,
+    is_done: bool,
 }
 
-impl<'a> Pager<'a> {
+impl<'a> SupervisedPager<'a> {
     /// Starts the pager of QEMU's process `pid`. If that fails, it is retried.
-    pub(super) fn start(planned: &'a PlannedMemory, pid: u32, program: &'a ServerProgram, say: Say<'a>) -> Self {
+    pub(super) fn start(
+        planned: &'a PlannedMemory,
+        pid: u32,
+        program: &'a ServerProgram,
+        say: ShowMessage<'a>,
+    ) -> Self {
         let mut pager = Self {
             planned,
             pid,
             program,
-            say,
+            show_message: say,
             process: None,
             started: Instant::now(),
-            backoff: Backoff::default(),
-            due: Some(Instant::now()),
-            is_over: false,
+            backoff: RestartBackoff::default(),
+            restart_at: Some(Instant::now()),
+            is_done: false,
         };
-        pager.start_again();
+        pager.restart();
         pager
     }
 
     /// Detects that the pager has died, and restarts it when that is due.
-    pub(super) fn keep_alive(&mut self) -> io::Result<()> {
-        if self.is_over {
+    pub(super) fn restart_if_dead(&mut self) -> io::Result<()> {
+        if self.is_done {
             return Ok(());
         }
-        if self.due.is_none() {
-            let Some(status) = self.process.as_mut().map(Guarded::ended).transpose()?.flatten() else {
+        if self.restart_at.is_none() {
+            let Some(status) = self
+                .process
+                .as_mut()
+                .map(ChildGuard::exit_status)
+                .transpose()?
+                .flatten()
+            else {
                 return Ok(());
             };
             if status.success() {
-                self.is_over = true;
+                self.is_done = true;
                 return Ok(());
             }
-            let delay = self.backoff.died(self.started.elapsed());
-            (self.say)(&format!(
+            let delay = self.backoff.next_delay(self.started.elapsed());
+            (self.show_message)(&format!(
                 "memory: its pager died ({status}) and is restarted; the guest waits for it"
             ));
-            self.due = Some(Instant::now() + delay);
+            self.restart_at = Some(Instant::now() + delay);
         }
-        if self.due.is_some_and(|due| due <= Instant::now()) {
-            self.start_again();
+        if self.restart_at.is_some_and(|due| due <= Instant::now()) {
+            self.restart();
         }
         Ok(())
     }
 
-    fn start_again(&mut self) {
+    fn restart(&mut self) {
         self.started = Instant::now();
         match start_pager(self.program, self.planned, self.pid) {
             Ok(child) => {
-                self.process = Some(Guarded::new(child));
-                self.due = None;
+                self.process = Some(ChildGuard::new(child));
+                self.restart_at = None;
             }
             Err(error) => {
-                (self.say)(&format!(
+                (self.show_message)(&format!(
                     "memory: cannot start its pager: {error}; Larder will try again"
                 ));
-                self.due = Some(Instant::now() + self.backoff.died(std::time::Duration::ZERO));
+                self.restart_at = Some(Instant::now() + self.backoff.next_delay(std::time::Duration::ZERO));
             }
         }
     }
 
     /// Ends the pager after QEMU's end.
-    pub(super) fn end(&mut self) {
-        self.is_over = true;
-        self.due = None;
+    pub(super) fn stop(&mut self) {
+        self.is_done = true;
+        self.restart_at = None;
         // The pager detects QEMU's end itself, except before it has attached.
         if let Some(process) = &mut self.process {
-            process.signal(Signal::TERM);
+            process.send_signal(Signal::TERM);
         }
     }
 
     /// Returns whether the pager has ended.
     pub(super) fn has_ended(&mut self) -> io::Result<bool> {
         match &mut self.process {
-            Some(process) => Ok(process.ended()?.is_some()),
+            Some(process) => Ok(process.exit_status()?.is_some()),
             None => Ok(true),
         }
     }

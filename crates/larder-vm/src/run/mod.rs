@@ -2,9 +2,9 @@
 //!
 //! [`plan`] converts the command line to a plan of processes, without side effects. [`lease`] creates the resources
 //! that the plan needs on this host, files of RAM and a directory for the sockets, and removes them again.
-//! [`supervise`] starts a server for each disk and QEMU, restarts servers that die, and ends when QEMU does. `keeper`
-//! is a proxy between QEMU and each server, so that QEMU never sees a server disconnect. [`memory`] keeps the guest's
-//! memory within a budget. [`hold`] holds the images' locks across restarts of servers.
+//! [`supervise`] starts a server for each disk and QEMU, restarts servers that die, and ends when QEMU does. `proxy`
+//! forwards messages between QEMU and each server, so that QEMU never sees a server disconnect. [`memory`] keeps the
+//! guest's memory within a budget. [`disk_locks`] holds the images' locks across restarts of servers.
 //!
 //! Invariants:
 //! - An argument that does not concern a disk or the RAM reaches QEMU unchanged, in its order.
@@ -16,22 +16,22 @@
 //!   the next start does.
 
 pub mod arguments;
-pub mod backoff;
 pub mod check;
 mod child;
 pub mod device;
+pub mod disk_locks;
 mod disks;
 pub mod drive;
-pub mod hold;
 mod inventory;
-mod keeper;
 pub mod keyval;
 pub mod lease;
 pub mod machine;
 pub mod memory;
 mod option_names;
 pub mod plan;
+mod proxy;
 pub mod ram;
+pub mod restart_backoff;
 mod rewrite;
 pub mod shell;
 mod signals;

@@ -3,7 +3,7 @@
 
 /// Options without a value.
 #[rustfmt::skip]
-const ALONE: &[&str] = &[
+const OPTIONS_WITHOUT_VALUE: &[&str] = &[
     "h", "help", "version", "snapshot", "usb", "nographic", "portrait", "full-screen", "win2k-hack", "no-fd-bootchk",
     "no-acpi", "no-hpet", "no-quit", "no-frame", "alt-grab", "ctrl-grab", "sdl", "curses", "singlestep", "preconfig",
     "S", "s", "enable-kvm", "no-kvm", "xen-attach", "xen-domid-restrict", "no-reboot", "no-shutdown", "daemonize",
@@ -14,7 +14,7 @@ const ALONE: &[&str] = &[
 
 /// Options whose value may be any word, even one that begins with a dash: `-append -v`.
 #[rustfmt::skip]
-const WITH_ANY_VALUE: &[&str] = &[
+const OPTIONS_WITH_ANY_VALUE: &[&str] = &[
     "append", "kernel", "initrd", "dtb", "bios", "pflash", "drive", "device", "object", "machine", "M", "m", "mem-path",
     "numa", "smp", "cpu", "accel", "name", "uuid", "hda", "hdb", "hdc", "hdd", "fda", "fdb", "cdrom", "blockdev", "sd",
     "mtdblock", "fsdev", "virtfs", "netdev", "nic", "net", "chardev", "serial", "parallel", "monitor", "qmp",
@@ -28,5 +28,5 @@ const WITH_ANY_VALUE: &[&str] = &[
 /// Returns whether `next`, the word after option `name`, is its value. An option in neither list is assumed to have
 /// one if the next word does not look like an option itself.
 pub(super) fn takes_value(name: &str, next: &str) -> bool {
-    !ALONE.contains(&name) && (WITH_ANY_VALUE.contains(&name) || !next.starts_with('-'))
+    !OPTIONS_WITHOUT_VALUE.contains(&name) && (OPTIONS_WITH_ANY_VALUE.contains(&name) || !next.starts_with('-'))
 }

@@ -5,23 +5,23 @@ use std::path::{Path, PathBuf};
 
 use super::arguments::split;
 use super::disks::{self, DiskContext};
-use super::drive::Reason;
+use super::drive::QemuOnlyReason;
 use super::keyval::KeyValues;
 use super::machine::Machine;
 use super::memory::PlannedMemory;
-use super::ram::{self, Ram, RamFile};
-use super::rewrite::Rewrite;
+use super::ram::{self, RamFile, RamPlan};
+use super::rewrite::CommandLineRewrite;
 use super::shell::command_line;
 use super::version::QemuVersion;
-use crate::image::{ImageAddress, is_same};
-use crate::listen::same_place;
+use crate::disk_spec::DiskSpec;
+use crate::image::{ImageAddress, is_same_image};
+use crate::listen::find_same_path;
 use crate::memory::BudgetError;
-use crate::memory::wish::{MemoryWish, WishError};
-use crate::wish::DiskWish;
+use crate::memory::spec::{MemorySpec, MemorySpecError};
 
 /// A plan of processes and resources.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct RunPlan {
     /// QEMU's program and arguments.
     pub qemu: Vec<OsString>,
     /// Disks to serve before QEMU starts.
@@ -31,14 +31,14 @@ pub struct Plan {
     /// Files to create before QEMU starts.
     pub ram: Vec<RamFile>,
     /// Paths that must be directories: QEMU would write RAM to a file of the user's otherwise.
-    pub folders: Vec<PathBuf>,
+    pub directories: Vec<PathBuf>,
     /// Changes to the command line, and unexpected omissions; one line each.
     pub changes: Vec<String>,
 }
 
 /// Source of a disk's options, which determines how advice is worded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GivenBy {
+pub enum OptionSource {
     /// `-drive if=virtio`.
     Drive,
     /// `-device virtio-blk-...` and its `-drive`.
@@ -49,9 +49,9 @@ pub enum GivenBy {
     File,
 }
 
-impl GivenBy {
+impl OptionSource {
     /// Returns the name of the source.
-    pub(super) fn place(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Drive | Self::Device | Self::Option => "the command line",
             Self::File => "the file",
@@ -59,7 +59,7 @@ impl GivenBy {
     }
 
     /// Returns how a disk is shared in that source's notation.
-    pub(super) fn share(self) -> &'static str {
+    pub(super) fn share_notation(self) -> &'static str {
         match self {
             Self::Drive | Self::Device | Self::Option => "share=on (share-rw=on at a -device)",
             Self::File => "share = true",
@@ -71,17 +71,17 @@ impl GivenBy {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedDisk {
     /// Options of the disk.
-    pub disk: DiskWish,
+    pub disk: DiskSpec,
     /// Source of the options.
-    pub given_by: GivenBy,
+    pub source: OptionSource,
     /// Socket for QEMU.
     pub socket: PathBuf,
 }
 
 impl PlannedDisk {
     /// Returns the parts that are checked before the disk is served.
-    pub fn to_check(&self) -> (&DiskWish, GivenBy) {
-        (&self.disk, self.given_by)
+    pub fn check_input(&self) -> (&DiskSpec, OptionSource) {
+        (&self.disk, self.source)
     }
 
     /// Returns the file that the disk's server creates once it listens.
@@ -89,7 +89,7 @@ impl PlannedDisk {
         self.socket.with_extension("pid")
     }
 
-    /// Returns the socket of the server, if a keeper is between it and QEMU.
+    /// Returns the socket of the server, if a proxy is between it and QEMU.
     pub(super) fn server_socket(&self) -> PathBuf {
         self.socket.with_extension("server")
     }
@@ -99,8 +99,8 @@ impl PlannedDisk {
         self.disk.serve_arguments(&self.socket, &self.ready_file())
     }
 
-    /// Returns the arguments of a server behind a keeper. A restarted server opens the same files as the first one.
-    pub fn kept_serve_arguments(&self) -> Vec<OsString> {
+    /// Returns the arguments of a server behind a proxy. A restarted server opens the same files as the first one.
+    pub fn proxied_serve_arguments(&self) -> Vec<OsString> {
         let mut arguments = self.disk.serve_arguments(&self.server_socket(), &self.ready_file());
         arguments.extend(["--pin-chain".into(), self.chain_file().into()]);
         arguments
@@ -114,7 +114,7 @@ impl PlannedDisk {
 
 /// Environment of a plan: paths, and QEMU's version.
 #[derive(Clone, Copy, Debug)]
-pub struct Setting<'a> {
+pub struct PlanEnvironment<'a> {
     /// Version of the QEMU that will run.
     pub version: QemuVersion,
     /// Directory for the sockets.
@@ -122,9 +122,9 @@ pub struct Setting<'a> {
     /// Path of the RAM's file; further files get a number as a suffix.
     pub ram: &'a Path,
     /// Images that Larder cannot serve, with reasons: their drives stay with QEMU.
-    pub left: &'a [(ImageAddress, Reason)],
+    pub left_to_qemu: &'a [(ImageAddress, QemuOnlyReason)],
     /// Options for managing the guest's memory, if it is to be managed.
-    pub memory: Option<&'a MemoryWish>,
+    pub memory: Option<&'a MemorySpec>,
 }
 
 /// Reason why a command line cannot be run.
@@ -137,7 +137,7 @@ pub enum PlanError {
         "-daemonize: larder run stays in the foreground with QEMU to serve its disks; drop the option, and run \
          larder itself as a service or with &"
     )]
-    Daemonize,
+    DaemonizeUnsupported,
     #[error(
         "--disk {image}: -snapshot does not apply to it, and the guest's writes would be permanent: add readonly=on, or drop -snapshot"
     )]
@@ -151,9 +151,9 @@ pub enum PlanError {
     #[error("{option}: cannot determine the size of the guest's RAM; give a number and K, M, G or T, as in 2G")]
     RamSize { option: String },
     #[error("--memory-budget: {0}")]
-    Memory(WishError),
+    InvalidMemory(MemorySpecError),
     #[error("--memory-budget: {0}")]
-    Budget(BudgetError),
+    BudgetTooSmall(BudgetError),
     #[error("Larder does not know this machine's default size of RAM; give it with -m")]
     NoRamSize,
 }
@@ -162,7 +162,7 @@ pub enum PlanError {
 ///
 /// # Errors
 /// See [`PlanError`].
-pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> Result<Plan, PlanError> {
+pub fn plan(command: &[OsString], extra: &[DiskSpec], setting: &PlanEnvironment<'_>) -> Result<RunPlan, PlanError> {
     let (program, words) = command.split_first().ok_or(PlanError::NoCommand)?;
     let arguments = split(words);
     let has = |names: &[&str]| {
@@ -171,42 +171,42 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
             .any(|argument| argument.name().is_some_and(|name| names.contains(&name)))
     };
     if has(&["daemonize"]) {
-        return Err(PlanError::Daemonize);
+        return Err(PlanError::DaemonizeUnsupported);
     }
     if has(&["h", "help", "version"]) {
-        return Ok(unchanged(command));
+        return Ok(unchanged_plan(command));
     }
-    refuse_same_control(extra)?;
-    refuse_same_cache(extra)?;
-    let machine = Machine::of(program, &arguments);
-    let warnings = warnings(&arguments_with_text(&arguments));
-    let rewritten = |none: Option<Reason>| -> Result<_, PlanError> {
-        let mut line = Rewrite::new(arguments.clone());
+    check_distinct_controls(extra)?;
+    check_distinct_caches(extra)?;
+    let machine = Machine::parse(program, &arguments);
+    let warnings = warnings(&text_arguments(&arguments));
+    let rewritten = |none: Option<QemuOnlyReason>| -> Result<_, PlanError> {
+        let mut line = CommandLineRewrite::new(arguments.clone());
         let context = DiskContext {
             machine: &machine,
             version: setting.version,
             sockets: setting.sockets,
-            left: setting.left,
-            none,
+            left_to_qemu: setting.left_to_qemu,
+            leave_all_reason: none,
         };
-        let disks = disks::rewrite(&mut line, extra, &context)?;
+        let disks = disks::rewrite_disks(&mut line, extra, &context)?;
         // QEMU needs only private memory for its own disks.
         let ram = match disks.is_empty() && setting.memory.is_none() {
-            true => Ram::default(),
-            false => ram::rewrite(&mut line, &machine, setting.ram)?,
+            true => RamPlan::default(),
+            false => ram::rewrite_ram(&mut line, &machine, setting.ram)?,
         };
         Ok((line, disks, ram))
     };
     let (mut line, disks, ram) = match rewritten(None) {
         // QEMU knows the size, and the user requested nothing that requires Larder to know it.
         Err(error @ PlanError::NoRamSize) if extra.is_empty() && setting.memory.is_none() => {
-            rewritten(Some(Reason(error.to_string())))
+            rewritten(Some(QemuOnlyReason(error.to_string())))
         }
         rewritten => rewritten,
     }?;
-    let memory = setting.memory.map(|wish| PlannedMemory::new(wish, setting.sockets));
+    let memory = setting.memory.map(|spec| PlannedMemory::new(spec, setting.sockets));
     if let Some(memory) = &memory {
-        check_budget(&memory.wish, &ram.files)?;
+        check_budget(&memory.spec, &ram.files)?;
     }
     let mut changes = std::mem::take(&mut line.changes);
     if disks.is_empty() {
@@ -218,37 +218,37 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
     if let Some(memory) = &memory {
         changes.push(format!(
             "memory: kept within {}; larder memory status {}",
-            memory.wish.budget,
+            memory.spec.budget,
             command_line(&[memory.control.clone().into()])
         ));
     }
     changes.extend(warnings);
     let mut qemu = vec![program.clone()];
     qemu.extend(line.into_words());
-    Ok(Plan {
+    Ok(RunPlan {
         qemu,
         disks,
         memory,
         ram: ram.files,
-        folders: ram.folders,
+        directories: ram.directories,
         changes,
     })
 }
 
 /// Checks that the budget is valid, and sufficient for the known part of the RAM.
-fn check_budget(wish: &MemoryWish, ram: &[RamFile]) -> Result<(), PlanError> {
-    wish.check().map_err(PlanError::Memory)?;
+fn check_budget(spec: &MemorySpec, ram: &[RamFile]) -> Result<(), PlanError> {
+    spec.check().map_err(PlanError::InvalidMemory)?;
     let bytes = ram.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
-    wish.check_for(bytes).map_err(PlanError::Budget)
+    spec.check_budget_for(bytes).map_err(PlanError::BudgetTooSmall)
 }
 
 /// Refuses a control socket shared by two disks; only `--disk` has control sockets.
-fn refuse_same_control(extra: &[DiskWish]) -> Result<(), PlanError> {
-    let controls: Vec<(&DiskWish, &Path)> = extra
+fn check_distinct_controls(extra: &[DiskSpec]) -> Result<(), PlanError> {
+    let controls: Vec<(&DiskSpec, &Path)> = extra
         .iter()
         .filter_map(|disk| Some((disk, disk.control.as_deref()?)))
         .collect();
-    match same_place(&controls) {
+    match find_same_path(&controls) {
         Some((one, other)) => Err(PlanError::SameControl {
             one: one.image.to_string(),
             other: other.image.to_string(),
@@ -259,13 +259,16 @@ fn refuse_same_control(extra: &[DiskWish]) -> Result<(), PlanError> {
 }
 
 /// Refuses a cache shared by two disks.
-fn refuse_same_cache(extra: &[DiskWish]) -> Result<(), PlanError> {
-    let caches: Vec<(&DiskWish, &ImageAddress)> = extra
+fn check_distinct_caches(extra: &[DiskSpec]) -> Result<(), PlanError> {
+    let caches: Vec<(&DiskSpec, &ImageAddress)> = extra
         .iter()
         .filter_map(|disk| Some((disk, disk.disk_cache.file.as_ref()?)))
         .collect();
     for (index, (other, cache)) in caches.iter().enumerate() {
-        if let Some((one, _)) = caches[..index].iter().find(|(_, earlier)| is_same(earlier, cache)) {
+        if let Some((one, _)) = caches[..index]
+            .iter()
+            .find(|(_, earlier)| is_same_image(earlier, cache))
+        {
             return Err(PlanError::SameCache {
                 one: one.image.to_string(),
                 other: other.image.to_string(),
@@ -277,21 +280,21 @@ fn refuse_same_cache(extra: &[DiskWish]) -> Result<(), PlanError> {
 }
 
 /// Returns a plan for a QEMU that only prints something and exits.
-fn unchanged(command: &[OsString]) -> Plan {
-    Plan {
+fn unchanged_plan(command: &[OsString]) -> RunPlan {
+    RunPlan {
         qemu: command.to_vec(),
         disks: Vec::new(),
         memory: None,
         ram: Vec::new(),
-        folders: Vec::new(),
+        directories: Vec::new(),
         changes: Vec::new(),
     }
 }
 
-fn arguments_with_text(arguments: &[super::arguments::Argument]) -> Vec<(&str, &str)> {
+fn text_arguments(arguments: &[super::arguments::Argument]) -> Vec<(&str, &str)> {
     let texts = arguments
         .iter()
-        .filter_map(|argument| Some((argument.name()?, argument.text()?)));
+        .filter_map(|argument| Some((argument.name()?, argument.value_str()?)));
     texts.collect()
 }
 
@@ -310,9 +313,12 @@ fn warnings(options: &[(&str, &str)]) -> Vec<String> {
 /// Returns the guest's name (`-name`), with characters that cannot be in a file name replaced; `vm` if it has none.
 pub fn guest_name(command: &[OsString]) -> String {
     let arguments = split(command.get(1..).unwrap_or_default());
-    let named = arguments.iter().rev().find_map(|argument| argument.text_of("name"));
+    let named = arguments
+        .iter()
+        .rev()
+        .find_map(|argument| argument.value_str_of("name"));
     let list = KeyValues::parse(named.unwrap_or_default(), Some("guest"));
-    let fit = |c: char| {
+    let sanitize = |c: char| {
         if c.is_ascii_alphanumeric() || "._".contains(c) {
             c
         } else {
@@ -323,7 +329,7 @@ pub fn guest_name(command: &[OsString]) -> String {
         .get("guest")
         .unwrap_or_default()
         .chars()
-        .map(fit)
+        .map(sanitize)
         .take(40)
         .collect();
     if name.is_empty() { "vm".to_owned() } else { name }

@@ -12,7 +12,7 @@ use super::arguments::Argument;
 use super::keyval::{KeyValues, parse_bool};
 use super::machine::Machine;
 use super::plan::PlanError;
-use super::rewrite::Rewrite;
+use super::rewrite::CommandLineRewrite;
 use super::size::parse_size;
 
 /// ID of the RAM if the command line does not give one.
@@ -32,15 +32,19 @@ pub struct RamFile {
 
 /// Requirements of the guest's RAM before QEMU starts.
 #[derive(Debug, Default)]
-pub(super) struct Ram {
+pub(super) struct RamPlan {
     pub(super) files: Vec<RamFile>,
     /// Paths that must be directories: if one were a file, sharing it would change the user's data.
-    pub(super) folders: Vec<PathBuf>,
+    pub(super) directories: Vec<PathBuf>,
 }
 
 /// Makes the RAM shared. `prefix` is the path of the first file; further ones get a number.
-pub(super) fn rewrite(line: &mut Rewrite, machine: &Machine, prefix: &Path) -> Result<Ram, PlanError> {
-    let mut ram = Ram::default();
+pub(super) fn rewrite_ram(
+    line: &mut CommandLineRewrite,
+    machine: &Machine,
+    prefix: &Path,
+) -> Result<RamPlan, PlanError> {
+    let mut ram = RamPlan::default();
     let objects: Vec<(usize, String)> = line
         .options("object")
         .map(|(index, text)| (index, text.to_owned()))
@@ -55,7 +59,7 @@ pub(super) fn rewrite(line: &mut Rewrite, machine: &Machine, prefix: &Path) -> R
             continue;
         }
         let mut object = KeyValues::parse(text, Some("qom-type"));
-        if let Some(change) = share(&mut object, prefix, &mut ram)? {
+        if let Some(change) = make_shared(&mut object, prefix, &mut ram)? {
             line.replace(*index, vec![Argument::option("object", object)]);
             line.changes.push(change);
         }
@@ -67,16 +71,16 @@ pub(super) fn rewrite(line: &mut Rewrite, machine: &Machine, prefix: &Path) -> R
 }
 
 /// Returns whether the command line already defines the backend of the RAM.
-fn has_memory_backend(line: &Rewrite, machine: &Machine) -> bool {
-    let of_a_node = |(_, text): (usize, &str)| KeyValues::parse(text, Some("type")).get("memdev").is_some();
-    machine.option("memory-backend").is_some() || line.options("numa").any(of_a_node)
+fn has_memory_backend(line: &CommandLineRewrite, machine: &Machine) -> bool {
+    let has_memdev = |(_, text): (usize, &str)| KeyValues::parse(text, Some("type")).get("memdev").is_some();
+    machine.option("memory-backend").is_some() || line.options("numa").any(has_memdev)
 }
 
 /// Changes a memory object to a shared one; returns a description of the change.
-fn share(object: &mut KeyValues, prefix: &Path, ram: &mut Ram) -> Result<Option<String>, PlanError> {
+fn make_shared(object: &mut KeyValues, prefix: &Path, ram: &mut RamPlan) -> Result<Option<String>, PlanError> {
     let kind = object.get("qom-type").unwrap_or_default().to_owned();
     let id = object.get("id").unwrap_or_default().to_owned();
-    let is_on = |key| object.get(key).and_then(parse_bool);
+    let flag = |key| object.get(key).and_then(parse_bool);
     match kind.as_str() {
         // This applies even with share=on, because QEMU has no descriptor of that RAM to pass on.
         "memory-backend-ram" => {
@@ -92,13 +96,13 @@ fn share(object: &mut KeyValues, prefix: &Path, ram: &mut Ram) -> Result<Option<
             object.set("mem-path", &path);
             Ok(Some(format!("memory {id}: shared as {path} (was {kind})")))
         }
-        "memory-backend-memfd" if is_on("share") == Some(false) => {
+        "memory-backend-memfd" if flag("share") == Some(false) => {
             object.set("share", "on");
             Ok(Some(format!("memory {id}: shared (was share=off)")))
         }
-        "memory-backend-file" if is_on("share") != Some(true) && is_on("readonly") != Some(true) => {
+        "memory-backend-file" if flag("share") != Some(true) && flag("readonly") != Some(true) => {
             let path = object.get("mem-path").unwrap_or_default().to_owned();
-            ram.folders.push(path.clone().into());
+            ram.directories.push(path.clone().into());
             object.set("share", "on");
             Ok(Some(format!("memory {id}: shared (was a private file in {path})")))
         }
@@ -107,7 +111,12 @@ fn share(object: &mut KeyValues, prefix: &Path, ram: &mut Ram) -> Result<Option<
 }
 
 /// Adds a backend for the RAM that `-m` requests.
-fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut Ram) -> Result<(), PlanError> {
+fn add_backend(
+    line: &mut CommandLineRewrite,
+    machine: &Machine,
+    prefix: &Path,
+    ram: &mut RamPlan,
+) -> Result<(), PlanError> {
     let bytes = ram_bytes(line, machine)?;
     let mem_path = line
         .options("mem-path")
@@ -116,11 +125,11 @@ fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut R
     let (path, change) = match mem_path {
         // QEMU accepts either -mem-path or a memory backend, not both.
         Some((_, path)) => {
-            let given: Vec<usize> = line.options("mem-path").map(|(index, _)| index).collect();
-            for index in given {
+            let indexes: Vec<usize> = line.options("mem-path").map(|(index, _)| index).collect();
+            for index in indexes {
                 line.replace(index, Vec::new());
             }
-            ram.folders.push(path.clone().into());
+            ram.directories.push(path.clone().into());
             let change = format!("memory: shared (was a private file in {path})");
             (path, change)
         }
@@ -130,7 +139,7 @@ fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut R
             (path, change)
         }
     };
-    let object = KeyValues::of("qom-type", "memory-backend-file")
+    let object = KeyValues::with_implied("qom-type", "memory-backend-file")
         .with("id", RAM_ID)
         .with("size", bytes.to_string())
         .with("share", "on")
@@ -142,7 +151,7 @@ fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut R
 }
 
 /// Returns the RAM size from `-m`, in bytes.
-fn ram_bytes(line: &Rewrite, machine: &Machine) -> Result<u64, PlanError> {
+fn ram_bytes(line: &CommandLineRewrite, machine: &Machine) -> Result<u64, PlanError> {
     let mut options = KeyValues::default();
     for (_, text) in line.options("m") {
         for (key, value) in KeyValues::parse(text, Some("size")).iter() {
@@ -168,7 +177,7 @@ fn ram_bytes(line: &Rewrite, machine: &Machine) -> Result<u64, PlanError> {
         })
 }
 
-impl Ram {
+impl RamPlan {
     fn add_file(&mut self, prefix: &Path, bytes: u64) -> String {
         let number = self.files.len();
         let mut path = prefix.to_string_lossy().into_owned();

@@ -4,7 +4,7 @@ use super::arguments::{Argument, join};
 
 /// QEMU's arguments, each unchanged or replaced.
 #[derive(Debug)]
-pub(super) struct Rewrite {
+pub(super) struct CommandLineRewrite {
     arguments: Vec<Argument>,
     replacements: Vec<Option<Vec<Argument>>>,
     appended: Vec<Argument>,
@@ -12,7 +12,7 @@ pub(super) struct Rewrite {
     pub(super) changes: Vec<String>,
 }
 
-impl Rewrite {
+impl CommandLineRewrite {
     pub(super) fn new(arguments: Vec<Argument>) -> Self {
         Self {
             replacements: vec![None; arguments.len()],
@@ -29,7 +29,7 @@ impl Rewrite {
 
     /// Returns the indexes and values of the original options called `name`.
     pub(super) fn options<'a>(&'a self, name: &'a str) -> impl Iterator<Item = (usize, &'a str)> {
-        let texts = self.arguments.iter().map(move |argument| argument.text_of(name));
+        let texts = self.arguments.iter().map(move |argument| argument.value_str_of(name));
         texts.enumerate().filter_map(|(index, text)| Some((index, text?)))
     }
 
@@ -45,8 +45,8 @@ impl Rewrite {
 
     /// Returns the words of the new command line.
     pub(super) fn into_words(self) -> Vec<std::ffi::OsString> {
-        let kept = self.arguments.into_iter().zip(self.replacements);
-        let rewritten = kept.flat_map(|(old, new)| new.unwrap_or_else(|| vec![old]));
+        let pairs = self.arguments.into_iter().zip(self.replacements);
+        let rewritten = pairs.flat_map(|(old, new)| new.unwrap_or_else(|| vec![old]));
         join(rewritten.chain(self.appended))
     }
 }

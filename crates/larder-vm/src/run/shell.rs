@@ -17,8 +17,8 @@ fn quote(word: &OsStr) -> String {
             .collect();
         return format!("\"$(printf '{octal}')\"");
     };
-    let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,=+@%".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,=+@%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
         return word.to_owned();
     }
     format!("'{}'", word.replace('\'', r"'\''"))

@@ -9,15 +9,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
 /// Signals that end QEMU, and are forwarded to it.
-const PASSED_ON: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
+const FORWARDED_SIGNALS: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
 
 /// A signal that arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Received {
+pub(super) enum SignalEvent {
     /// One or more children have ended.
     Child,
     /// A request to end.
-    End {
+    Terminate {
         signal: Signal,
         /// The terminal sent the signal, so QEMU has received it too.
         from_terminal: bool,
@@ -25,16 +25,16 @@ pub(super) enum Received {
 }
 
 /// Signals that are blocked, and read from a signalfd.
-pub(super) struct Signals(OwnedFd);
+pub(super) struct SignalFd(OwnedFd);
 
-impl Signals {
-    pub(super) fn take_over() -> io::Result<Self> {
+impl SignalFd {
+    pub(super) fn block_signals() -> io::Result<Self> {
         // SAFETY: a zeroed set is a valid place for sigemptyset, which makes it a valid set; the other calls only
         // read or fill it. The descriptor is new, and has no other owner.
         unsafe {
             let mut set = std::mem::zeroed();
             libc::sigemptyset(&raw mut set);
-            for signal in PASSED_ON.into_iter().chain([libc::SIGCHLD]) {
+            for signal in FORWARDED_SIGNALS.into_iter().chain([libc::SIGCHLD]) {
                 libc::sigaddset(&raw mut set, signal);
             }
             // If our parent ignores SIGCHLD, that is inherited, and ended children would be reaped without their exit
@@ -52,7 +52,7 @@ impl Signals {
     }
 
     /// Waits for a signal, at most for `timeout`; `None` if none arrived.
-    pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<Option<Received>> {
+    pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<Option<SignalEvent>> {
         let timeout = timeout.map(|timeout| Timespec {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
@@ -62,10 +62,10 @@ impl Signals {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-        self.take()
+        self.read_signal()
     }
 
-    fn take(&self) -> io::Result<Option<Received>> {
+    fn read_signal(&self) -> io::Result<Option<SignalEvent>> {
         let mut info = MaybeUninit::<libc::signalfd_siginfo>::uninit();
         let size = size_of::<libc::signalfd_siginfo>();
         // SAFETY: `info` has room for `size` bytes.
@@ -83,8 +83,8 @@ impl Signals {
             return Ok(None);
         };
         Ok(Some(match signal {
-            Signal::CHILD => Received::Child,
-            signal => Received::End {
+            Signal::CHILD => SignalEvent::Child,
+            signal => SignalEvent::Terminate {
                 signal,
                 from_terminal: info.ssi_code == libc::SI_KERNEL,
             },

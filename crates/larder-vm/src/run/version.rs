@@ -14,8 +14,8 @@ pub struct QemuVersion(pub u32, pub u32);
 pub enum VersionError {
     #[error("cannot run {}: {source}; give the QEMU program with its arguments after --", program.display())]
     Run { program: OsString, source: std::io::Error },
-    #[error("{} --version does not print QEMU's version ('{said}'); give the QEMU program after --", program.display())]
-    NotQemu { program: OsString, said: String },
+    #[error("{} --version does not print QEMU's version ('{first_line}'); give the QEMU program after --", program.display())]
+    NotQemu { program: OsString, first_line: String },
 }
 
 impl QemuVersion {
@@ -32,17 +32,17 @@ impl QemuVersion {
                 program: program.to_owned(),
                 source,
             })?;
-        let said = String::from_utf8_lossy(&output.stdout);
-        Self::parse(&said).ok_or_else(|| VersionError::NotQemu {
+        let text = String::from_utf8_lossy(&output.stdout);
+        Self::parse(&text).ok_or_else(|| VersionError::NotQemu {
             program: program.to_owned(),
-            said: said.lines().next().unwrap_or_default().to_owned(),
+            first_line: text.lines().next().unwrap_or_default().to_owned(),
         })
     }
 
     /// Parses the output of `--version`: `QEMU emulator version 7.2.22 (Debian ...)`.
     fn parse(text: &str) -> Option<Self> {
-        let (_, behind) = text.split_once("QEMU")?.1.split_once("version ")?;
-        let mut numbers = behind.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+        let (_, rest) = text.split_once("QEMU")?.1.split_once("version ")?;
+        let mut numbers = rest.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some(Self(numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 

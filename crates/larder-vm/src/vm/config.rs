@@ -5,7 +5,7 @@
 
 mod chain_file;
 mod memory;
-mod unsaid;
+mod missing_keys;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -21,21 +21,21 @@ use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
 
-use crate::disk::{DiskConfig, Moves};
-use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
+use crate::disk::{DiskConfig, Mobility};
+use crate::disk_spec::DiskSpec;
+use crate::disk_spec::keys::{self, OptionProblem, nearest};
+use crate::exports::{ExportsConfig, NbdExportConfig, VhostUserSource};
 use crate::image::{ChainPolicy, Format, ImageAddress, ImageOptions, PinnedBy, PinnedChain};
 use crate::inherited::Inherited;
-use crate::listen::{Access, SOCKET_PATH_BYTES_MAX, group_of, mode_of, user_of};
-use crate::opener::helper;
+use crate::listen::{Access, SOCKET_PATH_BYTES_MAX, parse_group, parse_huge_mode, parse_user};
+use crate::opener::opener_client;
 use crate::read_group::is_reader;
-use crate::runtime_folder::{OF_SYSTEM, socket_folder};
-use crate::vm::find::memory_control_of;
-use crate::wish::DiskWish;
-use crate::wish::keys::{self, Problem, nearest};
+use crate::runtime_directory::{SYSTEM_DIRECTORY, socket_directory};
+use crate::vm::find::memory_control_path;
 
 pub use chain_file::ChainFile;
-pub use memory::{QemuAt, VmMemory};
-pub use unsaid::{Unsaid, unsaid, with_lines};
+pub use memory::{QemuLocation, VmMemory};
+pub use missing_keys::{DiskMissingKeys, find_missing_keys, insert_lines};
 
 /// Keys of the VM itself.
 const VM_KEYS: [&str; 7] = [
@@ -64,7 +64,7 @@ const DISK_KEYS: [&str; 11] = [
 ];
 
 /// Hint for a misplaced key of the memory section.
-const OF_MEMORY: &str = "; it is a key of the memory: write it below [memory]";
+const MEMORY_KEY_HINT: &str = "; it is a key of the memory: write it below [memory]";
 
 /// Configuration of a VM.
 #[derive(Clone, Debug)]
@@ -89,13 +89,13 @@ pub struct VmDisk {
     /// Name of the disk, usually the device name in the guest.
     pub name: String,
     /// Options of the disk.
-    pub wish: DiskWish,
+    pub spec: DiskSpec,
     /// Socket of vhost-user-blk.
     pub socket: Option<PathBuf>,
     /// Permissions of the vhost-user socket, and of an NBD server's unix socket.
     pub access: Access,
     /// Address of the NBD export.
-    pub nbd: Option<NbdAt>,
+    pub nbd: Option<NbdExportConfig>,
 }
 
 /// Reason why a VM has no valid configuration.
@@ -104,7 +104,7 @@ pub struct VmDisk {
 pub enum ConfigError {
     #[error("{}: {source}{}", path.display(), read_hint(path, source))]
     Read { path: PathBuf, source: io::Error },
-    #[error("{}", lines(mistakes))]
+    #[error("{}", format_mistakes(mistakes))]
     Mistakes { mistakes: Vec<Mistake> },
     #[error(
         "'{name}' is not a valid name of a VM: a name consists of letters, digits, '.', '_' and '-', and does not begin with '.' or '-'; a path contains a '/', as in ./{name}"
@@ -114,13 +114,15 @@ pub enum ConfigError {
 
 fn read_hint(path: &Path, error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::NotFound if path.starts_with(folder()) => "; write one, or give the path of one with a / in it",
+        io::ErrorKind::NotFound if path.starts_with(vms_directory()) => {
+            "; write one, or give the path of one with a / in it"
+        }
         io::ErrorKind::NotFound => "; check the path, or write one",
         _ => "",
     }
 }
 
-fn lines(mistakes: &[Mistake]) -> String {
+fn format_mistakes(mistakes: &[Mistake]) -> String {
     let lines: Vec<String> = mistakes.iter().map(Mistake::to_string).collect();
     match lines.as_slice() {
         [line] => line.clone(),
@@ -134,14 +136,14 @@ pub struct Mistake {
     /// Path of the file.
     pub path: PathBuf,
     /// Line and column, counted from 1.
-    pub at: (usize, usize),
+    pub position: (usize, usize),
     /// Description of the mistake and of the correct form.
     pub what: String,
 }
 
 impl fmt::Display for Mistake {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (line, column) = self.at;
+        let (line, column) = self.position;
         write!(f, "{}:{line}:{column}: {}", self.path.display(), self.what)
     }
 }
@@ -151,59 +153,62 @@ impl fmt::Display for Mistake {
 ///
 /// # Errors
 /// The name is invalid.
-pub fn path_of(name: &Path) -> Result<PathBuf, ConfigError> {
+pub fn vm_file_path(name: &Path) -> Result<PathBuf, ConfigError> {
     if name.as_os_str().as_bytes().contains(&b'/') {
         return Ok(name.to_owned());
     }
-    let name = checked_name(name.as_os_str().to_string_lossy().into_owned())?;
-    Ok(folder().join(format!("{name}.toml")))
+    let name = check_name(name.as_os_str().to_string_lossy().into_owned())?;
+    Ok(vms_directory().join(format!("{name}.toml")))
 }
 
 /// Returns whether the host's file of the VM `name` names this image.
 pub(crate) fn names_image(name: &str, image: &ImageAddress) -> bool {
-    let file = Path::new(OF_HOST).join(format!("{name}.toml"));
+    let file = Path::new(SYSTEM_VMS_DIRECTORY).join(format!("{name}.toml"));
     VmConfig::read(&file).is_ok_and(|config| config.images().contains(&image))
 }
 
 /// Returns the default control socket of the VM `name`.
-pub(super) fn usual_control(name: &str) -> PathBuf {
-    usual_folder().join(format!("{name}.sock"))
+pub(super) fn default_control_path(name: &str) -> PathBuf {
+    default_socket_directory().join(format!("{name}.sock"))
 }
 
 /// Returns the directory of sockets whose paths a VM's file does not give. If a member of the read group reads the
 /// host's files, these still describe VMs of the host, whose sockets are not in the member's own directory.
-fn usual_folder() -> PathBuf {
-    match folder() == Path::new(OF_HOST) && is_reader() {
-        true => PathBuf::from(OF_SYSTEM),
-        false => socket_folder(),
+fn default_socket_directory() -> PathBuf {
+    match vms_directory() == Path::new(SYSTEM_VMS_DIRECTORY) && is_reader() {
+        true => PathBuf::from(SYSTEM_DIRECTORY),
+        false => socket_directory(),
     }
 }
 
 /// Directory of the host's files, which belongs to root.
-pub const OF_HOST: &str = "/etc/larder/vms";
+pub const SYSTEM_VMS_DIRECTORY: &str = "/etc/larder/vms";
 
 /// Returns the directory of this user's files.
-pub fn folder() -> PathBuf {
+pub fn vms_directory() -> PathBuf {
     let variable = |name: &str| {
         std::env::var_os(name)
             .map(PathBuf::from)
             .filter(|path| path.is_absolute())
     };
-    let of_user = || variable("XDG_CONFIG_HOME").or_else(|| Some(variable("HOME")?.join(".config")));
-    let place = match rustix::process::geteuid().is_root() {
+    let user_config = || variable("XDG_CONFIG_HOME").or_else(|| Some(variable("HOME")?.join(".config")));
+    let config_directory = match rustix::process::geteuid().is_root() {
         true => None,
-        false => of_user(),
+        false => user_config(),
     };
-    place.map_or_else(|| OF_HOST.into(), |place| place.join("larder/vms"))
+    config_directory.map_or_else(
+        || SYSTEM_VMS_DIRECTORY.into(),
+        |config_directory| config_directory.join("larder/vms"),
+    )
 }
 
 /// Parses a UUID (RFC 9562, section 4), and returns it in lower case.
-fn uuid_of(text: &str) -> Result<String, String> {
-    let is_there = |(place, c): (usize, char)| match place {
+fn parse_uuid(text: &str) -> Result<String, String> {
+    let is_valid_at = |(index, c): (usize, char)| match index {
         8 | 13 | 18 | 23 => c == '-',
         _ => c.is_ascii_hexdigit(),
     };
-    match text.len() == 36 && text.chars().enumerate().all(is_there) {
+    match text.len() == 36 && text.chars().enumerate().all(is_valid_at) {
         true => Ok(text.to_ascii_lowercase()),
         false => Err(format!(
             "'{text}' is not a UUID, such as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10"
@@ -212,9 +217,9 @@ fn uuid_of(text: &str) -> Result<String, String> {
 }
 
 /// Checks a name, which becomes part of file names.
-fn checked_name(name: String) -> Result<String, ConfigError> {
-    let may_be = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    match name.chars().all(may_be) && !name.is_empty() && !name.starts_with(['.', '-']) {
+fn check_name(name: String) -> Result<String, ConfigError> {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    match name.chars().all(is_allowed) && !name.is_empty() && !name.starts_with(['.', '-']) {
         true => Ok(name),
         false => Err(ConfigError::Name { name }),
     }
@@ -225,15 +230,15 @@ fn checked_name(name: String) -> Result<String, ConfigError> {
 /// # Errors
 /// The file cannot be read, is not text, or is longer than any such file can be.
 pub fn read_text(path: &Path) -> io::Result<String> {
-    match helper() {
+    match opener_client() {
         Some(helper) => small_file::read_open_text(helper.vm_file()?, CONFIG_BYTES_MAX),
         None => small_file::read_text(path, CONFIG_BYTES_MAX),
     }
 }
 
 /// Returns the paths of this user's VM files, sorted by name.
-pub(super) fn files() -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder()).into_iter().flatten().flatten();
+pub(super) fn vm_files() -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(vms_directory()).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
     let mut paths: Vec<PathBuf> = paths
         .filter(|path| path.extension().is_some_and(|it| it == "toml"))
@@ -247,8 +252,8 @@ impl VmConfig {
     pub(crate) fn images(&self) -> Vec<&ImageAddress> {
         let mut images = Vec::new();
         for disk in &self.disks {
-            images.push(&disk.wish.image);
-            if let ChainPolicy::Pinned { chain, .. } = &disk.wish.chain {
+            images.push(&disk.spec.image);
+            if let ChainPolicy::Pinned { chain, .. } = &disk.spec.chain {
                 images.extend(chain.backing.iter().map(|image| &image.image));
             }
         }
@@ -273,22 +278,22 @@ impl VmConfig {
     /// See [`ConfigError`].
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let name = checked_name(stem)?;
-        let mut reader = Reader {
+        let name = check_name(stem)?;
+        let mut reader = ConfigParser {
             path,
             text,
             mistakes: Vec::new(),
         };
         let config = match DeTable::parse(text) {
-            Ok(table) => Some(reader.vm(name, table.get_ref())),
+            Ok(table) => Some(reader.parse_vm(name, table.get_ref())),
             Err(error) => {
                 let at = error.span().unwrap_or(0..0);
-                reader.mistake(&at, error.message());
+                reader.add_mistake(&at, error.message());
                 None
             }
         };
         let mut mistakes = reader.mistakes;
-        mistakes.sort_by_key(|mistake| mistake.at);
+        mistakes.sort_by_key(|mistake| mistake.position);
         match config {
             Some(config) if mistakes.is_empty() => Ok(config),
             _ => Err(ConfigError::Mistakes { mistakes }),
@@ -299,25 +304,25 @@ impl VmConfig {
 impl VmDisk {
     /// Returns the configuration of the disk's thread; `inherited` has the sockets that exist already.
     pub fn config(&self, inherited: &Inherited) -> DiskConfig {
-        let mut config = DiskConfig::new(self.wish.image.clone());
-        config.options = self.wish.image_options().unwrap_or_else(|_| ImageOptions {
+        let mut config = DiskConfig::new(self.spec.image.clone());
+        config.options = self.spec.image_options().unwrap_or_else(|_| ImageOptions {
             // Contradicting options have been refused before. Even so, the chain is never left open.
-            chain: self.wish.chain.clone(),
+            chain: self.spec.chain.clone(),
             ..ImageOptions::default()
         });
         config.exports = ExportsConfig {
-            vhost_user_at: self.socket.clone().map(VhostUserAt::Path),
-            vhost_user: self.wish.vhost_user_options(),
+            vhost_user_source: self.socket.clone().map(VhostUserSource::Path),
+            vhost_user: self.spec.vhost_user_options(),
             nbd: self.nbd.clone(),
             access: self.access,
             inherited: inherited.clone(),
-            kept: Some((self.name.clone(), self.wish.image.clone())),
-            lent: None,
+            stored_connection: Some((self.name.clone(), self.spec.image.clone())),
+            active_queues_file: None,
             domain: None,
             gate: None,
         };
-        config.moves = Moves::Here;
-        if let Some(us) = self.wish.poll_us {
+        config.mobility = Mobility::Local;
+        if let Some(us) = self.spec.poll_us {
             config.poll_max = std::time::Duration::from_micros(us);
         }
         config.name = Some(self.name.clone());
@@ -326,7 +331,7 @@ impl VmDisk {
 }
 
 /// State of parsing a file.
-struct Reader<'a> {
+struct ConfigParser<'a> {
     path: &'a Path,
     text: &'a str,
     mistakes: Vec<Mistake>,
@@ -334,89 +339,94 @@ struct Reader<'a> {
 
 type Value<'a> = Spanned<DeValue<'a>>;
 
-impl Reader<'_> {
+impl ConfigParser<'_> {
     /// Returns the directory to which relative paths are relative.
-    fn folder(&self) -> PathBuf {
+    fn directory(&self) -> PathBuf {
         let path = std::path::absolute(self.path).unwrap_or_else(|_| self.path.to_owned());
         path.parent().unwrap_or(Path::new("/")).to_owned()
     }
 
-    fn mistake(&mut self, at: &Range<usize>, what: impl Into<String>) {
+    fn add_mistake(&mut self, at: &Range<usize>, what: impl Into<String>) {
         let before = &self.text.as_bytes()[..at.start.min(self.text.len())];
         let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
         let begin = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
         let column = String::from_utf8_lossy(&before[begin..]).chars().count() + 1;
         self.mistakes.push(Mistake {
             path: self.path.to_owned(),
-            at: (line, column),
+            position: (line, column),
             what: what.into(),
         });
     }
 
     /// Parses a value, or records the mistake.
-    fn read<T>(&mut self, key: &str, value: &Value<'_>, read: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
-        match text_of(value.get_ref()).and_then(|text| read(&text)) {
+    fn parse_value<T>(
+        &mut self,
+        key: &str,
+        value: &Value<'_>,
+        read: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Option<T> {
+        match value_text(value.get_ref()).and_then(|text| read(&text)) {
             Ok(read) => Some(read),
             Err(why) => {
-                self.mistake(&value.span(), format!("{key}: {why}"));
+                self.add_mistake(&value.span(), format!("{key}: {why}"));
                 None
             }
         }
     }
 
-    fn vm(&mut self, name: String, table: &DeTable<'_>) -> VmConfig {
+    fn parse_vm(&mut self, name: String, table: &DeTable<'_>) -> VmConfig {
         let mut config = VmConfig {
-            control: usual_control(&name),
+            control: default_control_path(&name),
             name,
             uuid: None,
             control_access: Access::OWNER,
             disks: Vec::new(),
             memory: None,
         };
-        let folder = self.folder();
+        let directory = self.directory();
         let mut disks = None;
         if !table.contains_key("control") {
-            self.usual_socket(&(0..0), "control", &config.control);
+            self.check_default_socket(&(0..0), "control", &config.control);
         }
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
-                "uuid" => config.uuid = self.read(key, value, uuid_of),
+                "uuid" => config.uuid = self.parse_value(key, value, parse_uuid),
                 "control" => {
-                    if let Some(path) = self.read(key, value, |text| socket_of(&folder, text)) {
+                    if let Some(path) = self.parse_value(key, value, |text| parse_socket_path(&directory, text)) {
                         config.control = path;
                     }
                 }
                 "control-mode" | "control-owner" | "control-group" => {
-                    self.access(key, "control-", value, &mut config.control_access);
+                    self.parse_access(key, "control-", value, &mut config.control_access);
                 }
                 "disk" => disks = Some(value),
                 "memory" => {
-                    if let Err(why) = fits_socket(&memory_control_of(&config.name)) {
-                        self.mistake(&at, format!("memory: {why}; give the VM, and its file, a shorter name"));
+                    if let Err(why) = check_socket_len(&memory_control_path(&config.name)) {
+                        self.add_mistake(&at, format!("memory: {why}; give the VM, and its file, a shorter name"));
                     }
-                    config.memory = self.memory(value);
+                    config.memory = self.parse_memory(value);
                 }
                 _ => {
                     let of_disk = keys::names().chain(DISK_KEYS).any(|name| name == key);
                     let hint = match nearest(key, VM_KEYS.into_iter()) {
                         _ if of_disk => "; it is a key of a disk: write it below [[disk]]".to_owned(),
-                        _ if memory::is_key(key) => OF_MEMORY.to_owned(),
+                        _ if memory::is_memory_key(key) => MEMORY_KEY_HINT.to_owned(),
                         near if near.is_empty() => format!("; the known keys are {}", VM_KEYS.join(", ")),
                         near => near,
                     };
-                    self.mistake(&at, format!("unknown key '{key}'{hint}"));
+                    self.add_mistake(&at, format!("unknown key '{key}'{hint}"));
                 }
             }
         }
         match disks.map(|disks| (disks.span(), disks.get_ref())) {
-            Some((_, DeValue::Array(all))) => config.disks = self.disks(&config.name, all),
-            Some((at, _)) => self.mistake(
+            Some((_, DeValue::Array(all))) => config.disks = self.parse_disks(&config.name, all),
+            Some((at, _)) => self.add_mistake(
                 &at,
                 "disk: write [[disk]], with two brackets, above the keys of each disk",
             ),
-            None if memory::is_in(table) => {}
-            None => self.mistake(
+            None if memory::has_memory_section(table) => {}
+            None => self.add_mistake(
                 &(self.text.len()..self.text.len()),
                 "there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format",
             ),
@@ -425,40 +435,40 @@ impl Reader<'_> {
     }
 
     /// Checks the length of a default socket path.
-    fn usual_socket(&mut self, at: &Range<usize>, key: &str, path: &Path) {
-        if let Err(why) = fits_socket(path) {
+    fn check_default_socket(&mut self, at: &Range<usize>, key: &str, path: &Path) {
+        if let Err(why) = check_socket_len(path) {
             let what = format!("{key}: {why}; give a shorter one: {key} = \"/run/larder/web.sock\"");
-            self.mistake(at, what);
+            self.add_mistake(at, what);
         }
     }
 
-    fn access(&mut self, key: &str, prefix: &str, value: &Value<'_>, access: &mut Access) {
+    fn parse_access(&mut self, key: &str, prefix: &str, value: &Value<'_>, access: &mut Access) {
         match key.strip_prefix(prefix) {
             Some("mode") => {
                 // Octal numbers in TOML have the prefix 0o: 0o660.
                 let read = match value.get_ref() {
-                    DeValue::Integer(number) if number.radix() == 8 => mode_of(number.as_str()),
-                    value => text_of(value).and_then(|text| mode_of(&text)),
+                    DeValue::Integer(number) if number.radix() == 8 => parse_huge_mode(number.as_str()),
+                    value => value_text(value).and_then(|text| parse_huge_mode(&text)),
                 };
                 match read {
                     Ok(mode) => access.mode = Some(mode),
-                    Err(why) => self.mistake(&value.span(), format!("{key}: {why}")),
+                    Err(why) => self.add_mistake(&value.span(), format!("{key}: {why}")),
                 }
             }
-            Some("owner") => access.owner = self.read(key, value, user_of).or(access.owner),
-            _ => access.group = self.read(key, value, group_of).or(access.group),
+            Some("owner") => access.owner = self.parse_value(key, value, parse_user).or(access.owner),
+            _ => access.group = self.parse_value(key, value, parse_group).or(access.group),
         }
     }
 
-    fn disks(&mut self, vm: &str, all: &DeArray<'_>) -> Vec<VmDisk> {
+    fn parse_disks(&mut self, vm: &str, all: &DeArray<'_>) -> Vec<VmDisk> {
         let mut disks: Vec<VmDisk> = Vec::new();
         let mut names = HashSet::new();
         for (number, value) in all.iter().enumerate() {
             let DeValue::Table(table) = value.get_ref() else {
-                self.mistake(&value.span(), "a disk is a table: write [[disk]] above its keys");
+                self.add_mistake(&value.span(), "a disk is a table: write [[disk]] above its keys");
                 continue;
             };
-            let Some(disk) = self.disk(vm, number, &value.span(), table) else {
+            let Some(disk) = self.parse_disk(vm, number, &value.span(), table) else {
                 continue;
             };
             if !names.insert(disk.name.clone()) {
@@ -466,28 +476,28 @@ impl Reader<'_> {
                     "disk {}: another disk has that name; give it a different one: name = \"...\"",
                     disk.name
                 );
-                self.mistake(&value.span(), what);
+                self.add_mistake(&value.span(), what);
             }
             disks.push(disk);
         }
         disks
     }
 
-    fn disk(&mut self, vm: &str, number: usize, at: &Range<usize>, table: &DeTable<'_>) -> Option<VmDisk> {
+    fn parse_disk(&mut self, vm: &str, number: usize, at: &Range<usize>, table: &DeTable<'_>) -> Option<VmDisk> {
         let before = self.mistakes.len();
-        let folder = self.folder();
+        let directory = self.directory();
         let image = match table.get("image") {
-            Some(image) => self.read("image", image, |text| image_of(&folder, text)),
+            Some(image) => self.parse_value("image", image, |text| parse_image(&directory, text)),
             None => {
-                self.mistake(at, "this disk has no image; add image = \"/path/of/the/image\"");
+                self.add_mistake(at, "this disk has no image; add image = \"/path/of/the/image\"");
                 None
             }
         };
         // Parsing continues, so that all other mistakes are reported too.
         let image = image.unwrap_or_else(|| ImageAddress::Path(PathBuf::new()));
         let mut disk = VmDisk {
-            name: usual_name(number),
-            wish: DiskWish::new(image),
+            name: default_disk_name(number),
+            spec: DiskSpec::new(image),
             socket: None,
             access: Access::UMASK,
             nbd: None,
@@ -499,106 +509,108 @@ impl Reader<'_> {
             match key {
                 "image" => {}
                 "name" => {
-                    if let Some(name) = self.read(key, value, |text| {
-                        checked_name(text.to_owned())
+                    if let Some(name) = self.parse_value(key, value, |text| {
+                        check_name(text.to_owned())
                             .map_err(|_| "a name consists of letters, digits, '.', '_' and '-', as in vda".to_owned())
                     }) {
                         disk.name = name;
                     }
                 }
-                "data-file" => chain.data_file = self.read(key, value, |text| image_of(&folder, text)),
-                "backing" => chain.backing = self.backing(&folder, value),
-                "socket" => disk.socket = self.read(key, value, |text| socket_of(&folder, text)),
+                "data-file" => chain.data_file = self.parse_value(key, value, |text| parse_image(&directory, text)),
+                "backing" => chain.backing = self.parse_backing(&directory, value),
+                "socket" => disk.socket = self.parse_value(key, value, |text| parse_socket_path(&directory, text)),
                 "socket-mode" | "socket-owner" | "socket-group" => {
-                    self.access(key, "socket-", value, &mut disk.access);
+                    self.parse_access(key, "socket-", value, &mut disk.access);
                 }
-                "nbd" => nbd = self.read(key, value, |text| nbd_of(&folder, text)),
-                "nbd-insecure" => insecure = self.read(key, value, bool_of).unwrap_or_default(),
+                "nbd" => nbd = self.parse_value(key, value, |text| parse_nbd(&directory, text)),
+                "nbd-insecure" => insecure = self.parse_value(key, value, parse_boolean).unwrap_or_default(),
                 "nbd-description" => {
-                    description = self.read(key, value, |text| {
+                    description = self.parse_value(key, value, |text| {
                         text.parse::<ExportDescription>().map_err(|error| error.to_string())
                     });
                 }
                 // All disks share one control socket.
-                "control" => self.mistake(
+                "control" => self.add_mistake(
                     &at,
                     "control: the VM has one control socket for all its disks; write this above the first [[disk]]",
                 ),
                 _ => {
-                    if let Some(text) = self.read(key, value, |text| Ok(value_beside(&folder, key, text))) {
-                        self.say(&mut disk.wish, key, &text, &at, &value.span());
+                    if let Some(text) = self.parse_value(key, value, |text| Ok(resolve_value(&directory, key, text))) {
+                        self.set_key(&mut disk.spec, key, &text, &at, &value.span());
                     }
                 }
             }
         }
-        if disk.wish.format == Some(Format::Raw) {
-            self.refuse_chain_of_raw(at, &chain);
+        if disk.spec.format == Some(Format::Raw) {
+            self.check_raw_chain(at, &chain);
         }
-        disk.wish.chain = ChainPolicy::Pinned {
+        disk.spec.chain = ChainPolicy::Pinned {
             chain: Arc::new(chain),
             by: PinnedBy::VmFile,
         };
-        if let Err(error) = disk.wish.check() {
-            self.mistake(at, format!("disk {}: {error}", disk.name));
+        if let Err(error) = disk.spec.check() {
+            self.add_mistake(at, format!("disk {}: {error}", disk.name));
         }
-        for (key, is_given) in [("nbd-insecure", insecure), ("nbd-description", description.is_some())] {
-            if is_given && nbd.is_none() {
-                self.mistake(at, format!("{key} has no effect without nbd; omit it"));
+        for (key, is_set) in [("nbd-insecure", insecure), ("nbd-description", description.is_some())] {
+            if is_set && nbd.is_none() {
+                self.add_mistake(at, format!("{key} has no effect without nbd; omit it"));
             }
         }
-        disk.nbd = nbd.map(|uri| NbdAt {
+        disk.nbd = nbd.map(|uri| NbdExportConfig {
             uri,
             insecure,
             description: description.unwrap_or_default(),
         });
         if !table.contains_key("socket") && !table.contains_key("nbd") {
-            let socket = usual_folder().join(format!("{vm}-{}.sock", disk.name));
-            self.usual_socket(at, "socket", &socket);
+            let socket = default_socket_directory().join(format!("{vm}-{}.sock", disk.name));
+            self.check_default_socket(at, "socket", &socket);
             disk.socket = Some(socket);
         }
         (self.mistakes.len() == before).then_some(disk)
     }
 
-    fn say(&mut self, wish: &mut DiskWish, key: &str, value: &str, key_at: &Range<usize>, value_at: &Range<usize>) {
-        match keys::set(wish, key, value) {
+    fn set_key(&mut self, spec: &mut DiskSpec, key: &str, value: &str, key_at: &Range<usize>, value_at: &Range<usize>) {
+        match keys::set(spec, key, value) {
             Ok(()) => {}
-            Err(Problem::Wanted(wanted)) => self.mistake(value_at, format!("{key} = {value}: {wanted}")),
-            Err(Problem::UnknownKey) => {
+            Err(OptionProblem::InvalidValue(wanted)) => {
+                self.add_mistake(value_at, format!("{key} = {value}: {wanted}"))
+            }
+            Err(OptionProblem::UnknownKey) => {
                 let hint = match nearest(key, DISK_KEYS.into_iter().chain(keys::names())) {
                     _ if VM_KEYS.contains(&key) => {
                         "; it is a key of the VM: write it above the first [[disk]]".to_owned()
                     }
-                    _ if memory::is_key(key) => OF_MEMORY.to_owned(),
+                    _ if memory::is_memory_key(key) => MEMORY_KEY_HINT.to_owned(),
                     near if near.is_empty() => {
-                        let of_all = keys::KEYS.into_iter().filter(|key| *key != "control");
-                        let known: Vec<&str> = DISK_KEYS.into_iter().chain(of_all).collect();
+                        let disk_keys = keys::KEYS.into_iter().filter(|key| *key != "control");
+                        let known: Vec<&str> = DISK_KEYS.into_iter().chain(disk_keys).collect();
                         format!("; a disk has {}, and limits such as iops-total", known.join(", "))
                     }
                     near => near,
                 };
-                self.mistake(key_at, format!("unknown key '{key}'{hint}"));
+                self.add_mistake(key_at, format!("unknown key '{key}'{hint}"));
             }
         }
     }
 }
 
-fn format_of(text: &str) -> Result<Format, String> {
-    Format::of_name(text).ok_or_else(|| "give raw or qcow2".to_owned())
+fn parse_format(text: &str) -> Result<Format, String> {
+    Format::from_name(text).ok_or_else(|| "give raw or qcow2".to_owned())
 }
 
-fn path_beside(folder: &Path, text: &str) -> Result<PathBuf, String> {
+fn resolve_path(folder: &Path, text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("give a path".to_owned()),
         text => Ok(folder.join(text)),
     }
 }
 
-fn socket_of(folder: &Path, text: &str) -> Result<PathBuf, String> {
-    let path = path_beside(folder, text)?;
-    fits_socket(&path).map(|()| path)
+fn parse_socket_path(folder: &Path, text: &str) -> Result<PathBuf, String> {
+    let path = resolve_path(folder, text)?;
+    check_socket_len(&path).map(|()| path)
 }
 
-fn fits_socket(path: &Path) -> Result<(), String> {
+fn check_socket_len(path: &Path) -> Result<(), String> {
     match path.as_os_str().len() {
         len if len > SOCKET_PATH_BYTES_MAX => Err(format!(
             "{} has {len} bytes; the path of a socket has at most {SOCKET_PATH_BYTES_MAX}",
@@ -608,7 +620,7 @@ fn fits_socket(path: &Path) -> Result<(), String> {
     }
 }
 
-fn image_of(folder: &Path, text: &str) -> Result<ImageAddress, String> {
+fn parse_image(folder: &Path, text: &str) -> Result<ImageAddress, String> {
     match text.parse::<ImageAddress>().map_err(|error| error.to_string())? {
         ImageAddress::Path(path) if path.as_os_str().is_empty() => Err("give a path or an NBD URI".to_owned()),
         ImageAddress::Path(path) => Ok(ImageAddress::Path(folder.join(path))),
@@ -617,35 +629,35 @@ fn image_of(folder: &Path, text: &str) -> Result<ImageAddress, String> {
 }
 
 /// Returns a value for [`keys::set`]; a relative path of a cache becomes relative to the file's directory.
-fn value_beside(folder: &Path, key: &str, text: &str) -> String {
+fn resolve_value(folder: &Path, key: &str, text: &str) -> String {
     match text.parse() {
         Ok(ImageAddress::Path(path)) if key == "cache" && text.contains('/') => folder.join(path).display().to_string(),
         _ => text.to_owned(),
     }
 }
 
-fn nbd_of(folder: &Path, text: &str) -> Result<NbdUri, String> {
+fn parse_nbd(folder: &Path, text: &str) -> Result<NbdUri, String> {
     let mut uri: NbdUri = text.parse().map_err(|error: NbdUriError| error.to_string())?;
     if let SocketAddress::Unix(path) = &mut uri.address {
-        *path = socket_of(folder, &path.display().to_string())?;
+        *path = parse_socket_path(folder, &path.display().to_string())?;
     }
     Ok(uri)
 }
 
 /// Returns the default name of a disk, as guests name their disks: `vda`, `vdb`, ... `vdz`, `vdaa`.
-fn usual_name(number: usize) -> String {
+fn default_disk_name(number: usize) -> String {
     let mut name = String::new();
-    let mut left = number + 1;
-    while left > 0 {
-        left -= 1;
-        name.insert(0, char::from(b'a' + (left % 26) as u8));
-        left /= 26;
+    let mut remaining = number + 1;
+    while remaining > 0 {
+        remaining -= 1;
+        name.insert(0, char::from(b'a' + (remaining % 26) as u8));
+        remaining /= 26;
     }
     format!("vd{name}")
 }
 
 /// Returns a value as the text that a user would write on a command line.
-fn text_of(value: &DeValue<'_>) -> Result<String, String> {
+fn value_text(value: &DeValue<'_>) -> Result<String, String> {
     match value {
         DeValue::String(text) => Ok(text.to_string()),
         DeValue::Boolean(true) => Ok("on".to_owned()),
@@ -672,6 +684,6 @@ fn text_of(value: &DeValue<'_>) -> Result<String, String> {
     }
 }
 
-fn bool_of(text: &str) -> Result<bool, String> {
+fn parse_boolean(text: &str) -> Result<bool, String> {
     crate::run::keyval::parse_bool(text).ok_or_else(|| "give true or false".to_owned())
 }

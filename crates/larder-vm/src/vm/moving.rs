@@ -43,7 +43,7 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use super::Vm;
-use crate::disk::{DiskChange, DiskMove};
+use crate::disk::{DiskAction, DiskChange};
 
 /// Longest time for a step: steps write little data, so only stuck storage takes longer.
 const STEP_TIME_MAX: Duration = Duration::from_secs(60);
@@ -51,7 +51,7 @@ const STEP_TIME_MAX: Duration = Duration::from_secs(60);
 /// A step of a move. Each step may be requested again, and then does nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum VmMove {
+pub enum MoveStep {
     /// The VM is about to leave: write-back caches write their dirty data to the disks, and become write-through.
     Settle,
     /// The outgoing move is aborted: the caches are write-back again.
@@ -72,101 +72,103 @@ pub enum VmMove {
 
 /// Result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Moved {
+pub struct MoveStepResult {
     /// The step is complete; otherwise it continues, and may be requested again.
     pub done: bool,
 }
 
 impl Vm {
-    pub(super) fn move_on(&mut self, step: VmMove) -> Result<(), String> {
+    pub(super) fn apply_step(&mut self, step: MoveStep) -> Result<(), String> {
         match step {
-            VmMove::Settle => self.all(DiskMove::Settle)?,
-            VmMove::Stay => self.all(DiskMove::Stay)?,
-            VmMove::Leave => self.leave(true)?,
-            VmMove::Expect => self.leave(false)?,
-            VmMove::Take => self.take()?,
-            VmMove::Keep => {
-                self.take()?;
-                self.note.remove().map_err(|error| error.to_string())?;
+            MoveStep::Settle => self.apply_to_disks(DiskAction::FlushCache)?,
+            MoveStep::Stay => self.apply_to_disks(DiskAction::RestoreCache)?,
+            MoveStep::Leave => self.inactivate(true)?,
+            MoveStep::Expect => self.inactivate(false)?,
+            MoveStep::Take => self.activate()?,
+            MoveStep::Keep => {
+                self.activate()?;
+                self.marker.remove().map_err(|error| error.to_string())?;
             }
-            VmMove::Yield => self.give_up_visit()?,
+            MoveStep::Yield => self.roll_back()?,
         }
         Ok(())
     }
 
-    fn leave(&mut self, goes_on: bool) -> Result<(), String> {
-        if self.is_away {
+    fn inactivate(&mut self, migrates_state: bool) -> Result<(), String> {
+        if self.is_inactive {
             // The previous request may not have waited until all images were closed.
-            return self.all(DiskMove::Close);
+            return self.apply_to_disks(DiskAction::Close);
         }
         // This check comes before anything is given up.
-        if let Err(error) = self.all(DiskMove::Rest { goes_on }) {
-            self.all(DiskMove::Serve)?;
+        if let Err(error) = self.apply_to_disks(DiskAction::Quiesce { migrates_state }) {
+            self.apply_to_disks(DiskAction::Resume)?;
             return Err(error);
         }
         let why = "its VM has moved to another host";
-        let parted = self
-            .all(DiskMove::Part)
-            .and_then(|()| self.note.make(why).map_err(|error| error.to_string()));
-        if let Err(error) = parted {
-            let removed = self.note.remove().map_err(|error| error.to_string());
+        let released = self
+            .apply_to_disks(DiskAction::Release)
+            .and_then(|()| self.marker.create(why).map_err(|error| error.to_string()));
+        if let Err(error) = released {
+            let removed = self.marker.remove().map_err(|error| error.to_string());
             // Disks whose caches were detached run without them until the server is restarted.
-            removed.and_then(|()| self.all(DiskMove::Serve)).map_err(|worse| {
-                format!("{error}; and then: {worse}: the disks are paused until their server is restarted")
-            })?;
+            removed
+                .and_then(|()| self.apply_to_disks(DiskAction::Resume))
+                .map_err(|worse| {
+                    format!("{error}; and then: {worse}: the disks are paused until their server is restarted")
+                })?;
             return Err(error);
         }
         // From here on a restarted server opens no images.
-        self.is_away = true;
+        self.is_inactive = true;
         tracing::info!("the VM has moved to another host, and its disks with it");
-        if let Err(error) = self.all(DiskMove::Close) {
+        if let Err(error) = self.apply_to_disks(DiskAction::Close) {
             tracing::error!("an image was not closed properly, but has all flushed data: {error}");
             return Err(error);
         }
         Ok(())
     }
 
-    fn take(&mut self) -> Result<(), String> {
-        if !self.is_away {
+    fn activate(&mut self) -> Result<(), String> {
+        if !self.is_inactive {
             return Ok(());
         }
-        if let Err(error) = self.all(DiskMove::Open) {
+        if let Err(error) = self.apply_to_disks(DiskAction::Open) {
             // Nothing was written, so a failed close loses nothing.
-            if let Err(closing) = self.all(DiskMove::Close) {
+            if let Err(closing) = self.apply_to_disks(DiskAction::Close) {
                 tracing::warn!("a disk that was opened for a failed move could not be closed: {closing}");
             }
             return Err(error);
         }
-        self.all(DiskMove::Serve)?;
-        self.is_away = false;
+        self.apply_to_disks(DiskAction::Resume)?;
+        self.is_inactive = false;
         tracing::info!("the VM's disks are open here");
         Ok(())
     }
 
-    fn give_up_visit(&mut self) -> Result<(), String> {
-        let is_visit = self.note.is_there().map_err(|error| error.to_string())?;
-        if self.is_away {
+    fn roll_back(&mut self) -> Result<(), String> {
+        let is_uncommitted = self.marker.exists().map_err(|error| error.to_string())?;
+        if self.is_inactive {
             // An opening that took too long may have completed after its request timed out.
-            return self.all(DiskMove::Close);
+            return self.apply_to_disks(DiskAction::Close);
         }
-        if is_visit {
-            self.all(DiskMove::Close)?;
-            self.is_away = true;
+        if is_uncommitted {
+            self.apply_to_disks(DiskAction::Close)?;
+            self.is_inactive = true;
             tracing::info!("the VM does not arrive, and its disks are closed here for its old host");
         }
         Ok(())
     }
 
     /// Has all disks perform a step concurrently.
-    fn all(&self, step: DiskMove) -> Result<(), String> {
+    fn apply_to_disks(&self, action: DiskAction) -> Result<(), String> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let runtime = runtime.map_err(|error| format!("no requests can be sent to the disks: {error}"))?;
         runtime.block_on(async {
-            let mut steps = JoinSet::new();
+            let mut actions = JoinSet::new();
             for disk in &self.disks {
                 let (name, inquiry) = (disk.name.clone(), disk.inquiry.clone());
-                steps.spawn(async move {
-                    match timeout(STEP_TIME_MAX, inquiry.change(DiskChange::Move(step))).await {
+                actions.spawn(async move {
+                    match timeout(STEP_TIME_MAX, inquiry.change(DiskChange::Move(action))).await {
                         Ok(Some(Ok(_))) => Ok(()),
                         Ok(Some(Err(error))) => Err(format!("disk {name}: {error}")),
                         Ok(None) => Err(format!("disk {name}: it is being closed")),
@@ -178,7 +180,7 @@ impl Vm {
                 });
             }
             let mut result = Ok(());
-            while let Some(ended) = steps.join_next().await {
+            while let Some(ended) = actions.join_next().await {
                 let ended = ended.unwrap_or_else(|error| Err(error.to_string()));
                 result = result.and(ended);
             }

@@ -25,15 +25,19 @@ const FILE_BYTES: u64 = 64 << 20;
 
 /// Returns the limit of a server for `config`, in bytes, without the caches: these add their shares when they are
 /// opened.
-pub(super) fn of(config: &VmConfig) -> u64 {
-    config.disks.iter().map(of_disk).fold(SERVER_BYTES, u64::saturating_add)
+pub(super) fn limit_bytes(config: &VmConfig) -> u64 {
+    config
+        .disks
+        .iter()
+        .map(disk_bytes)
+        .fold(SERVER_BYTES, u64::saturating_add)
 }
 
-fn of_disk(disk: &VmDisk) -> u64 {
-    let wish = &disk.wish;
+fn disk_bytes(disk: &VmDisk) -> u64 {
+    let spec = &disk.spec;
     let mut files = 1;
-    let mut is_qcow2 = wish.format != Some(Format::Raw);
-    if let ChainPolicy::Pinned { chain, .. } = &wish.chain {
+    let mut is_qcow2 = spec.format != Some(Format::Raw);
+    if let ChainPolicy::Pinned { chain, .. } = &spec.chain {
         files += u64::from(chain.data_file.is_some());
         for image in &chain.backing {
             files += 1 + u64::from(image.data_file.is_some());
@@ -49,7 +53,7 @@ fn of_disk(disk: &VmDisk) -> u64 {
     if is_qcow2 {
         // Tables grow into new memory before the old memory is freed. A dirty image is checked when it is opened, one
         // at a time.
-        let tables = wish.image_options().unwrap_or_default().metadata_memory.get();
+        let tables = spec.image_options().unwrap_or_default().metadata_memory.get();
         bytes = bytes.saturating_add(tables.saturating_mul(2));
         bytes = bytes.saturating_add(tables.max(CHECK_MEMORY_DEFAULT.get()));
     }

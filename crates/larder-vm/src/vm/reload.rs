@@ -8,40 +8,40 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use larder_block::ByteLen;
-use larder_export::vhost_user::Stop;
+use larder_export::vhost_user::StopMode;
 use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
 use super::config::{VmConfig, VmDisk};
-use super::files::cache_clash;
-use super::{Order, Vm, VmError, at_work, check_places, lent_of};
+use super::file_conflicts::cache_conflict;
+use super::{Vm, VmCommand, VmError, active_queues_path, check_socket_paths, run_disk};
 use crate::control::ReloadReply;
+use crate::control::requests::ReloadResult;
 use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState};
-use crate::control::wishes::Reloaded;
-use crate::disk::{CacheWork, Disk, DiskChange, DiskConfig, DiskError, DiskInquiry, DiskSettings};
-use crate::image::{ImageAddress, PrefetchOptions, Replacement, cache_mode_name, is_same};
-use crate::wish::DiskWish;
+use crate::disk::{CacheOperation, Disk, DiskChange, DiskConfig, DiskError, DiskHandle, DiskSettings};
+use crate::disk_spec::DiskSpec;
+use crate::image::{ImageAddress, PrefetchOptions, ReplaceOptions, cache_mode_name, is_same_image};
 
 /// Longest time for which a disk's thread may take to report its state.
-const STATE_TIME_MAX: Duration = Duration::from_secs(5);
+const STATE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest wait for a change, which then continues in the background.
-const CHANGE_TIME_MAX: Duration = Duration::from_secs(5);
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest wait for a removed disk to end, before new disks are started.
-const LEAVE_TIME_MAX: Duration = Duration::from_secs(10);
+const DISK_STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interval between checks for a stop command while a disk is being started.
 const START_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-const NO_ANSWER: &str = "its thread does not answer; is its storage stuck?";
+const DISK_STUCK: &str = "its thread does not answer; is its storage stuck?";
 
-const NO_ANSWER_OF_CACHES: &str = "the file systems of its cache and of the one in the file do not answer, so the cache is not replaced; is one of them stuck?";
+const CACHES_STUCK: &str = "the file systems of its cache and of the one in the file do not answer, so the cache is not replaced; is one of them stuck?";
 
 impl Vm {
-    /// Reloads the file, applies it, and reports the result. Commands that arrive meanwhile are put into `before`.
-    pub(super) fn reload_and_tell(&mut self, reply: Option<ReloadReply>, before: &mut VecDeque<Order>) {
-        let done = self.reload(before);
+    /// Reloads the file, applies it, and reports the result. Commands that arrive meanwhile are put into `deferred`.
+    pub(super) fn reload_and_report(&mut self, reply: Option<ReloadReply>, deferred: &mut VecDeque<VmCommand>) {
+        let done = self.reload(deferred);
         match &done {
             Ok(done) => {
                 tracing::info!(
@@ -61,81 +61,81 @@ impl Vm {
         }
     }
 
-    fn reload(&mut self, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
-        if self.is_away {
+    fn reload(&mut self, before: &mut VecDeque<VmCommand>) -> Result<ReloadResult, String> {
+        if self.is_inactive {
             return Err("the VM is on another host, and its images are not open: its file takes effect when the VM's server is restarted".to_owned());
         }
-        let wanted = VmConfig::read(&self.file).map_err(|error| error.to_string())?;
-        if wanted.disks.is_empty() {
+        let new_config = VmConfig::read(&self.file).map_err(|error| error.to_string())?;
+        if new_config.disks.is_empty() {
             return Err(VmError::no_disk(&self.file).to_string());
         }
-        check_places(&wanted, &self.inherited).map_err(|error| error.to_string())?;
+        check_socket_paths(&new_config, &self.inherited).map_err(|error| error.to_string())?;
         let since = Instant::now();
-        if let Some(clash) = cache_clash(&wanted, || since.elapsed() > STATE_TIME_MAX) {
+        if let Some(clash) = cache_conflict(&new_config, || since.elapsed() > STATE_TIMEOUT) {
             return Err(clash);
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
-        let mut change = Change {
+        let mut change = ReloadContext {
             runtime: runtime.map_err(|error| format!("cannot query the state of the disks: {error}"))?,
-            done: Reloaded::default(),
+            result: ReloadResult::default(),
         };
-        if (&wanted.control, wanted.control_access) != (&self.config.control, self.config.control_access) {
-            change.left("", "the control socket");
+        if (&new_config.control, new_config.control_access) != (&self.config.control, self.config.control_access) {
+            change.add_pending("", "the control socket");
         }
-        if wanted.memory != self.config.memory {
-            change.left("", &memory_elsewhere(&wanted.name));
+        if new_config.memory != self.config.memory {
+            change.add_pending("", &other_process_message(&new_config.name));
             // This process does nothing else about memory.
-            self.config.memory.clone_from(&wanted.memory);
+            self.config.memory.clone_from(&new_config.memory);
         }
-        self.remove_disks(&wanted, &mut change, before);
-        for wish in &wanted.disks {
-            let now = self.config.disks.iter().find(|disk| disk.name == wish.name);
-            let at_work = self.disks.iter().find(|disk| disk.name == wish.name);
-            if let (Some(now), Some(at_work)) = (now, at_work) {
-                change.disk(now, wish, &at_work.inquiry);
+        self.remove_disks(&new_config, &mut change, before);
+        for new_disk in &new_config.disks {
+            let now = self.config.disks.iter().find(|disk| disk.name == new_disk.name);
+            let running_disk = self.disks.iter().find(|disk| disk.name == new_disk.name);
+            if let (Some(now), Some(running_disk)) = (now, running_disk) {
+                change.update_disk(now, new_disk, &running_disk.inquiry);
             }
         }
-        self.add_disks(&wanted, &mut change, before);
+        self.add_disks(&new_config, &mut change, before);
         self.subject
             .set_disks(self.disks.iter().map(|disk| disk.inquiry.clone()).collect());
-        Ok(change.done)
+        Ok(change.result)
     }
 
     /// Stops the disks that are no longer `wanted`, if they are unused.
-    fn remove_disks(&mut self, wanted: &VmConfig, change: &mut Change, before: &mut VecDeque<Order>) {
-        let is_wanted = |name: &str| wanted.disks.iter().any(|disk| disk.name == name);
+    fn remove_disks(&mut self, wanted: &VmConfig, change: &mut ReloadContext, before: &mut VecDeque<VmCommand>) {
+        let is_in_file = |name: &str| wanted.disks.iter().any(|disk| disk.name == name);
         let mut ending = Vec::new();
-        for disk in self.disks.iter_mut().filter(|disk| !is_wanted(&disk.name)) {
+        for disk in self.disks.iter_mut().filter(|disk| !is_in_file(&disk.name)) {
             match change.state(&disk.inquiry) {
-                Some(state) if is_used(&state) => change.left(
+                Some(state) if is_used(&state) => change.add_pending(
                     &disk.name,
                     "it is in use, and is still served; detach it from the guest, then reload again",
                 ),
                 Some(_) => {
-                    disk.leaves = true;
-                    disk.stop.set(Stop::Close);
+                    disk.is_removed = true;
+                    disk.stop.set(StopMode::Close);
                     ending.push(disk.name.clone());
                 }
-                None => change.failed(&disk.name, NO_ANSWER),
+                None => change.add_failed(&disk.name, DISK_STUCK),
             }
         }
         while !ending.is_empty() {
-            match self.orders.recv_timeout(LEAVE_TIME_MAX) {
-                Ok(Order::Ended(name, how)) if ending.contains(&name) => {
+            match self.commands.recv_timeout(DISK_STOP_TIMEOUT) {
+                Ok(VmCommand::Ended(name, how)) if ending.contains(&name) => {
                     ending.retain(|ending| *ending != name);
                     self.config.disks.retain(|disk| disk.name != name);
                     match &how {
-                        Ok(()) => change.changed(&name, "it is not served any more"),
-                        Err(error) => change.failed(&name, &error.to_string()),
+                        Ok(()) => change.add_changed(&name, "it is not served any more"),
+                        Err(error) => change.add_failed(&name, &error.to_string()),
                     }
                     // The disk was meant to end, so its result does not become the VM's.
-                    self.has_ended(&name, how, &mut Ok(()));
+                    self.on_disk_ended(&name, how, &mut Ok(()));
                 }
                 Ok(order) => before.push_back(order),
                 Err(_) => {
                     ending
                         .iter()
-                        .for_each(|name| change.failed(name, "it has not ended yet, but will"));
+                        .for_each(|name| change.add_failed(name, "it has not ended yet, but will"));
                     return;
                 }
             }
@@ -143,17 +143,17 @@ impl Vm {
     }
 
     /// Starts a disk. Commands that arrive meanwhile are put into `before`, and a stop command cancels the start.
-    fn start_disk(&self, disk: DiskConfig, before: &mut VecDeque<Order>) -> Result<Disk, DiskError> {
+    fn start_disk(&self, disk: DiskConfig, before: &mut VecDeque<VmCommand>) -> Result<Disk, DiskError> {
         let cancel = disk.cancel.clone();
-        let started = start_beside(disk);
+        let started = start_in_thread(disk);
         loop {
             match started.recv_timeout(START_POLL_INTERVAL) {
                 Ok(started) => return started,
-                Err(RecvTimeoutError::Disconnected) => return Err(DiskError::Died),
+                Err(RecvTimeoutError::Disconnected) => return Err(DiskError::ThreadDied),
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            for order in self.orders.try_iter() {
-                if matches!(order, Order::Stop) {
+            for order in self.commands.try_iter() {
+                if matches!(order, VmCommand::Stop) {
                     cancel.set(());
                 }
                 before.push_back(order);
@@ -162,26 +162,26 @@ impl Vm {
     }
 
     /// Serves the new disks in `wanted`.
-    fn add_disks(&mut self, wanted: &VmConfig, change: &mut Change, before: &mut VecDeque<Order>) {
-        for wish in &wanted.disks {
-            if self.disks.iter().any(|disk| disk.name == wish.name) {
+    fn add_disks(&mut self, wanted: &VmConfig, change: &mut ReloadContext, before: &mut VecDeque<VmCommand>) {
+        for new_disk in &wanted.disks {
+            if self.disks.iter().any(|disk| disk.name == new_disk.name) {
                 continue;
             }
             if self.is_confined {
                 let why = "it is new, and this server is confined: it is served when the VM's server is restarted, which the guest survives";
-                change.left(&wish.name, why);
+                change.add_pending(&new_disk.name, why);
                 continue;
             }
-            let mut disk = wish.config(&self.inherited);
-            disk.exports.lent = Some(lent_of(&wish.name));
+            let mut disk = new_disk.config(&self.inherited);
+            disk.exports.active_queues_file = Some(active_queues_path(&new_disk.name));
             disk.exports.domain.clone_from(&wanted.uuid);
             match self.start_disk(disk, before) {
                 Ok(disk) => {
-                    change.changed(&wish.name, "it is served now");
-                    self.disks.push(at_work(&wish.name, disk, &self.orderer));
-                    self.config.disks.push(wish.clone());
+                    change.add_changed(&new_disk.name, "it is served now");
+                    self.disks.push(run_disk(&new_disk.name, disk, &self.command_sender));
+                    self.config.disks.push(new_disk.clone());
                 }
-                Err(error) => change.failed(&wish.name, &error.to_string()),
+                Err(error) => change.add_failed(&new_disk.name, &error.to_string()),
             }
         }
         // The disks follow the order of the file; those that are no longer in it are last.
@@ -195,7 +195,7 @@ impl Vm {
 
 /// Starts a disk on another thread, because its storage may delay the start, and a stop command must be able to
 /// cancel it.
-fn start_beside(disk: DiskConfig) -> mpsc::Receiver<Result<Disk, DiskError>> {
+fn start_in_thread(disk: DiskConfig) -> mpsc::Receiver<Result<Disk, DiskError>> {
     let (sender, started) = mpsc::channel();
     std::thread::spawn(move || {
         // The receiver is dropped early only when the process ends.
@@ -205,7 +205,7 @@ fn start_beside(disk: DiskConfig) -> mpsc::Receiver<Result<Disk, DiskError>> {
 }
 
 /// Returns the message that another process manages the memory.
-fn memory_elsewhere(vm: &str) -> String {
+fn other_process_message(vm: &str) -> String {
     format!(
         "memory: not managed by this server; `systemctl reload larder-memory@{vm}`, or SIGHUP to `larder memory attach --vm`, applies the change"
     )
@@ -218,46 +218,46 @@ fn is_used(state: &DiskState) -> bool {
 }
 
 /// Changes made so far.
-struct Change {
+struct ReloadContext {
     runtime: Runtime,
-    done: Reloaded,
+    result: ReloadResult,
 }
 
-fn of_disk(disk: &str, what: &str) -> String {
+fn with_disk_name(disk: &str, what: &str) -> String {
     match disk {
         "" => what.to_owned(),
         disk => format!("disk {disk}: {what}"),
     }
 }
 
-impl Change {
-    fn changed(&mut self, disk: &str, what: &str) {
-        self.done.changed.push(of_disk(disk, what));
+impl ReloadContext {
+    fn add_changed(&mut self, disk: &str, what: &str) {
+        self.result.changed.push(with_disk_name(disk, what));
     }
 
-    fn left(&mut self, disk: &str, what: &str) {
-        self.done.left.push(of_disk(disk, what));
+    fn add_pending(&mut self, disk: &str, what: &str) {
+        self.result.left.push(with_disk_name(disk, what));
     }
 
-    fn failed(&mut self, disk: &str, why: &str) {
-        self.done.failed.push(of_disk(disk, why));
+    fn add_failed(&mut self, disk: &str, why: &str) {
+        self.result.failed.push(with_disk_name(disk, why));
     }
 
-    fn state(&self, disk: &DiskInquiry) -> Option<DiskState> {
-        let asked = self
+    fn state(&self, disk: &DiskHandle) -> Option<DiskState> {
+        let reply = self
             .runtime
-            .block_on(async { timeout(STATE_TIME_MAX, disk.state()).await });
-        asked.ok().flatten()
+            .block_on(async { timeout(STATE_TIMEOUT, disk.state()).await });
+        reply.ok().flatten()
     }
 
     /// Changes a disk; returns its state afterwards, or `before` if that is unknown.
-    fn have(&mut self, name: &str, disk: &DiskInquiry, change: DiskChange, before: DiskState) -> DiskState {
-        let changed = async { timeout(CHANGE_TIME_MAX, disk.change(change)).await };
+    fn apply(&mut self, name: &str, disk: &DiskHandle, change: DiskChange, before: DiskState) -> DiskState {
+        let changed = async { timeout(CHANGE_TIMEOUT, disk.change(change)).await };
         match self.runtime.block_on(changed) {
             Ok(Some(Ok(state))) => return state,
-            Ok(Some(Err(error))) => self.failed(name, &error.to_string()),
-            Ok(None) => self.failed(name, "it is being closed"),
-            Err(_) => self.left(
+            Ok(Some(Err(error))) => self.add_failed(name, &error.to_string()),
+            Ok(None) => self.add_failed(name, "it is being closed"),
+            Err(_) => self.add_pending(
                 name,
                 "the change is not complete yet, and continues; see `larder status`",
             ),
@@ -266,41 +266,41 @@ impl Change {
     }
 
     /// Applies the file to a disk that is served with the configuration `now`.
-    fn disk(&mut self, now: &VmDisk, wanted: &VmDisk, disk: &DiskInquiry) {
+    fn update_disk(&mut self, now: &VmDisk, wanted: &VmDisk, disk: &DiskHandle) {
         let name = &wanted.name;
-        let fixed = fixed_differences(now, wanted);
+        let fixed = restart_only_changes(now, wanted);
         if !fixed.is_empty() {
             let keys = fixed.join(", ");
-            self.left(name, &format!("{keys}: takes effect when the VM's server is restarted"));
+            self.add_pending(name, &format!("{keys}: takes effect when the VM's server is restarted"));
         }
         let Some(before) = self.state(disk) else {
-            return self.failed(name, NO_ANSWER);
+            return self.add_failed(name, DISK_STUCK);
         };
         let mut after = before.clone();
-        match other_cache(&before, &wanted.wish) {
+        match replacement_cache(&before, &wanted.spec) {
             Ok(None) => {}
-            Ok(Some(by)) => after = self.have(name, disk, DiskChange::Cache(CacheWork::Replace(by)), after),
-            Err(why) => self.failed(name, why),
+            Ok(Some(by)) => after = self.apply(name, disk, DiskChange::Cache(CacheOperation::Replace(by)), after),
+            Err(why) => self.add_failed(name, why),
         }
-        let settings = settings(&wanted.wish, &after);
-        let after = self.have(name, disk, DiskChange::Settings(settings), after);
-        for what in differences(&before, &after) {
-            self.changed(name, &what);
+        let settings = settings(&wanted.spec, &after);
+        let after = self.apply(name, disk, DiskChange::Settings(settings), after);
+        for what in describe_differences(&before, &after) {
+            self.add_changed(name, &what);
         }
     }
 }
 
 /// Returns the keys that differ between the file and `now`, and cannot be changed while the disk is in use.
-fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
+fn restart_only_changes(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
     // The patterns name all fields, so that a new field cannot be forgotten here.
     let VmDisk {
         name: _,
-        wish,
+        spec,
         socket,
         access,
         nbd,
     } = wanted;
-    let DiskWish {
+    let DiskSpec {
         image,
         format,
         chain,
@@ -310,7 +310,7 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
         control: _,
         read_only,
         share,
-        cache,
+        page_cache: cache,
         queues,
         queue_size,
         serial,
@@ -319,15 +319,15 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
         poll_us,
         nbd_reconnect,
         limits: _,
-    } = wish;
-    let old = &now.wish;
-    let has_cache = |wish: &DiskWish| wish.disk_cache.file.is_some();
+    } = spec;
+    let old = &now.spec;
+    let has_cache = |spec: &DiskSpec| spec.disk_cache.file.is_some();
     let all = [
         ("image", *image != old.image),
         ("format", *format != old.format),
         ("data-file, backing", *chain != old.chain),
         ("metadata-memory", *metadata_memory != old.metadata_memory),
-        ("cache", *cache != old.cache || has_cache(wish) != has_cache(old)),
+        ("cache", *cache != old.page_cache || has_cache(spec) != has_cache(old)),
         ("cache-line", disk_cache.line != old.disk_cache.line),
         ("cache-exclusive", disk_cache.exclusive != old.disk_cache.exclusive),
         ("readonly", *read_only != old.read_only),
@@ -353,15 +353,15 @@ fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
 ///
 /// # Errors
 /// The comparison does not complete in time.
-fn other_cache(now: &DiskState, wanted: &DiskWish) -> Result<Option<Replacement>, &'static str> {
+fn replacement_cache(now: &DiskState, wanted: &DiskSpec) -> Result<Option<ReplaceOptions>, &'static str> {
     let (Some(file), Some(cache)) = (&wanted.disk_cache.file, &now.cache) else {
         return Ok(None);
     };
-    let Ok(is) = cache.file.parse::<ImageAddress>() else {
+    let Ok(current) = cache.file.parse::<ImageAddress>() else {
         return Ok(None);
     };
-    let is_same = is_same_in_time(file.clone(), is).ok_or(NO_ANSWER_OF_CACHES)?;
-    Ok((!is_same).then(|| Replacement {
+    let is_same = is_same_with_timeout(file.clone(), current).ok_or(CACHES_STUCK)?;
+    Ok((!is_same).then(|| ReplaceOptions {
         file: Some(file.clone()),
         size: wanted.disk_cache.size,
         lose_dirty: false,
@@ -369,24 +369,24 @@ fn other_cache(now: &DiskState, wanted: &DiskWish) -> Result<Option<Replacement>
 }
 
 /// Returns whether both addresses lead to the same file; `None` if a file server does not answer in time.
-fn is_same_in_time(one: ImageAddress, other: ImageAddress) -> Option<bool> {
+fn is_same_with_timeout(one: ImageAddress, other: ImageAddress) -> Option<bool> {
     if one == other {
         return Some(true);
     }
     let (sender, answer) = mpsc::channel();
     std::thread::spawn(move || {
         // The receiver may have stopped waiting.
-        let _ = sender.send(is_same(&one, &other));
+        let _ = sender.send(is_same_image(&one, &other));
     });
-    answer.recv_timeout(STATE_TIME_MAX).ok()
+    answer.recv_timeout(STATE_TIMEOUT).ok()
 }
 
 /// Returns the settings of `wanted` that differ from the state `now`.
-fn settings(wanted: &DiskWish, now: &DiskState) -> DiskSettings {
+fn settings(wanted: &DiskSpec, now: &DiskState) -> DiskSettings {
     // Contradicting options were refused when the file was parsed.
     let options = wanted.image_options().unwrap_or_default();
     let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
-    let is_read_ahead_so = |of: &PrefetchState| {
+    let has_prefetch_settings = |of: &PrefetchState| {
         (of.memory_limit, of.ahead, of.largest_read)
             == (
                 prefetch.memory.get(),
@@ -402,21 +402,21 @@ fn settings(wanted: &DiskWish, now: &DiskState) -> DiskSettings {
             .filter(|mode| cache_mode_name(*mode) != cache.mode)
     });
     let endurance = wanted.disk_cache.endurance;
-    let is_kept = |cache: &CacheState| cache.endurance == endurance.map(|bytes| bytes.get());
+    let has_endurance = |cache: &CacheState| cache.endurance == endurance.map(|bytes| bytes.get());
     DiskSettings {
         limits: (LimitsState::new(options.limits) != now.limits).then_some(options.limits),
         prefetch: now
             .prefetch
             .as_ref()
-            .filter(|of| !is_read_ahead_so(of))
+            .filter(|of| !has_prefetch_settings(of))
             .map(|_| prefetch),
-        cache_endurance: cache.filter(|cache| !is_kept(cache)).map(|_| endurance),
+        cache_endurance: cache.filter(|cache| !has_endurance(cache)).map(|_| endurance),
         cache_mode: mode,
     }
 }
 
 /// Describes the differences between two states of a disk, for users.
-fn differences(before: &DiskState, after: &DiskState) -> Vec<String> {
+fn describe_differences(before: &DiskState, after: &DiskState) -> Vec<String> {
     let mut all = Vec::new();
     if before.limits != after.limits {
         let limits = match after.limits.to_string() {

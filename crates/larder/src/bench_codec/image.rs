@@ -28,7 +28,7 @@ const ELF_SEGMENT_BYTES: usize = 56;
 const ELF_MANY_SEGMENTS: u16 = u16::MAX;
 
 /// A file with a guest's memory.
-pub(super) struct Image {
+pub(super) struct MemoryImage {
     path: PathBuf,
     file: File,
     /// Segments in the order of the file; none is empty.
@@ -42,7 +42,7 @@ struct Segment {
     pages: u64,
 }
 
-impl Image {
+impl MemoryImage {
     pub(super) fn open(path: &Path) -> anyhow::Result<Self> {
         let name = path.display();
         let cannot = || format!("cannot read the memory in {name}");
@@ -65,8 +65,8 @@ impl Image {
             !head.starts_with(b"KDUMP   ") && !head.starts_with(b"makedumpfile"),
             "{name} is a dump that is compressed already: have QEMU write it without -z, -l and -s"
         );
-        let mut segments = if head.starts_with(b"\x7fELF") && word::<2>(&head, 16) == u64::from(ELF_CORE) {
-            segments_of_dump(&file, &head, bytes).with_context(|| format!("cannot read the core dump {name}"))?
+        let mut segments = if head.starts_with(b"\x7fELF") && read_le::<2>(&head, 16) == u64::from(ELF_CORE) {
+            core_dump_segments(&file, &head, bytes).with_context(|| format!("cannot read the core dump {name}"))?
         } else {
             vec![Segment {
                 offset: 0,
@@ -94,13 +94,13 @@ impl Image {
     /// Reads as many whole pages as fit into `bytes`, at most all, as batches that are evenly spaced over the memory.
     pub(super) fn sample(&self, bytes: usize) -> anyhow::Result<Vec<u8>> {
         let pages = self.pages();
-        let wanted = usize::try_from(pages).unwrap_or(usize::MAX).min(bytes / PAGE);
-        let left_out = u128::from(pages - wanted as u64);
-        let mut sample = vec![0; wanted * PAGE];
-        let pieces = wanted.div_ceil(BATCH_PAGES) as u128;
+        let sample_pages = usize::try_from(pages).unwrap_or(usize::MAX).min(bytes / PAGE);
+        let skipped_pages = u128::from(pages - sample_pages as u64);
+        let mut sample = vec![0; sample_pages * PAGE];
+        let pieces = sample_pages.div_ceil(BATCH_PAGES) as u128;
         for (index, piece) in sample.chunks_mut(BATCH_PAGES * PAGE).enumerate() {
             // The gaps before the first and after the last batch are half as large as those between two.
-            let before = left_out * (2 * index as u128 + 1) / (2 * pieces);
+            let before = skipped_pages * (2 * index as u128 + 1) / (2 * pieces);
             self.read(before as u64 + (index * BATCH_PAGES) as u64, piece)
                 .with_context(|| format!("cannot read the memory in {}", self.path.display()))?;
         }
@@ -129,12 +129,12 @@ impl Image {
 }
 
 /// Returns the memory segments of the ELF core dump with this header, in a file of `file_bytes` bytes.
-fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> anyhow::Result<Vec<Segment>> {
+fn core_dump_segments(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> anyhow::Result<Vec<Segment>> {
     ensure!(
         head[4..6] == ELF_64_BIT_LITTLE_ENDIAN,
         "it is not a dump of a 64-bit little-endian machine; give the memory as pmemsave writes it"
     );
-    let (table, entry_bytes, count) = (word::<8>(head, 32), word::<2>(head, 54), word::<2>(head, 56));
+    let (table, entry_bytes, count) = (read_le::<8>(head, 32), read_le::<2>(head, 54), read_le::<2>(head, 56));
     ensure!(
         count != u64::from(ELF_MANY_SEGMENTS),
         "it has more than {} segments",
@@ -149,10 +149,10 @@ fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> an
         .context("its program headers cannot be read")?;
     let mut segments = Vec::new();
     for header in headers.as_chunks::<ELF_SEGMENT_BYTES>().0 {
-        if word::<4>(header, 0) != u64::from(ELF_LOAD) {
+        if read_le::<4>(header, 0) != u64::from(ELF_LOAD) {
             continue;
         }
-        let (offset, bytes) = (word::<8>(header, 8), word::<8>(header, 32));
+        let (offset, bytes) = (read_le::<8>(header, 8), read_le::<8>(header, 32));
         match offset.checked_add(bytes) {
             Some(end) if end <= file_bytes => segments.push(Segment {
                 offset,
@@ -165,7 +165,7 @@ fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> an
 }
 
 /// Decodes `BYTES` little-endian bytes at offset `at`.
-fn word<const BYTES: usize>(from: &[u8], at: usize) -> u64 {
+fn read_le<const BYTES: usize>(from: &[u8], at: usize) -> u64 {
     let mut wide = [0; 8];
     wide[..BYTES].copy_from_slice(&from[at..at + BYTES]);
     u64::from_le_bytes(wide)

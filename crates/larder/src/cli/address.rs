@@ -4,27 +4,27 @@ use std::fmt::{self, Display};
 use std::net::Ipv6Addr;
 
 /// Default port of a receiver.
-const PORT: u16 = 4446;
+const PORT_DEFAULT: u16 = 4446;
 
 /// A host, by name or address, and a port. The host is resolved later.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Address {
+pub(crate) struct ReceiverAddress {
     host: String,
     port: u16,
 }
 
-impl Address {
+impl ReceiverAddress {
     /// Parses a receiver's address: `HOST`, `HOST:PORT`, or an IPv6 address, in brackets if a port follows.
-    pub(crate) fn to(text: &str) -> Result<Self, String> {
-        let wanted = "give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446";
+    pub(crate) fn parse_receiver(text: &str) -> Result<Self, String> {
+        let hint = "give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446";
         match Self::parse(text) {
-            Ok(address) if address.port == 0 => Err(format!("port 0 cannot be connected to; {wanted}")),
-            address => address.map_err(|what| format!("{what}; {wanted}")),
+            Ok(address) if address.port == 0 => Err(format!("port 0 cannot be connected to; {hint}")),
+            address => address.map_err(|what| format!("{what}; {hint}")),
         }
     }
 
-    /// Parses an address to listen on, in the format of [`Address::to`]; port 0 stands for any free port.
-    pub(crate) fn at(text: &str) -> Result<Self, String> {
+    /// Parses an address to listen on, in the format of [`Self::parse_receiver`]; port 0 stands for any free port.
+    pub(crate) fn parse_listen(text: &str) -> Result<Self, String> {
         Self::parse(text).map_err(|what| format!("{what}; give ADDRESS:PORT, as in 0.0.0.0:4446 or [::]:4446"))
     }
 
@@ -48,11 +48,11 @@ impl Address {
                 None => (text, None),
             },
         };
-        let is_of_host = |letter: char| letter.is_ascii_alphanumeric() || "-._".contains(letter);
+        let is_host_char = |letter: char| letter.is_ascii_alphanumeric() || "-._".contains(letter);
         if host.is_empty() {
             return Err("the host is missing".to_owned());
         }
-        if !is_ipv6(host) && !host.chars().all(is_of_host) {
+        if !is_ipv6(host) && !host.chars().all(is_host_char) {
             return Err(format!("'{host}' is not a host name"));
         }
         // The system's resolver would take a number for an IPv4 address.
@@ -60,7 +60,7 @@ impl Address {
             return Err(format!("'{host}' is a number, not a host"));
         }
         let port = match port {
-            None => PORT,
+            None => PORT_DEFAULT,
             // `parse` alone would also accept a sign.
             Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
                 port.parse().map_err(|_| format!("'{port}' is not a port"))?
@@ -74,7 +74,7 @@ impl Address {
     }
 }
 
-impl Display for Address {
+impl Display for ReceiverAddress {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.host.contains(':') {
             true => write!(out, "[{}]:{}", self.host, self.port),
@@ -99,7 +99,7 @@ mod tests {
             ("[::1]:65535", "[::1]:65535", "::1"),
             ("[fe80::1%2]:1", "[fe80::1%2]:1", "fe80::1%2"),
         ] {
-            let read = Address::to(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+            let read = ReceiverAddress::parse_receiver(text).unwrap_or_else(|error| panic!("{text}: {error}"));
             assert_eq!((read.to_string(), read.host()), (address.to_owned(), host), "{text}");
         }
         for wrong in [
@@ -107,8 +107,8 @@ mod tests {
             "[::1]1x", "[::1]:", "[h]:1", "::1]", "4446", "a b", "a\nb", "tcp:h:1", "http://h", "h/1", "\u{e9}",
             "ho\0st",
         ] {
-            assert!(Address::to(wrong).is_err(), "{wrong:?}");
+            assert!(ReceiverAddress::parse_receiver(wrong).is_err(), "{wrong:?}");
         }
-        assert!(Address::at("[::]:0").is_ok());
+        assert!(ReceiverAddress::parse_listen("[::]:0").is_ok());
     }
 }

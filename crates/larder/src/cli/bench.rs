@@ -8,7 +8,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use larder_block::ByteLen;
 use larder_codec::PAGE;
 use larder_codec::batch::BATCH_PAGES;
-use larder_codec::measure::{Kind, Reduction};
+use larder_codec::measure::{MemoryContent, Reduction};
 
 use super::Output;
 
@@ -22,7 +22,7 @@ pub(crate) struct BenchCodecArguments {
     /// Generated memory of this kind; may be given several times [default: zeros, text, heap, sequence and random,
     /// unless there is --memory]
     #[arg(long, value_name = "KIND", value_parser = kind_parser())]
-    pub(crate) kind: Vec<Kind>,
+    pub(crate) kind: Vec<MemoryContent>,
     /// A guest's memory: a file that QEMU's pmemsave or dump-guest-memory (without -z, -l, -s) has written, or that
     /// backs a guest's memory
     #[arg(long, value_name = "FILE")]
@@ -45,9 +45,9 @@ pub(crate) struct BenchCodecArguments {
     pub(crate) output: Output,
 }
 
-fn kind_parser() -> impl TypedValueParser<Value = Kind> {
-    PossibleValuesParser::new(Kind::ALL.map(Kind::name))
-        .try_map(|name| Kind::of_name(&name).ok_or("unknown kind of memory"))
+fn kind_parser() -> impl TypedValueParser<Value = MemoryContent> {
+    PossibleValuesParser::new(MemoryContent::ALL.map(MemoryContent::name))
+        .try_map(|name| MemoryContent::from_name(&name).ok_or("unknown kind of memory"))
 }
 
 fn method_parser() -> impl TypedValueParser<Value = String> {

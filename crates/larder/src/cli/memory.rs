@@ -9,7 +9,7 @@ use larder_block::ByteLen;
 use larder_vm::disk::POLL_US_MAX;
 use larder_vm::image::ImageAddress;
 use larder_vm::memory::range::BudgetRange;
-use larder_vm::memory::wish::QUARANTINE_MS_MAX;
+use larder_vm::memory::spec::QUARANTINE_MS_MAX;
 
 use super::{Output, image_parser};
 
@@ -111,8 +111,8 @@ pub(crate) struct BudgetRangeArguments {
 
 impl BudgetRangeArguments {
     /// Returns the bounds `before`, replaced by those that the command line gives.
-    pub(crate) fn over(&self, before: BudgetRange) -> BudgetRange {
-        let bytes = |said: Option<ByteLen>, before: Option<u64>| said.map(ByteLen::get).or(before);
+    pub(crate) fn override_bounds(&self, before: BudgetRange) -> BudgetRange {
+        let bytes = |given: Option<ByteLen>, before: Option<u64>| given.map(ByteLen::get).or(before);
         BudgetRange {
             min: bytes(self.budget_min, before.min),
             low: bytes(self.budget_low, before.low),
@@ -131,7 +131,7 @@ pub(crate) enum Switch {
 /// Selects the pager that a command addresses.
 #[derive(Args)]
 #[group(required = true, multiple = false)]
-pub(crate) struct MemoryAtArguments {
+pub(crate) struct MemoryTargetArguments {
     /// Name of the virtual machine whose memory larder memory attach --vm manages; or, with a / in it, the path of a
     /// control socket
     #[arg(value_name = "NAME", value_parser = OsStringValueParser::new())]
@@ -144,7 +144,7 @@ pub(crate) struct MemoryAtArguments {
 #[derive(Args)]
 pub(crate) struct MemoryStatusArguments {
     #[command(flatten)]
-    pub(crate) at: MemoryAtArguments,
+    pub(crate) at: MemoryTargetArguments,
     /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
@@ -153,7 +153,7 @@ pub(crate) struct MemoryStatusArguments {
 #[derive(Args)]
 pub(crate) struct MemoryLimitArguments {
     #[command(flatten)]
-    pub(crate) at: MemoryAtArguments,
+    pub(crate) at: MemoryTargetArguments,
     /// Memory that may be used in all
     #[arg(long, value_name = "SIZE", required_unless_present_any = ["compressed", "budget_fixed", "budget_min",
           "budget_low", "budget_high", "budget_max"])]
@@ -171,7 +171,7 @@ pub(crate) struct MemoryLimitArguments {
 #[derive(Args)]
 pub(crate) struct MemoryDetachArguments {
     #[command(flatten)]
-    pub(crate) at: MemoryAtArguments,
+    pub(crate) at: MemoryTargetArguments,
     /// Stop a detach in progress, whichever command or signal began it: the memory is kept within its budget again
     #[arg(long)]
     pub(crate) cancel: bool,

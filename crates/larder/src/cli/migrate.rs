@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use clap::builder::OsStringValueParser;
 use clap::{Args, Subcommand, ValueEnum};
 use larder_block::{ByteLen, SizeError};
-use larder_migrate::tls::Peer;
+use larder_migrate::tls::AllowedPeer;
 
 use super::Output;
-use super::address::Address;
+use super::address::ReceiverAddress;
 
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -31,8 +31,8 @@ pub(crate) struct MoveArguments {
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: Option<PathBuf>,
     /// The host where larder migrate receive --qmp waits
-    #[arg(long, value_name = "HOST[:PORT]", required_unless_present = "take_back", value_parser = Address::to)]
-    pub(crate) to: Option<Address>,
+    #[arg(long, value_name = "HOST[:PORT]", required_unless_present = "take_back", value_parser = ReceiverAddress::parse_receiver)]
+    pub(crate) to: Option<ReceiverAddress>,
     /// Let a virtual machine that was handed over run here again. Use it only if the QEMU at the destination has
     /// ended and will not run the virtual machine: the destination is not asked
     #[arg(long, conflicts_with_all = ["to", "tls", "peer", "insecure", "postcopy", "keep", "timeout", "control"])]
@@ -40,7 +40,7 @@ pub(crate) struct MoveArguments {
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     #[command(flatten)]
-    pub(crate) sending: SendingArguments,
+    pub(crate) sending: SendLimitArguments,
     /// QEMU's channels for pages in addition to its main channel (multifd-channels); 0 for none. One channel carries
     /// some 0.8 GB of memory per second. With --postcopy there are none, since QEMU cannot combine them
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=64))]
@@ -73,7 +73,7 @@ pub(crate) struct MoveArguments {
 
 /// Resources that a sender may use.
 #[derive(Args)]
-pub(crate) struct SendingArguments {
+pub(crate) struct SendLimitArguments {
     /// Maximum number of connections between the hosts, and of compression threads; by default the number of CPUs, up
     /// to 4
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -164,7 +164,7 @@ pub(crate) enum MigrateCommand {
 
 /// Selects a move.
 #[derive(Args)]
-pub(crate) struct MigrateAtArguments {
+pub(crate) struct MigrateTargetArguments {
     /// The virtual machine's name; if the move was started with --qmp PATH, --listen PATH or --connect PATH, the last
     /// part of PATH without its extension. Or, with a / in it, the path of a control socket
     #[arg(value_name = "VM", value_parser = OsStringValueParser::new())]
@@ -174,7 +174,7 @@ pub(crate) struct MigrateAtArguments {
 #[derive(Args)]
 pub(crate) struct MigrateStatusArguments {
     #[command(flatten)]
-    pub(crate) at: MigrateAtArguments,
+    pub(crate) at: MigrateTargetArguments,
     /// Output format: for people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
@@ -184,7 +184,7 @@ pub(crate) struct MigrateStatusArguments {
 #[group(id = "limits", required = true, multiple = true, args = ["bandwidth", "cpu", "downtime", "timeout"])]
 pub(crate) struct MigrateLimitArguments {
     #[command(flatten)]
-    pub(crate) at: MigrateAtArguments,
+    pub(crate) at: MigrateTargetArguments,
     /// Maximum number of bytes on the link per second
     #[arg(long, value_name = "SIZE", value_parser = parse_rate_or_none)]
     pub(crate) bandwidth: Option<ByteLen>,
@@ -202,7 +202,7 @@ pub(crate) struct MigrateLimitArguments {
 #[derive(Args)]
 pub(crate) struct MigrateCancelArguments {
     #[command(flatten)]
-    pub(crate) at: MigrateAtArguments,
+    pub(crate) at: MigrateTargetArguments,
 }
 
 /// Options for encryption and mutual authentication of the hosts.
@@ -218,7 +218,7 @@ pub(crate) struct TrustArguments {
     /// ~/.local/state/larder/migrate), and another key is refused later. A host that is accepted by its fingerprint
     /// is remembered as well, in place of its earlier key
     #[arg(long, value_name = "FINGERPRINT|NAME", requires = "tls")]
-    pub(crate) peer: Vec<Peer>,
+    pub(crate) peer: Vec<AllowedPeer>,
     /// Send the guest's memory over the network unencrypted, to any host that answers at the address
     #[arg(long, conflicts_with = "tls")]
     pub(crate) insecure: bool,
@@ -230,12 +230,12 @@ pub(crate) struct MigrateSendArguments {
     #[arg(long, value_name = "PATH")]
     pub(crate) listen: PathBuf,
     /// The address where larder migrate receive listens
-    #[arg(long, value_name = "HOST[:PORT]", value_parser = Address::to)]
-    pub(crate) to: Address,
+    #[arg(long, value_name = "HOST[:PORT]", value_parser = ReceiverAddress::parse_receiver)]
+    pub(crate) to: ReceiverAddress,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     #[command(flatten)]
-    pub(crate) sending: SendingArguments,
+    pub(crate) sending: SendLimitArguments,
     /// Unix socket on which to serve larder migrate status, limit and cancel; by default where these commands, larder
     /// status and larder host look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in
     /// $XDG_RUNTIME_DIR
@@ -249,8 +249,8 @@ pub(crate) struct MigrateSendArguments {
 #[derive(Args)]
 pub(crate) struct MigrateReceiveArguments {
     /// Address on which to wait for a sender
-    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = Address::at)]
-    pub(crate) listen: Address,
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = ReceiverAddress::parse_listen)]
+    pub(crate) listen: ReceiverAddress,
     /// The QMP socket of a QEMU that was started with -incoming defer, and otherwise with the options of the source's
     /// QEMU: the virtual machine that larder migrate VM sends will run in it
     #[arg(long, value_name = "PATH", required_unless_present = "connect")]

@@ -24,13 +24,14 @@ use larder_cache::CacheMode;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
+use larder_vm::disk_spec::DiskSpec;
+use larder_vm::disk_spec::keys::parse_disk;
 use larder_vm::image::{
     CACHE_LINE_DEFAULT, CACHE_MODES, Format, ImageAddress, METADATA_MEMORY_DEFAULT, PrefetchMemory, PrefetchOptions,
-    cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode, parse_prefetch_len,
+    cache_mode_long_name, cache_mode_name, parse_cache_endurance, parse_cache_line, parse_cache_mode,
+    parse_prefetch_len,
 };
-use larder_vm::limits::parse_given_limits;
-use larder_vm::wish::DiskWish;
-use larder_vm::wish::keys::parse_disk;
+use larder_vm::limits::parse_nonempty_limits;
 
 use self::bench::BenchCodecArguments;
 use self::memory::{MemoryCommand, Switch};
@@ -233,7 +234,7 @@ pub(crate) struct RunArguments {
     /// cache-exclusive=on, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is
     /// doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
-    pub(crate) disk: Vec<DiskWish>,
+    pub(crate) disk: Vec<DiskSpec>,
     /// Keep the guest's memory within this budget of the host's memory, as larder memory attach does
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory_budget: Option<ByteLen>,
@@ -452,9 +453,9 @@ pub(crate) struct ResizeArguments {
 #[derive(Clone, Copy)]
 pub(crate) enum NewSize {
     /// The new size itself.
-    Is(ByteLen),
+    Absolute(ByteLen),
     /// Growth relative to the current size.
-    More(ByteLen),
+    Growth(ByteLen),
 }
 
 fn parse_new_size(text: &str) -> Result<NewSize, String> {
@@ -463,8 +464,8 @@ fn parse_new_size(text: &str) -> Result<NewSize, String> {
         return Err("a disk is never made smaller: that would discard the data past its new end".to_owned());
     }
     match text.strip_prefix('+') {
-        Some(more) => size(more).map(NewSize::More),
-        None => size(text).map(NewSize::Is),
+        Some(more) => size(more).map(NewSize::Growth),
+        None => size(text).map(NewSize::Absolute),
     }
 }
 
@@ -555,26 +556,26 @@ fn prefetch_help() -> String {
 }
 
 fn prefetch_largest_read_help() -> String {
-    let usual = PrefetchOptions::default().largest_read;
+    let default = PrefetchOptions::default().largest_read;
     format!(
-        "Longest read that causes read-ahead; after longer ones the copy costs more than is gained [default: {usual}]"
+        "Longest read that causes read-ahead; after longer ones the copy costs more than is gained [default: {default}]"
     )
 }
 
 fn prefetch_ahead_help() -> String {
-    let usual = PrefetchOptions::default().ahead_max;
-    format!("Maximum read-ahead distance [default: {usual}]")
+    let default = PrefetchOptions::default().ahead_max;
+    format!("Maximum read-ahead distance [default: {default}]")
 }
 
 fn cache_mode_help() -> String {
-    let modes = CACHE_MODES.map(|mode| format!("{} ({})", cache_mode_name(mode), cache_mode_words(mode)));
+    let modes = CACHE_MODES.map(|mode| format!("{} ({})", cache_mode_name(mode), cache_mode_long_name(mode)));
     format!("Write policy of the cache: {}", modes.join(", "))
 }
 
 fn served_cache_mode_help() -> String {
-    let usual = cache_mode_name(CacheMode::default());
+    let default = cache_mode_name(CacheMode::default());
     format!(
-        "{} [default: the mode of an existing cache, or {usual}]",
+        "{} [default: the mode of an existing cache, or {default}]",
         cache_mode_help()
     )
 }
@@ -665,7 +666,7 @@ pub(crate) struct ServeArguments {
     /// Limits per second: KEY=VALUE,... with iops-total, iops-read, iops-write, bps-total, bps-read, bps-write, each
     /// also with -max and -max-length for bursts, and iops-size; QEMU's older names and libvirt's are accepted as
     /// well
-    #[arg(long, value_name = "LIMITS", value_parser = parse_given_limits)]
+    #[arg(long, value_name = "LIMITS", value_parser = parse_nonempty_limits)]
     pub(crate) throttle: Option<ThrottleLimits>,
     /// Number of virtqueues offered over vhost-user-blk
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
@@ -706,7 +707,7 @@ pub(crate) struct ServeArguments {
 }
 
 /// Extends an `InvalidUtf8` error with the argument that is not UTF-8 although it should be.
-pub(crate) fn name_what_is_no_text(error: clap::Error) -> clap::Error {
+pub(crate) fn explain_non_utf8_argument(error: clap::Error) -> clap::Error {
     if error.kind() != ErrorKind::InvalidUtf8 {
         return error;
     }
@@ -714,9 +715,9 @@ pub(crate) fn name_what_is_no_text(error: clap::Error) -> clap::Error {
         .filter(|argument| argument.to_str().is_none())
         .map(|argument| format!("'{}'", argument.to_string_lossy()))
         .collect();
-    let which = match suspects.as_slice() {
+    let message = match suspects.as_slice() {
         [one] => format!("{one} is not UTF-8; only paths need not be"),
         many => format!("one of {} should be UTF-8; only paths need not be", many.join(", ")),
     };
-    Cli::command().error(ErrorKind::InvalidUtf8, which)
+    Cli::command().error(ErrorKind::InvalidUtf8, message)
 }

@@ -8,7 +8,7 @@ use clap::Args;
 use clap::builder::OsStringValueParser;
 use larder_block::ByteLen;
 use larder_host::{LISTEN_DEFAULT, ListenAddress};
-use larder_vm::listen::{group_of, mode_of, user_of};
+use larder_vm::listen::{parse_group, parse_huge_mode, parse_user};
 
 use super::Output;
 
@@ -22,10 +22,10 @@ pub(crate) struct HostArguments {
     #[arg(long, value_name = "MODE", value_parser = parse_mode)]
     pub(crate) socket_mode: Option<u32>,
     /// The owner of a unix socket's file, by name or number
-    #[arg(long, value_name = "USER", value_parser = user_of)]
+    #[arg(long, value_name = "USER", value_parser = parse_user)]
     pub(crate) socket_owner: Option<u32>,
     /// The group of a unix socket's file, by name or number
-    #[arg(long, value_name = "GROUP", value_parser = group_of)]
+    #[arg(long, value_name = "GROUP", value_parser = parse_group)]
     pub(crate) socket_group: Option<u32>,
     /// Serve over TLS, with server-cert.pem and server-key.pem from this directory
     #[arg(long, value_name = "DIR")]
@@ -115,7 +115,7 @@ pub(crate) struct AdviseArguments {
 }
 
 fn parse_mode(text: &str) -> Result<u32, String> {
-    mode_of(text).map_err(|_| "give an octal mode that has at least 0600, as in 0660".to_owned())
+    parse_huge_mode(text).map_err(|_| "give an octal mode that has at least 0600, as in 0660".to_owned())
 }
 
 /// Parses a percentage such as `80%` into a share from 0 to 1.

@@ -12,55 +12,57 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-use super::kept::{self, Kept};
+use super::backup::{self, DomainBackup};
 
 /// Directory of the domains' profiles.
-const FOLDER: &str = "/etc/apparmor.d/libvirt";
+const PROFILES_DIRECTORY: &str = "/etc/apparmor.d/libvirt";
 
 /// Template from which libvirt creates a profile.
 const TEMPLATE: &str = "TEMPLATE.qemu";
 /// Placeholder for the profile's name in the template.
-const NAME_IN_TEMPLATE: &str = "LIBVIRT_TEMPLATE";
+const TEMPLATE_NAME_PLACEHOLDER: &str = "LIBVIRT_TEMPLATE";
 
 /// First of the lines that enclose the rules.
-const BEGIN: &str = "  # Larder: the sockets of the disks that it serves to this domain, written by its libvirt hook.";
+const RULES_BEGIN: &str =
+    "  # Larder: the sockets of the disks that it serves to this domain, written by its libvirt hook.";
 /// Last of the lines that enclose the rules.
-const END: &str = "  # Larder: end.";
+const RULES_END: &str = "  # Larder: end.";
 
 /// Allows the QEMU of a domain to use the sockets of its disks, where libvirt has AppArmor profiles.
 ///
 /// # Errors
 /// The profile cannot be written, or a rule cannot name the sockets.
 pub(super) fn allow(uuid: &str, sockets: &[&Path]) -> anyhow::Result<()> {
-    let folder = Path::new(FOLDER);
-    let Some(template) = Kept::read(&folder.join(TEMPLATE))? else {
+    let directory = Path::new(PROFILES_DIRECTORY);
+    let Some(template) = DomainBackup::read(&directory.join(TEMPLATE))? else {
         return Ok(());
     };
     let rules = sockets
         .iter()
         .map(|socket| rule(socket))
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let path = profile(uuid);
-    let before = Kept::read(&path)?;
+    let path = profile_path(uuid);
+    let before = DomainBackup::read(&path)?;
     let name = format!("libvirt-{uuid}");
-    let bare = match &before {
+    let profile_without_rules = match &before {
         // libvirt recreates an empty profile, and would drop the rules.
         Some(text) if !text.trim().is_empty() => without_rules(text),
-        _ => with_lines(
-            &template.replace(NAME_IN_TEMPLATE, &name),
+        _ => append_lines(
+            &template.replace(TEMPLATE_NAME_PLACEHOLDER, &name),
             &[format!("  #include <libvirt/{name}.files>")],
         )
-        .with_context(|| format!("{FOLDER}/{TEMPLATE}: it has no profile"))?,
+        .with_context(|| format!("{PROFILES_DIRECTORY}/{TEMPLATE}: it has no profile"))?,
     };
-    let lines: Vec<String> = [BEGIN.to_owned()]
+    let lines: Vec<String> = [RULES_BEGIN.to_owned()]
         .into_iter()
         .chain(rules)
-        .chain([END.to_owned()])
+        .chain([RULES_END.to_owned()])
         .collect();
-    let after = with_lines(&bare, &lines).with_context(|| format!("{}: it has no profile", path.display()))?;
+    let after = append_lines(&profile_without_rules, &lines)
+        .with_context(|| format!("{}: it has no profile", path.display()))?;
     match before.as_ref() == Some(&after) {
         true => Ok(()),
-        false => kept::write(&path, &after, 0o644, true),
+        false => backup::write(&path, &after, 0o644, true),
     }
 }
 
@@ -69,19 +71,19 @@ pub(super) fn allow(uuid: &str, sockets: &[&Path]) -> anyhow::Result<()> {
 /// # Errors
 /// The profile cannot be written.
 pub(super) fn forbid(uuid: &str) -> anyhow::Result<()> {
-    let path = profile(uuid);
-    let Some(before) = Kept::read(&path)? else {
+    let path = profile_path(uuid);
+    let Some(before) = DomainBackup::read(&path)? else {
         return Ok(());
     };
     let after = without_rules(&before);
     match after == before {
         true => Ok(()),
-        false => kept::write(&path, &after, 0o644, true),
+        false => backup::write(&path, &after, 0o644, true),
     }
 }
 
-fn profile(uuid: &str) -> PathBuf {
-    Path::new(FOLDER).join(format!("libvirt-{uuid}"))
+fn profile_path(uuid: &str) -> PathBuf {
+    Path::new(PROFILES_DIRECTORY).join(format!("libvirt-{uuid}"))
 }
 
 /// Returns the rule for a socket, whose path must have no character with a meaning in AppArmor. The paths that Larder
@@ -100,12 +102,12 @@ fn rule(socket: &Path) -> anyhow::Result<String> {
 /// Returns the profile without the rules that this module wrote.
 fn without_rules(profile: &str) -> String {
     let mut text = String::new();
-    let mut is_ours = false;
+    let mut is_inside = false;
     for line in profile.split_inclusive('\n') {
         match line.trim_end() {
-            BEGIN => is_ours = true,
-            END if is_ours => is_ours = false,
-            _ if is_ours => {}
+            RULES_BEGIN => is_inside = true,
+            RULES_END if is_inside => is_inside = false,
+            _ if is_inside => {}
             _ => text.push_str(line),
         }
     }
@@ -113,7 +115,7 @@ fn without_rules(profile: &str) -> String {
 }
 
 /// Inserts lines at the end of a profile's body; `None` if the profile has no closing brace.
-fn with_lines(profile: &str, lines: &[String]) -> Option<String> {
+fn append_lines(profile: &str, lines: &[String]) -> Option<String> {
     let end = profile.rfind('}')?;
     let (body, rest) = profile.split_at(end);
     let body = body.trim_end();
@@ -130,18 +132,18 @@ mod tests {
     #[test]
     fn rules_are_added_and_removed() {
         let lines = [
-            BEGIN.to_owned(),
+            RULES_BEGIN.to_owned(),
             rule(Path::new("/run/larder/web-vda.sock")).expect("can be named"),
-            END.to_owned(),
+            RULES_END.to_owned(),
         ];
-        let with = with_lines(PROFILE, &lines).expect("it ends");
+        let with = append_lines(PROFILE, &lines).expect("it ends");
         assert!(
-            with.ends_with(&format!("\n  \"/run/larder/web-vda.sock\" rw,\n{END}\n}}\n")),
+            with.ends_with(&format!("\n  \"/run/larder/web-vda.sock\" rw,\n{RULES_END}\n}}\n")),
             "{with}"
         );
         assert_eq!(without_rules(&with), PROFILE);
         assert_eq!(without_rules(PROFILE), PROFILE);
-        assert_eq!(with_lines("", &lines), None);
+        assert_eq!(append_lines("", &lines), None);
     }
 
     /// A path with AppArmor's special characters cannot widen its rule.

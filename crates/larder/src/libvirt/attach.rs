@@ -9,27 +9,27 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use larder_block::Loop;
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
-use larder_vm::image::{CacheWish, NamedChain, NamedImage, PinnedChain, PrefetchWish, is_same, named_chain};
-use larder_vm::libvirt::attach::{AttachWish, Plan, ServedDisk, identity, plan, user_of_qemu};
+use larder_vm::disk_spec::DiskSpec;
+use larder_vm::image::{CacheSpec, NamedChain, NamedImage, PinnedChain, PrefetchSpec, is_same_image, named_chain};
+use larder_vm::libvirt::attach::{AttachOptions, AttachPlan, ServedDisk, identity, plan, qemu_user_and_group};
 use larder_vm::libvirt::detach::restore;
 use larder_vm::libvirt::xml::Element;
-use larder_vm::run::check::check;
-use larder_vm::run::plan::GivenBy;
-use larder_vm::vm::config::{VmDisk, path_of};
-use larder_vm::vm::look::problems;
-use larder_vm::wish::DiskWish;
+use larder_vm::run::check::check_disks;
+use larder_vm::run::plan::OptionSource;
+use larder_vm::vm::config::{VmDisk, vm_file_path};
+use larder_vm::vm::problems::find_problems;
 
-use super::kept::{self, Kept};
+use super::backup::{self, DomainBackup};
 use super::virsh::{Domain, Virsh};
-use super::{difference, disks};
+use super::{disk_list, unified_diff};
 use crate::cli::LibvirtAttachArguments;
 use crate::output::print;
 
 /// Path of Larder's hook among libvirt's hooks.
-const HOOK: &str = "/etc/libvirt/hooks/qemu.d/larder";
+const HOOK_PATH: &str = "/etc/libvirt/hooks/qemu.d/larder";
 
 /// File in which a host grants AppArmor permissions to every domain's QEMU.
-const APPARMOR: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
+const APPARMOR_ABSTRACTION: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 
 pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode> {
     let virsh = Virsh::new(arguments.connect.clone());
@@ -39,92 +39,92 @@ pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode>
         bail!("the host's libvirt starts Larder as root, which reads root's files of VMs: run this as root");
     }
     let capabilities = virsh.capabilities()?;
-    let mut wish = AttachWish {
+    let mut options = AttachOptions {
         disks: arguments.disk.clone(),
-        cache: cache_of(&arguments)?,
+        cache: cache_from_arguments(&arguments)?,
         qemu: match is_system {
-            true => user_of_qemu(&Element::parse(&domain.xml)?, &capabilities),
+            true => qemu_user_and_group(&Element::parse(&domain.xml)?, &capabilities),
             false => None,
         },
-        ..AttachWish::default()
+        ..AttachOptions::default()
     };
-    let plan =
-        possible(&domain, &mut wish, arguments.trust_image).with_context(|| format!("domain {}", arguments.domain))?;
-    let path = path_of(Path::new(&plan.name))?;
-    let kept = Kept::of(&plan.uuid)?;
-    refuse_kept(&plan, &kept, &domain)?;
-    let ours = is_ours(&path, &kept)?;
+    let plan = plan_servable(&domain, &mut options, arguments.trust_image)
+        .with_context(|| format!("domain {}", arguments.domain))?;
+    let path = vm_file_path(Path::new(&plan.name))?;
+    let backup = DomainBackup::for_domain(&plan.uuid)?;
+    check_no_backup(&plan, &backup, &domain)?;
+    let is_written_by_attach = is_written_by_attach(&path, &backup)?;
     if !arguments.apply {
-        let mut text = what_changes(&plan, &path, &domain.xml);
-        notes(&mut text, &plan, &domain, &capabilities, is_system);
+        let mut text = describe_changes(&plan, &path, &domain.xml);
+        append_notes(&mut text, &plan, &domain, &capabilities, is_system);
         text.push_str("\nNothing has been changed. Apply the changes with --apply.\n");
         print(&text)?;
         return Ok(ExitCode::SUCCESS);
     }
-    apply(&virsh, &plan, &path, &kept, &domain.xml, ours)?;
+    apply(&virsh, &plan, &path, &backup, &domain.xml, is_written_by_attach)?;
     let names: Vec<&str> = plan.served.iter().map(|disk| disk.name.as_str()).collect();
     let mut text = format!(
         "{}: Larder serves {} from the next start on, as configured in {}\n",
         plan.name,
-        disks(&names),
+        disk_list(&names),
         path.display()
     );
-    text.push_str(&format!("the domain's previous XML is in {}\n", kept.xml.display()));
-    notes(&mut text, &plan, &domain, &capabilities, is_system);
+    text.push_str(&format!("the domain's previous XML is in {}\n", backup.xml.display()));
+    append_notes(&mut text, &plan, &domain, &capabilities, is_system);
     print(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn cache_of(arguments: &LibvirtAttachArguments) -> anyhow::Result<Option<(PathBuf, String)>> {
-    let (Some(folder), Some(size)) = (&arguments.cache_dir, arguments.cache_size) else {
+fn cache_from_arguments(arguments: &LibvirtAttachArguments) -> anyhow::Result<Option<(PathBuf, String)>> {
+    let (Some(directory), Some(size)) = (&arguments.cache_dir, arguments.cache_size) else {
         return Ok(None);
     };
-    let folder = std::path::absolute(folder).with_context(|| format!("--cache-dir {}", folder.display()))?;
-    if !folder.is_dir() {
+    let directory = std::path::absolute(directory).with_context(|| format!("--cache-dir {}", directory.display()))?;
+    if !directory.is_dir() {
         bail!(
             "--cache-dir {}: there is no such directory; create it, or mount its file system",
-            folder.display()
+            directory.display()
         );
     }
-    Ok(Some((folder, format!("\"{}\"", size.to_string().replace(' ', "")))))
+    Ok(Some((directory, format!("\"{}\"", size.to_string().replace(' ', "")))))
 }
 
 /// Plans the attach. A disk that Larder could not serve is left to QEMU. An image may use the files that the domain's
 /// XML names, or, with `trust_image`, those that the image itself names where the XML names none.
-fn possible(domain: &Domain, wish: &mut AttachWish, trust_image: bool) -> anyhow::Result<Plan> {
-    let plan_of_all = plan(&domain.xml, wish, path_of)?;
-    for (disk, config) in plan_of_all.served.iter().zip(&plan_of_all.config.disks) {
-        match chain_of(disk, &config.wish, trust_image) {
+fn plan_servable(domain: &Domain, wish: &mut AttachOptions, trust_image: bool) -> anyhow::Result<AttachPlan> {
+    let full_plan = plan(&domain.xml, wish, vm_file_path)?;
+    for (disk, config) in full_plan.served.iter().zip(&full_plan.config.disks) {
+        match allowed_chain(disk, &config.spec, trust_image) {
             Ok(chain) => drop(wish.chains.insert(disk.name.clone(), chain)),
-            Err(why) => drop(wish.without.insert(disk.name.clone(), why.to_string())),
+            Err(why) => drop(wish.excluded.insert(disk.name.clone(), why.to_string())),
         }
     }
     loop {
-        let plan = plan(&domain.xml, wish, path_of)?;
+        let plan = plan(&domain.xml, wish, vm_file_path)?;
         let both = plan.served.iter().zip(&plan.config.disks);
         let trouble = both.filter_map(|(disk, config)| {
-            let why = trouble(config, domain.running.is_some())?;
+            let why = disk_problem(config, domain.running.is_some())?;
             Some((disk.name.clone(), why))
         });
         let trouble: Vec<_> = trouble.collect();
         if trouble.is_empty() {
-            return match problems(&plan.config, &|_| false).as_slice() {
+            return match find_problems(&plan.config, &|_| false).as_slice() {
                 [] => Ok(plan),
                 problems => bail!("its disks could not be served: {}", problems.join("; ")),
             };
         }
         // The loop ends, because each turn has fewer disks to serve.
-        wish.without.extend(trouble);
+        wish.excluded.extend(trouble);
     }
 }
 
 /// Returns the files that the VM's file will allow for a disk.
-fn chain_of(disk: &ServedDisk, wish: &DiskWish, trust_image: bool) -> anyhow::Result<PinnedChain> {
+fn allowed_chain(disk: &ServedDisk, wish: &DiskSpec, trust_image: bool) -> anyhow::Result<PinnedChain> {
     let on = Loop::new(Duration::ZERO)?;
     let format = wish.format.context("its format is not known")?;
     let mut named = on.block_on(named_chain(&on, &wish.image, format))?;
     match &disk.backing {
-        Some(of_domain) => agree(of_domain, &mut named)?,
+        Some(of_domain) => merge_backing(of_domain, &mut named)?,
         None if !named.backing.is_empty() && !trust_image => bail!(
             "its image refers to files that the domain's XML does not name; if they are the right ones, give --trust-image: {}",
             named.lines()
@@ -149,14 +149,14 @@ fn chain_of(disk: &ServedDisk, wish: &DiskWish, trust_image: bool) -> anyhow::Re
 
 /// Checks that the domain names the same backing files as the headers, and adds the formats that only the domain
 /// gives.
-fn agree(of_domain: &[NamedImage], named: &mut NamedChain) -> anyhow::Result<()> {
-    let both = || of_domain.iter().zip(&named.backing);
-    let are_same = of_domain.len() == named.backing.len()
+fn merge_backing(domain_backing: &[NamedImage], named: &mut NamedChain) -> anyhow::Result<()> {
+    let both = || domain_backing.iter().zip(&named.backing);
+    let is_matching = domain_backing.len() == named.backing.len()
         && both().all(|(one, other)| {
             let formats = (one.format, other.format);
-            is_same(&one.image, &other.image) && !matches!(formats, (Some(one), Some(other)) if one != other)
+            is_same_image(&one.image, &other.image) && !matches!(formats, (Some(one), Some(other)) if one != other)
         });
-    if !are_same {
+    if !is_matching {
         let list = |all: &[NamedImage]| match all {
             [] => "none".to_owned(),
             all => {
@@ -169,21 +169,21 @@ fn agree(of_domain: &[NamedImage], named: &mut NamedChain) -> anyhow::Result<()>
         };
         bail!(
             "its backingStore names other backing files ({}) than the image itself ({}); correct the one that is wrong",
-            list(of_domain),
+            list(domain_backing),
             list(&named.backing)
         );
     }
-    for (image, of_domain) in named.backing.iter_mut().zip(of_domain) {
-        image.format = image.format.or(of_domain.format);
+    for (image, domain_backing) in named.backing.iter_mut().zip(domain_backing) {
+        image.format = image.format.or(domain_backing.format);
     }
     Ok(())
 }
 
 /// Returns the reason why Larder could not serve this disk, if there is one.
-fn trouble(config: &VmDisk, in_use: bool) -> Option<String> {
+fn disk_problem(config: &VmDisk, in_use: bool) -> Option<String> {
     let problems: Vec<String> = match in_use {
-        true => lasting_problems(&config.wish),
-        false => check(&[(&config.wish, GivenBy::File)])
+        true => permanent_problems(&config.spec),
+        false => check_disks(&[(&config.spec, OptionSource::File)])
             .problems
             .iter()
             .map(ToString::to_string)
@@ -194,22 +194,22 @@ fn trouble(config: &VmDisk, in_use: bool) -> Option<String> {
 
 /// Returns the reasons that would still keep a disk from being served after the running domain has ended. The image
 /// is opened read-only, because QEMU holds its locks.
-fn lasting_problems(wish: &DiskWish) -> Vec<String> {
-    let reader = DiskWish {
+fn permanent_problems(wish: &DiskSpec) -> Vec<String> {
+    let read_only_spec = DiskSpec {
         read_only: true,
         share: true,
-        prefetch: PrefetchWish::default(),
-        disk_cache: CacheWish::default(),
+        prefetch: PrefetchSpec::default(),
+        disk_cache: CacheSpec::default(),
         ..wish.clone()
     };
-    let found = check(&[(&reader, GivenBy::File)]).problems;
-    let lasting = found.iter().filter(|problem| problem.outlasts_its_user());
-    lasting.map(ToString::to_string).collect()
+    let found = check_disks(&[(&read_only_spec, OptionSource::File)]).problems;
+    let permanent = found.iter().filter(|problem| problem.is_permanent());
+    permanent.map(ToString::to_string).collect()
 }
 
 /// Refuses to overwrite a backup that is still needed: a renamed domain is attached under its old name already.
-fn refuse_kept(plan: &Plan, kept: &Kept, domain: &Domain) -> anyhow::Result<()> {
-    let Some(before) = Kept::read(&kept.xml)? else {
+fn check_no_backup(plan: &AttachPlan, kept: &DomainBackup, domain: &Domain) -> anyhow::Result<()> {
+    let Some(before) = DomainBackup::read(&kept.xml)? else {
         return Ok(());
     };
     let restored = restore(&domain.xml, &before).with_context(|| kept.xml.display().to_string())?;
@@ -227,12 +227,12 @@ fn refuse_kept(plan: &Plan, kept: &Kept, domain: &Domain) -> anyhow::Result<()> 
 ///
 /// # Errors
 /// The file exists and has another origin.
-fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
-    let Some(there) = Kept::read(path)? else {
+fn is_written_by_attach(path: &Path, kept: &DomainBackup) -> anyhow::Result<bool> {
+    let Some(current) = DomainBackup::read(path)? else {
         return Ok(false);
     };
-    match Kept::read(&kept.file)? {
-        Some(written) if written == there => Ok(true),
+    match DomainBackup::read(&kept.file)? {
+        Some(written) if written == current => Ok(true),
         _ => bail!(
             "{} exists, and was not written for this domain by larder libvirt attach; it was not changed: move it away, or connect the domain by hand as docs/guide/libvirt.md describes",
             path.display()
@@ -249,25 +249,32 @@ fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
 /// 3. libvirt takes the new XML, whole or not at all. From then on detach has all that it needs.
 ///
 /// If libvirt refuses the XML, steps 1 and 2 are undone at once.
-fn apply(virsh: &Virsh, plan: &Plan, path: &Path, kept: &Kept, before: &str, ours: bool) -> anyhow::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    let made = DirBuilder::new().recursive(true).mode(0o755).create(folder);
-    made.with_context(|| format!("cannot create {}", folder.display()))?;
+fn apply(
+    virsh: &Virsh,
+    plan: &AttachPlan,
+    path: &Path,
+    kept: &DomainBackup,
+    before: &str,
+    ours: bool,
+) -> anyhow::Result<()> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(directory);
+    made.with_context(|| format!("cannot create {}", directory.display()))?;
     // An earlier attach's file is recognised by its backup, which is about to change.
     if ours {
-        kept::remove(path)?;
+        backup::remove(path)?;
     }
     kept.write(before, &plan.file)?;
-    kept::write(path, &plan.file, 0o644, false)?;
+    backup::write(path, &plan.file, 0o644, false)?;
     if let Err(error) = virsh.define(&plan.xml) {
-        kept::remove(path)?;
+        backup::remove(path)?;
         kept.remove()?;
         return Err(error.context("the domain is unchanged"));
     }
     Ok(())
 }
 
-fn what_changes(plan: &Plan, path: &Path, before: &str) -> String {
+fn describe_changes(plan: &AttachPlan, path: &Path, before: &str) -> String {
     let mut text = format!("{}:\n\n", path.display());
     for line in plan.file.lines() {
         text.push_str(&match line {
@@ -277,13 +284,13 @@ fn what_changes(plan: &Plan, path: &Path, before: &str) -> String {
     }
     text.push('\n');
     let names = (format!("{} (now)", plan.name), format!("{} (with Larder)", plan.name));
-    text + &difference(before, &plan.xml, (&names.0, &names.1))
+    text + &unified_diff(before, &plan.xml, (&names.0, &names.1))
 }
 
 /// Appends further notes for the user.
-fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element, is_system: bool) {
+fn append_notes(text: &mut String, plan: &AttachPlan, domain: &Domain, capabilities: &Element, is_system: bool) {
     let mut notes: Vec<String> = plan
-        .left
+        .skipped
         .iter()
         .map(|disk| format!("{} stays with QEMU: {}", disk.name, disk.why))
         .collect();
@@ -298,24 +305,24 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
             "libvirt runs no hooks for a user's own domains: start larder vm {} before the domain",
             plan.name
         ));
-    } else if !Path::new(HOOK).exists() {
+    } else if !Path::new(HOOK_PATH).exists() {
         notes.push(format!(
-            "there is no {HOOK}: without the hook Larder is not started with the domain (docs/guide/libvirt.md)"
+            "there is no {HOOK_PATH}: without the hook Larder is not started with the domain (docs/guide/libvirt.md)"
         ));
     }
     let models = capabilities
         .child("host")
         .into_iter()
-        .flat_map(|host| host.all("secmodel"));
+        .flat_map(|host| host.children_named("secmodel"));
     let models = models.filter_map(|it| it.child("model"));
     for model in models {
         match model.text.as_str() {
             "apparmor"
-                if small_file::read_text(Path::new(APPARMOR), CONFIG_BYTES_MAX)
+                if small_file::read_text(Path::new(APPARMOR_ABSTRACTION), CONFIG_BYTES_MAX)
                     .is_ok_and(|text| text.contains("/run/larder/*.sock")) =>
             {
                 notes.push(format!(
-                    "{APPARMOR} allows every domain's QEMU to use the sockets of all domains; the hook now allows each to use its own: remove the line /run/larder/*.sock rw, there"
+                    "{APPARMOR_ABSTRACTION} allows every domain's QEMU to use the sockets of all domains; the hook now allows each to use its own: remove the line /run/larder/*.sock rw, there"
                 ));
             }
             "selinux" => notes.push(
@@ -334,6 +341,6 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
 }
 
 /// Returns the name and the UUID in a domain's XML.
-pub(super) fn name_of(xml: &str) -> anyhow::Result<(String, String)> {
+pub(super) fn domain_identity(xml: &str) -> anyhow::Result<(String, String)> {
     Ok(identity(&Element::parse(xml)?)?)
 }

@@ -11,12 +11,12 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use larder_vm::libvirt::attach::identity;
 use larder_vm::libvirt::xml::Element;
-use larder_vm::libvirt::{socket_folder, vhost_user_sockets};
-use larder_vm::vm::config::{VmConfig, path_of};
+use larder_vm::libvirt::{socket_directory, vhost_user_sockets};
+use larder_vm::vm::config::{VmConfig, vm_file_path};
 
 use super::{apparmor, service};
 use crate::cli::LibvirtHookArguments;
-use crate::output::complain;
+use crate::output::print_stderr;
 
 /// Maximum size of the domain's XML that is read, in bytes.
 const XML_BYTES_MAX: u64 = 16 << 20;
@@ -24,11 +24,11 @@ const XML_BYTES_MAX: u64 = 16 << 20;
 pub(crate) fn run(arguments: &LibvirtHookArguments) -> anyhow::Result<ExitCode> {
     let name = &arguments.name;
     match (arguments.operation.as_str(), arguments.moment.as_str()) {
-        ("prepare", "begin") => start(name)?,
+        ("prepare", "begin") => start_server(name)?,
         // libvirtd was restarted, and kills the guest if the hook fails.
         ("reconnect", "begin") => {
-            if let Err(error) = start(name) {
-                complain(&format!("{error:#}"));
+            if let Err(error) = start_server(name) {
+                print_stderr(&format!("{error:#}"));
             }
         }
         // The server is stopped whatever the VM's file contains by now.
@@ -39,9 +39,9 @@ pub(crate) fn run(arguments: &LibvirtHookArguments) -> anyhow::Result<ExitCode> 
 }
 
 /// Starts the server of the domain's disks, if it is Larder.
-fn start(name: &Path) -> anyhow::Result<()> {
+fn start_server(name: &Path) -> anyhow::Result<()> {
     // A name that no VM can have has no file.
-    let Ok(path) = path_of(name) else { return Ok(()) };
+    let Ok(path) = vm_file_path(name) else { return Ok(()) };
     if !path.exists() {
         return Ok(());
     }
@@ -59,11 +59,14 @@ fn start(name: &Path) -> anyhow::Result<()> {
         return Ok(());
     }
     let begin = format!("{}-", config.name);
-    let is_ours = |socket: &Path| {
+    let is_larder_socket = |socket: &Path| {
         let file = socket.file_name().unwrap_or_default().to_string_lossy();
-        socket.parent() == Some(&socket_folder()) && file.starts_with(&begin)
+        socket.parent() == Some(&socket_directory()) && file.starts_with(&begin)
     };
-    if let Some(socket) = sockets.iter().find(|socket| is_ours(socket) && !is_served(socket)) {
+    if let Some(socket) = sockets
+        .iter()
+        .find(|socket| is_larder_socket(socket) && !is_served(socket))
+    {
         bail!(
             "the domain has a disk at {}, and {} has none there; add it, or detach the domain and attach it again",
             socket.display(),
@@ -75,7 +78,7 @@ fn start(name: &Path) -> anyhow::Result<()> {
         // The host may allow the sockets in another way. If it does not, QEMU reports the socket that it cannot
         // connect to.
         if let Err(error) = apparmor::allow(&uuid, &served) {
-            complain(&format!("AppArmor may prevent QEMU from using its disks: {error:#}"));
+            print_stderr(&format!("AppArmor may prevent QEMU from using its disks: {error:#}"));
         }
     }
     service::start(&config)

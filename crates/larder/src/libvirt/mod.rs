@@ -2,9 +2,9 @@
 
 mod apparmor;
 mod attach;
+mod backup;
 mod detach;
 mod hook;
-mod kept;
 mod service;
 mod virsh;
 
@@ -21,7 +21,7 @@ pub(crate) fn run(command: LibvirtCommand) -> anyhow::Result<ExitCode> {
 }
 
 /// Returns a unified diff of two texts, with three lines of context.
-fn difference(before: &str, after: &str, names: (&str, &str)) -> String {
+fn unified_diff(before: &str, after: &str, names: (&str, &str)) -> String {
     let lines = similar::TextDiff::from_lines(before, after);
     lines
         .unified_diff()
@@ -31,7 +31,7 @@ fn difference(before: &str, after: &str, names: (&str, &str)) -> String {
 }
 
 /// Returns `disk NAME`, or `disks NAME, NAME`.
-fn disks(names: &[&str]) -> String {
+fn disk_list(names: &[&str]) -> String {
     match names {
         [name] => format!("disk {name}"),
         names => format!("disks {}", names.join(", ")),

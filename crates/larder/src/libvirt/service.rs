@@ -25,71 +25,75 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use larder_vm::control::fetch_disks;
-use larder_vm::libvirt::{hook_folder, socket_folder};
+use larder_vm::libvirt::{hook_directory, socket_directory};
 use larder_vm::vm::config::VmConfig;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::Timespec;
 
-use crate::output::complain;
+use crate::output::print_stderr;
 
 /// Maximum time until a new server serves: as long as systemd gives a service.
-const START_TIME_MAX: Duration = Duration::from_secs(90);
+const START_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Maximum time that the end of a domain waits for its server to exit.
-const STOP_TIME_MAX: Duration = Duration::from_secs(30);
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Interval between two polls.
-const PAUSE: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum number of bytes of a server's log that are reported when it could not start.
-const WORDS_BYTES_MAX: u64 = 4096;
+const LOG_TAIL_BYTES_MAX: u64 = 4096;
 
 /// Record of the server that the hook has started.
 #[derive(Debug, PartialEq, Eq)]
-enum Note {
+enum ServerRecord {
     /// The unit `larder@NAME.service`.
     Unit,
     /// A process, identified by its PID and start time.
-    Process { number: i32, start: u64, is_stopping: bool },
+    Process {
+        pid: i32,
+        start_time: u64,
+        is_stopping: bool,
+    },
 }
 
-impl Note {
+impl ServerRecord {
     fn path(name: &str) -> anyhow::Result<PathBuf> {
-        let folder = hook_folder().context("the directory of the hook's records")?;
-        Ok(folder.join(name))
+        let directory = hook_directory().context("the directory of the hook's records")?;
+        Ok(directory.join(name))
     }
 
     fn read(name: &str) -> anyhow::Result<Option<Self>> {
         let path = Self::path(name)?;
         Ok(match small_file::read_text(&path, CONFIG_BYTES_MAX) {
             Ok(text) => Self::parse(&text),
-            Err(error) if error.kind() == ErrorKind::NotFound => Self::of_version_0_1(name),
+            Err(error) if error.kind() == ErrorKind::NotFound => Self::read_version_0_1(name),
             Err(error) => bail!("cannot read {}: {error}", path.display()),
         })
     }
 
     /// Reads a record of version 0.1 or earlier, from the directory of sockets. The user of that directory may have
     /// written the record, so a process in it is ignored, and never signalled.
-    fn of_version_0_1(name: &str) -> Option<Self> {
-        let path = socket_folder().join(format!("{name}.hook"));
+    fn read_version_0_1(name: &str) -> Option<Self> {
+        let path = socket_directory().join(format!("{name}.hook"));
         let text = small_file::read_text(&path, CONFIG_BYTES_MAX).ok()?;
         Self::parse(&text).filter(|note| *note == Self::Unit)
     }
 
     fn parse(text: &str) -> Option<Self> {
         let words: Vec<&str> = text.split_whitespace().collect();
-        let process = |number: &str, start: &str, is_stopping| {
+        let process = |pid: &str, start: &str, is_stopping| {
             Some(Self::Process {
-                number: number.parse().ok()?,
-                start: start.parse().ok()?,
+                pid: pid.parse().ok()?,
+                start_time: start.parse().ok()?,
                 is_stopping,
             })
         };
         match words.as_slice() {
             ["unit"] => Some(Self::Unit),
-            ["process", number, start] => process(number, start, false),
-            ["process", number, start, "stopping"] => process(number, start, true),
+            ["process", pid, start] => process(pid, start, false),
+            ["process", pid, start, "stopping"] => process(pid, start, true),
             _ => None,
         }
     }
@@ -98,8 +102,8 @@ impl Note {
         let text = match self {
             Self::Unit => "unit\n".to_owned(),
             Self::Process {
-                number,
-                start,
+                pid: number,
+                start_time: start,
                 is_stopping,
             } => format!(
                 "process {number} {start}{}\n",
@@ -109,8 +113,8 @@ impl Note {
         // A restart of the host removes the file, so it need not be durable.
         let path = Self::path(name)?;
         // No name of a VM begins with a dot.
-        let beside = path.with_file_name(format!(".{name}.new"));
-        let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, &path));
+        let temporary = path.with_file_name(format!(".{name}.new"));
+        let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, &path));
         written.with_context(|| format!("cannot write {}", path.display()))
     }
 
@@ -119,12 +123,12 @@ impl Note {
         if let Ok(path) = Self::path(name) {
             let _ = fs::remove_file(path);
         }
-        let _ = fs::remove_file(socket_folder().join(format!("{name}.hook")));
+        let _ = fs::remove_file(socket_directory().join(format!("{name}.hook")));
     }
 }
 
 /// Returns the start time of a process, in clock ticks since boot; `None` if it has exited.
-fn start_of(number: i32) -> Option<u64> {
+fn process_start_time(number: i32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
     // The process name, in parentheses, may contain anything.
     let (_, rest) = stat.rsplit_once(')')?;
@@ -135,23 +139,23 @@ fn start_of(number: i32) -> Option<u64> {
 }
 
 /// Opens the process with this PID, if it is the one with this start time.
-fn open(number: i32, start: u64) -> Option<OwnedFd> {
+fn open_process(number: i32, start: u64) -> Option<OwnedFd> {
     let process = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
     // If the start time fits now, the pidfd refers to this process: a PID is reused only after its process was
     // reaped, so no other process had the number when it was opened.
-    (start_of(number) == Some(start)).then_some(process)
+    (process_start_time(number) == Some(start)).then_some(process)
 }
 
 /// Waits for the process to exit; returns false after `limit`.
-fn ends(process: &OwnedFd, limit: Duration) -> bool {
+fn wait_for_exit(process: &OwnedFd, limit: Duration) -> bool {
     let begin = Instant::now();
     loop {
-        let left = limit.saturating_sub(begin.elapsed());
-        let left = Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: left.subsec_nanos().into(),
+        let remaining = limit.saturating_sub(begin.elapsed());
+        let remaining = Timespec {
+            tv_sec: remaining.as_secs() as i64,
+            tv_nsec: remaining.subsec_nanos().into(),
         };
-        match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
+        match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&remaining)) {
             Err(rustix::io::Errno::INTR) => {}
             ready => return ready.is_ok_and(|ready| ready > 0),
         }
@@ -162,7 +166,7 @@ fn has_systemd() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
 
-fn unit(name: &str) -> String {
+fn unit_name(name: &str) -> String {
     // A VM's name has no character that systemd escapes.
     format!("larder@{name}.service")
 }
@@ -170,30 +174,30 @@ fn unit(name: &str) -> String {
 fn systemctl(arguments: &[&str]) -> anyhow::Result<(bool, String)> {
     let output = Command::new("systemctl").args(arguments).stdin(Stdio::null()).output();
     let output = output.context("cannot start systemctl")?;
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Ok((output.status.success(), said))
+    let message = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Ok((output.status.success(), message))
 }
 
 /// Starts the VM's server, unless it runs; when this returns, QEMU can connect.
 pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
     let name = config.name.as_str();
-    let deadline = Instant::now() + START_TIME_MAX;
-    if let Some(Note::Process {
-        number,
-        start,
+    let deadline = Instant::now() + START_TIMEOUT;
+    if let Some(ServerRecord::Process {
+        pid: number,
+        start_time: start,
         is_stopping: true,
-    }) = Note::read(name)?
+    }) = ServerRecord::read(name)?
     {
-        if let Some(process) = open(number, start)
-            && !ends(&process, START_TIME_MAX)
+        if let Some(process) = open_process(number, start)
+            && !wait_for_exit(&process, START_TIMEOUT)
         {
             bail!("the VM's previous server ({number}) still writes to its disks; start the domain when it has ended");
         }
-        Note::remove(name);
+        ServerRecord::remove(name);
     }
     if UnixStream::connect(&config.control).is_ok() {
         // The running server may still be opening its disks.
-        return wait_until_it_serves(config, None, deadline).with_context(|| format!("the running server of {name}"));
+        return wait_until_serving(config, None, deadline).with_context(|| format!("the running server of {name}"));
     }
     match has_systemd() {
         true => start_unit(config),
@@ -202,32 +206,32 @@ pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
 }
 
 fn start_unit(config: &VmConfig) -> anyhow::Result<()> {
-    let unit = unit(&config.name);
-    make_folder()?;
-    Note::Unit.write(&config.name)?;
+    let unit = unit_name(&config.name);
+    create_socket_directory()?;
+    ServerRecord::Unit.write(&config.name)?;
     // The unit is of Type=notify, so the server serves when `systemctl start` returns.
     let (started, said) = systemctl(&["start", "--quiet", &unit])?;
     if started {
         return Ok(());
     }
-    let words = Command::new("journalctl")
+    let journal = Command::new("journalctl")
         .args(["--quiet", "--no-pager", "--output=cat", "--lines=5", "--unit", &unit])
         .stdin(Stdio::null())
         .output();
-    let words = words.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
-    bail!("{unit} could not be started: {said}\n{}", words.unwrap_or_default());
+    let journal = journal.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
+    bail!("{unit} could not be started: {said}\n{}", journal.unwrap_or_default());
 }
 
-fn make_folder() -> anyhow::Result<()> {
-    let folder = socket_folder();
-    let made = DirBuilder::new().recursive(true).mode(0o755).create(&folder);
-    made.with_context(|| format!("cannot create {}", folder.display()))
+fn create_socket_directory() -> anyhow::Result<()> {
+    let directory = socket_directory();
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(&directory);
+    made.with_context(|| format!("cannot create {}", directory.display()))
 }
 
 fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     let name = config.name.as_str();
-    make_folder()?;
-    let (log, mut words) = log_of(name)?;
+    create_socket_directory()?;
+    let (log, mut log_file) = open_log(name)?;
     let program = std::env::current_exe().context("cannot find larder's own program file")?;
     let mut command = Command::new(&program);
     command.arg("vm").arg(name).arg("--confine").current_dir("/");
@@ -242,11 +246,11 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     ] {
         command.env_remove(variable);
     }
-    let said = words.try_clone().context("the log")?;
+    let output = log_file.try_clone().context("the log")?;
     command
         .stdin(Stdio::null())
-        .stdout(said.try_clone().context("the log")?)
-        .stderr(said);
+        .stdout(output.try_clone().context("the log")?)
+        .stderr(output);
     // SAFETY: between fork and exec the closure makes only system calls, which are async-signal-safe.
     unsafe {
         command.pre_exec(|| {
@@ -256,31 +260,31 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
             Ok(())
         });
     }
-    let begin = words.seek(SeekFrom::End(0)).unwrap_or_default();
+    let begin = log_file.seek(SeekFrom::End(0)).unwrap_or_default();
     let mut child = command
         .spawn()
         .with_context(|| format!("cannot start {}", program.display()))?;
-    let number = child.id() as i32;
-    let noted = match start_of(number) {
-        Some(start) => Note::Process {
-            number,
-            start,
+    let pid = child.id() as i32;
+    let recorded = match process_start_time(pid) {
+        Some(start) => ServerRecord::Process {
+            pid,
+            start_time: start,
             is_stopping: false,
         }
         .write(name),
         // The process has exited, which is reported below.
         None => Ok(()),
     };
-    let served = noted.and_then(|()| wait_until_it_serves(config, Some(&mut child), deadline));
+    let served = recorded.and_then(|()| wait_until_serving(config, Some(&mut child), deadline));
     let Err(error) = served else { return Ok(()) };
     stop_child(&mut child);
-    Note::remove(name);
-    let mut said = String::new();
-    let _ = words.seek(SeekFrom::Start(begin));
-    let _ = words.take(WORDS_BYTES_MAX).read_to_string(&mut said);
-    match said.trim() {
+    ServerRecord::remove(name);
+    let mut output = String::new();
+    let _ = log_file.seek(SeekFrom::Start(begin));
+    let _ = log_file.take(LOG_TAIL_BYTES_MAX).read_to_string(&mut output);
+    match output.trim() {
         "" => Err(error.context(format!("larder vm {name} --confine (its log is in {})", log.display()))),
-        said => bail!("larder vm {name} --confine: {error:#}\n{said}"),
+        output => bail!("larder vm {name} --confine: {error:#}\n{output}"),
     }
 }
 
@@ -291,21 +295,21 @@ fn stop_child(child: &mut Child) {
         let _ = rustix::process::kill_process(number, Signal::TERM);
     }
     let begin = Instant::now();
-    while begin.elapsed() < STOP_TIME_MAX {
+    while begin.elapsed() < STOP_TIMEOUT {
         if !matches!(child.try_wait(), Ok(None)) {
             return;
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-fn log_of(name: &str) -> anyhow::Result<(PathBuf, File)> {
-    let folder = match rustix::process::geteuid().is_root() {
+fn open_log(name: &str) -> anyhow::Result<(PathBuf, File)> {
+    let directory = match rustix::process::geteuid().is_root() {
         true => PathBuf::from("/var/log/larder"),
-        false => socket_folder(),
+        false => socket_directory(),
     };
-    let path = folder.join(format!("{name}.log"));
-    let made = DirBuilder::new().recursive(true).mode(0o755).create(&folder);
+    let path = directory.join(format!("{name}.log"));
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(&directory);
     let file = made.and_then(|()| {
         let mut options = OpenOptions::new();
         options.create(true).append(true).read(true).mode(0o640);
@@ -316,7 +320,7 @@ fn log_of(name: &str) -> anyhow::Result<(PathBuf, File)> {
 }
 
 /// Waits until the control socket answers, which it does once all disks are served.
-fn wait_until_it_serves(config: &VmConfig, mut child: Option<&mut Child>, deadline: Instant) -> anyhow::Result<()> {
+fn wait_until_serving(config: &VmConfig, mut child: Option<&mut Child>, deadline: Instant) -> anyhow::Result<()> {
     loop {
         let answer = fetch_disks(&config.control);
         let Err(error) = answer else { return Ok(()) };
@@ -328,38 +332,42 @@ fn wait_until_it_serves(config: &VmConfig, mut child: Option<&mut Child>, deadli
             bail!("it has ended");
         }
         if Instant::now() >= deadline {
-            bail!("it did not serve within {} s: {error}", START_TIME_MAX.as_secs());
+            bail!("it did not serve within {} s: {error}", START_TIMEOUT.as_secs());
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Stops the server that the hook started for the VM, if there is one, and waits up to `STOP_TIME_MAX` for it to
+/// Stops the server that the hook started for the VM, if there is one, and waits up to `STOP_TIMEOUT` for it to
 /// exit.
 pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     let Some(name) = name.to_str().filter(|name| !name.contains('/')) else {
         return Ok(());
     };
-    let ended = match Note::read(name)? {
+    let ended = match ServerRecord::read(name)? {
         None => return Ok(()),
-        Some(Note::Unit) => stop_unit(name)?,
-        Some(Note::Process { number, start, .. }) => match open(number, start) {
+        Some(ServerRecord::Unit) => stop_unit(name)?,
+        Some(ServerRecord::Process {
+            pid: number,
+            start_time: start,
+            ..
+        }) => match open_process(number, start) {
             None => true,
             Some(process) => {
-                Note::Process {
-                    number,
-                    start,
+                ServerRecord::Process {
+                    pid: number,
+                    start_time: start,
                     is_stopping: true,
                 }
                 .write(name)?;
                 pidfd_send_signal(&process, Signal::TERM).with_context(|| format!("cannot stop {number}"))?;
-                ends(&process, STOP_TIME_MAX)
+                wait_for_exit(&process, STOP_TIMEOUT)
             }
         },
     };
     match ended {
-        true => Note::remove(name),
-        false => complain(&format!(
+        true => ServerRecord::remove(name),
+        false => print_stderr(&format!(
             "the server of {name} still writes to its disks, and exits afterwards"
         )),
     }
@@ -368,13 +376,13 @@ pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
 
 /// Stops the VM's unit; returns true if it ended in time.
 fn stop_unit(name: &str) -> anyhow::Result<bool> {
-    let unit = unit(name);
+    let unit = unit_name(name);
     let (stopping, said) = systemctl(&["stop", "--quiet", "--no-block", &unit])?;
     if !stopping {
         bail!("{unit} could not be stopped: {said}");
     }
     let begin = Instant::now();
-    while begin.elapsed() < STOP_TIME_MAX {
+    while begin.elapsed() < STOP_TIMEOUT {
         // `is-active` also fails for a unit that is stopping, so its output is compared instead of its exit status.
         let output = Command::new("systemctl")
             .args(["is-active", &unit])
@@ -384,7 +392,7 @@ fn stop_unit(name: &str) -> anyhow::Result<bool> {
         if matches!(state.trim_ascii(), b"inactive" | b"failed" | b"unknown") {
             return Ok(true);
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(false)
 }
@@ -397,19 +405,22 @@ mod tests {
     #[test]
     fn pid_and_start_identify_process() {
         let number = std::process::id() as i32;
-        let start = start_of(number).expect("it runs");
-        assert!(open(number, start).is_some());
+        let start = process_start_time(number).expect("it runs");
+        assert!(open_process(number, start).is_some());
         assert!(
-            open(number, start + 1).is_none(),
+            open_process(number, start + 1).is_none(),
             "the number belongs to another process by now"
         );
         let mut child = Command::new("true").spawn().expect("starts");
-        let ended = open(child.id() as i32, start_of(child.id() as i32).unwrap_or_default());
+        let ended = open_process(
+            child.id() as i32,
+            process_start_time(child.id() as i32).unwrap_or_default(),
+        );
         if let Some(process) = ended {
-            assert!(ends(&process, START_TIME_MAX));
+            assert!(wait_for_exit(&process, START_TIMEOUT));
         }
         let number = child.id() as i32;
         child.wait().expect("ends");
-        assert_eq!(start_of(number), None);
+        assert_eq!(process_start_time(number), None);
     }
 }

@@ -53,14 +53,14 @@ impl Virsh {
         if output.status.success() {
             return String::from_utf8(output.stdout).context("the output of virsh");
         }
-        let said = String::from_utf8_lossy(&output.stderr);
-        let lines = said.lines().map(|line| line.trim_start_matches("error: ").trim());
-        let said: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
-        let said = said.join(": ");
-        bail!("libvirt: {said}{}", hint(&said))
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let lines = stderr.lines().map(|line| line.trim_start_matches("error: ").trim());
+        let stderr: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
+        let stderr = stderr.join(": ");
+        bail!("libvirt: {stderr}{}", hint(&stderr))
     }
 
-    fn ask(&self, command: &str, options: &[&str], domain: &str) -> anyhow::Result<String> {
+    fn query(&self, command: &str, options: &[&str], domain: &str) -> anyhow::Result<String> {
         let mut arguments = vec![OsStr::new(command), OsStr::new("--domain"), OsStr::new(domain)];
         arguments.extend(options.iter().map(OsStr::new));
         self.run(&arguments, None)
@@ -71,25 +71,25 @@ impl Virsh {
     /// # Errors
     /// There is no such domain, or its XML cannot be changed; the message contains advice.
     pub(super) fn domain(&self, name: &str) -> anyhow::Result<Domain> {
-        let about = self.ask("dominfo", &[], name)?;
-        let says = |key: &str| {
-            let line = about.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+        let info = self.query("dominfo", &[], name)?;
+        let value_of = |key: &str| {
+            let line = info.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
             line.map(str::trim).unwrap_or_default()
         };
-        if says("Persistent") == "no" {
+        if value_of("Persistent") == "no" {
             bail!("domain {name} is transient: it has no persistent XML; virsh define gives it one");
         }
-        if says("Managed save") == "yes" {
+        if value_of("Managed save") == "yes" {
             bail!(
                 "domain {name} has a saved state, which refers to its present disks; start it and shut it down, or discard that state: virsh managedsave-remove {name}"
             );
         }
-        let running = match says("State") {
+        let running = match value_of("State") {
             "shut off" | "crashed" => None,
-            _ => Some(self.ask("dumpxml", &[], name)?),
+            _ => Some(self.query("dumpxml", &[], name)?),
         };
         Ok(Domain {
-            xml: self.ask("dumpxml", &["--inactive", "--security-info"], name)?,
+            xml: self.query("dumpxml", &["--inactive", "--security-info"], name)?,
             running,
         })
     }

@@ -10,86 +10,86 @@ use tracing::callsite::Identifier;
 use tracing::{Level, Metadata};
 
 /// Number of messages that one callsite may log in a burst.
-const AT_ONCE: u32 = 100;
+const BURST_MESSAGES: u32 = 100;
 /// Time after which a callsite may log one more message.
-const ONE_PER: Duration = Duration::from_secs(10);
+const REFILL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Rate limit for a writer of messages. It is not a filter of tracing's layers: one that refuses a message leaves the
 /// thread's filter state wrong (tracing-subscriber 0.3.23).
-pub(super) struct Limit {
-    places: Mutex<HashMap<Identifier, Place>>,
+pub(super) struct LogLimiter {
+    buckets: Mutex<HashMap<Identifier, TokenBucket>>,
     /// Writes a separate line.
     write_line: fn(&str),
 }
 
-impl Limit {
+impl LogLimiter {
     pub(super) fn new(write_line: fn(&str)) -> Self {
         Self {
-            places: Mutex::default(),
+            buckets: Mutex::default(),
             write_line,
         }
     }
 
     /// Returns true if a message of this callsite is to be written.
-    pub(super) fn passes(&self, place: &Metadata<'_>) -> bool {
-        if *place.level() > Level::INFO {
+    pub(super) fn allows(&self, metadata: &Metadata<'_>) -> bool {
+        if *metadata.level() > Level::INFO {
             return true;
         }
         let now = Instant::now();
-        let fate = {
-            let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-            let known = places.entry(place.callsite());
-            known.or_insert_with(|| Place::new(now)).another(now)
+        let decision = {
+            let mut places = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+            let known = places.entry(metadata.callsite());
+            known.or_insert_with(|| TokenBucket::new(now)).decide(now)
         };
-        if let Fate::LoggedAfter(left_out) = fate {
+        if let Decision::AllowAfter(left_out) = decision {
             (self.write_line)(&format!("{left_out} messages like the next one were suppressed"));
         }
-        fate != Fate::LeftOut
+        decision != Decision::Suppress
     }
 }
 
 /// Token bucket of one callsite.
-struct Place {
-    left: u32,
-    /// Time up to which `left` accounts for passed intervals.
+struct TokenBucket {
+    tokens: u32,
+    /// Time up to which `tokens` accounts for passed intervals.
     since: Instant,
-    left_out: u64,
+    suppressed: u64,
 }
 
 /// Decision about a message.
 #[derive(Debug, PartialEq, Eq)]
-enum Fate {
-    Logged,
-    LeftOut,
+enum Decision {
+    Allow,
+    Suppress,
     /// Logged, after this number of messages that were left out.
-    LoggedAfter(u64),
+    AllowAfter(u64),
 }
 
-impl Place {
+impl TokenBucket {
     fn new(now: Instant) -> Self {
         Self {
-            left: AT_ONCE,
+            tokens: BURST_MESSAGES,
             since: now,
-            left_out: 0,
+            suppressed: 0,
         }
     }
 
-    fn another(&mut self, now: Instant) -> Fate {
+    fn decide(&mut self, now: Instant) -> Decision {
         let passed = now.saturating_duration_since(self.since);
-        let more = u32::try_from(passed.as_nanos() / ONE_PER.as_nanos()).unwrap_or(u32::MAX);
-        self.left = self.left.saturating_add(more).min(AT_ONCE);
-        self.since = match self.left {
-            AT_ONCE => now,
-            _ => self.since + ONE_PER * more,
+        let more = u32::try_from(passed.as_nanos() / REFILL_INTERVAL.as_nanos()).unwrap_or(u32::MAX);
+        self.tokens = self.tokens.saturating_add(more).min(BURST_MESSAGES);
+        self.since = match self.tokens {
+            BURST_MESSAGES => now,
+            _ => self.since + REFILL_INTERVAL * more,
         };
-        if self.left == 0 {
-            self.left_out += 1;
-            return Fate::LeftOut;
+        if self.tokens == 0 {
+            self.suppressed += 1;
+            return Decision::Suppress;
         }
-        self.left -= 1;
-        match std::mem::take(&mut self.left_out) {
-            0 => Fate::Logged,
-            left_out => Fate::LoggedAfter(left_out),
+        self.tokens -= 1;
+        match std::mem::take(&mut self.suppressed) {
+            0 => Decision::Allow,
+            left_out => Decision::AllowAfter(left_out),
         }
     }
 }
@@ -102,26 +102,26 @@ mod tests {
     #[test]
     fn callsite_messages_are_rate_limited() {
         let begin = Instant::now();
-        let mut place = Place::new(begin);
-        for _ in 0..AT_ONCE {
-            assert_eq!(place.another(begin), Fate::Logged);
+        let mut place = TokenBucket::new(begin);
+        for _ in 0..BURST_MESSAGES {
+            assert_eq!(place.decide(begin), Decision::Allow);
         }
         for _ in 0..1000 {
-            assert_eq!(place.another(begin + ONE_PER / 2), Fate::LeftOut);
+            assert_eq!(place.decide(begin + REFILL_INTERVAL / 2), Decision::Suppress);
         }
-        assert_eq!(place.another(begin + ONE_PER), Fate::LoggedAfter(1000));
-        assert_eq!(place.another(begin + ONE_PER), Fate::LeftOut);
-        assert_eq!(place.another(begin + ONE_PER * 5 / 2), Fate::LoggedAfter(1));
-        assert_eq!(place.another(begin + ONE_PER * 5 / 2), Fate::LeftOut);
+        assert_eq!(place.decide(begin + REFILL_INTERVAL), Decision::AllowAfter(1000));
+        assert_eq!(place.decide(begin + REFILL_INTERVAL), Decision::Suppress);
+        assert_eq!(place.decide(begin + REFILL_INTERVAL * 5 / 2), Decision::AllowAfter(1));
+        assert_eq!(place.decide(begin + REFILL_INTERVAL * 5 / 2), Decision::Suppress);
         assert_eq!(
-            place.another(begin + ONE_PER * 3),
-            Fate::LoggedAfter(1),
+            place.decide(begin + REFILL_INTERVAL * 3),
+            Decision::AllowAfter(1),
             "no time is lost"
         );
-        let later = begin + ONE_PER * 10_000;
-        for _ in 0..AT_ONCE {
-            assert_eq!(place.another(later), Fate::Logged);
+        let later = begin + REFILL_INTERVAL * 10_000;
+        for _ in 0..BURST_MESSAGES {
+            assert_eq!(place.decide(later), Decision::Allow);
         }
-        assert_eq!(place.another(later), Fate::LeftOut);
+        assert_eq!(place.decide(later), Decision::Suppress);
     }
 }

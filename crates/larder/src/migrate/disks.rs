@@ -7,56 +7,58 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use larder_migrate::moving::disks::{Deed, DiskServers, ServedDisk};
+use larder_migrate::moving::disks::{DiskServers, HandoverAction, ServedDisk};
 use larder_vm::control::state::DiskState;
-use larder_vm::control::{FetchError, fetch_disks, fetch_hot, move_vm, warm_disk};
-use larder_vm::vm::{VmMove, find};
+use larder_vm::control::{ControlClientError, fetch_disks, fetch_hot_ranges, request_move_step, warm_disk};
+use larder_vm::vm::{MoveStep, find};
 
 /// Maximum time that a server may be away while it restarts.
-const RESTART_MAX: Duration = Duration::from_secs(20);
+const RESTART_TIMEOUT: Duration = Duration::from_secs(20);
 /// Interval between attempts to reach a server.
-const ASK_AGAIN: Duration = Duration::from_millis(100);
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The disk servers of this host that this user may control.
 #[derive(Default)]
-pub(super) struct LocalServers {
+pub(super) struct LocalDiskServers {
     /// Control sockets by the disks' sockets, so that a server's control socket is known even while the server
     /// restarts.
     controls: Mutex<BTreeMap<PathBuf, PathBuf>>,
 }
 
-impl DiskServers for LocalServers {
-    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
+impl DiskServers for LocalDiskServers {
+    fn list(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
         let mut found = Vec::new();
         let mut controls = BTreeMap::new();
-        for vm in find::vms() {
+        for vm in find::known_vms() {
             let disks = match fetch_disks(&vm.control) {
                 Ok((_, disks)) => disks.disks,
-                Err(error) if is_away(&error) || matches!(error, FetchError::Permission { .. }) => continue,
+                Err(error) if is_unreachable(&error) || matches!(error, ControlClientError::Permission { .. }) => {
+                    continue;
+                }
                 Err(error) => return Err(format!("the server of the disks of {}: {error}", vm.name)),
             };
-            for (socket, disk) in at(disks, sockets) {
+            for (socket, disk) in pair_with_sockets(disks, sockets) {
                 controls.insert(socket.clone(), vm.control.clone());
-                found.push((socket, described(disk)));
+                found.push((socket, to_served_disk(disk)));
             }
         }
-        self.controls().extend(controls);
+        self.lock_controls().extend(controls);
         Ok(found)
     }
 
-    fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String> {
+    fn flush_caches(&self, sockets: &[PathBuf]) -> Result<bool, String> {
         let mut is_done = true;
-        for control in self.controls_of(sockets, RESTART_MAX)? {
-            is_done &= patiently(&control, VmMove::Settle, false)?;
+        for control in self.control_paths(sockets, RESTART_TIMEOUT)? {
+            is_done &= request_step_with_retries(&control, MoveStep::Settle, false)?;
         }
         Ok(is_done)
     }
 
-    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
-        let named = self.named(sockets);
+    fn hot_ranges(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
+        let named = self.named_disks(sockets);
         let hot = named
             .into_iter()
-            .map(|(socket, control, disk)| (socket, fetch_hot(&control, &disk)));
+            .map(|(socket, control, disk)| (socket, fetch_hot_ranges(&control, &disk)));
         hot.filter_map(|(socket, ranges)| match ranges {
             Ok(ranges) => Some((socket, ranges)),
             Err(error) => {
@@ -67,52 +69,52 @@ impl DiskServers for LocalServers {
         .collect()
     }
 
-    fn warm(&self, socket: &Path, ranges: &str) {
-        for (_, control, disk) in self.named(&[socket.to_owned()]) {
+    fn warm_cache(&self, socket: &Path, ranges: &str) {
+        for (_, control, disk) in self.named_disks(&[socket.to_owned()]) {
             if let Err(error) = warm_disk(&control, &disk, ranges) {
                 tracing::warn!("the cache of disk {disk} cannot be warmed: {error}");
             }
         }
     }
 
-    fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String> {
+    fn apply(&self, sockets: &[PathBuf], deed: HandoverAction) -> Result<(), String> {
         let step = match deed {
-            Deed::Stay => VmMove::Stay,
-            Deed::Leave => VmMove::Leave,
-            Deed::GiveBack => VmMove::Expect,
-            Deed::Take => VmMove::Take,
-            Deed::Keep => VmMove::Keep,
-            Deed::Yield => VmMove::Yield,
+            HandoverAction::RestoreCaches => MoveStep::Stay,
+            HandoverAction::Inactivate => MoveStep::Leave,
+            HandoverAction::AwaitIncoming => MoveStep::Expect,
+            HandoverAction::Activate => MoveStep::Take,
+            HandoverAction::Commit => MoveStep::Keep,
+            HandoverAction::RollBack => MoveStep::Yield,
         };
         // A server that has exited has nothing open, does not open the disks if it is restarted, and has no caches in
         // use.
-        let is_idle = matches!(deed, Deed::Stay | Deed::Yield);
-        let controls = match is_idle {
-            true => self.controls_that_are_there(sockets)?,
-            false => self.controls_of(sockets, RESTART_MAX)?,
+        let exited_counts_as_done = matches!(deed, HandoverAction::RestoreCaches | HandoverAction::RollBack);
+        let controls = match exited_counts_as_done {
+            true => self.running_control_paths(sockets)?,
+            false => self.control_paths(sockets, RESTART_TIMEOUT)?,
         };
         for control in controls {
-            while !patiently(&control, step, is_idle)? {
-                thread::sleep(ASK_AGAIN);
+            while !request_step_with_retries(&control, step, exited_counts_as_done)? {
+                thread::sleep(RETRY_INTERVAL);
             }
         }
         Ok(())
     }
 }
 
-impl LocalServers {
-    fn controls(&self) -> MutexGuard<'_, BTreeMap<PathBuf, PathBuf>> {
+impl LocalDiskServers {
+    fn lock_controls(&self) -> MutexGuard<'_, BTreeMap<PathBuf, PathBuf>> {
         self.controls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the control socket and the name of each of these disks whose server answers.
-    fn named(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, PathBuf, String)> {
+    fn named_disks(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, PathBuf, String)> {
         let mut named = Vec::new();
-        for control in self.controls_of(sockets, Duration::ZERO).unwrap_or_default() {
+        for control in self.control_paths(sockets, Duration::ZERO).unwrap_or_default() {
             let Ok((_, disks)) = fetch_disks(&control) else {
                 continue;
             };
-            let disks = at(disks.disks, sockets);
+            let disks = pair_with_sockets(disks.disks, sockets);
             named.extend(disks.filter_map(|(socket, disk)| Some((socket, control.clone(), disk.name?))));
         }
         named
@@ -121,43 +123,43 @@ impl LocalServers {
     /// Returns the control sockets of the servers of all these disks, without duplicates.
     ///
     /// # Errors
-    /// A server is not found within `patience`.
-    fn controls_of(&self, sockets: &[PathBuf], patience: Duration) -> Result<Vec<PathBuf>, String> {
-        let until = Instant::now() + patience;
+    /// A server is not found within `timeout`.
+    fn control_paths(&self, sockets: &[PathBuf], timeout: Duration) -> Result<Vec<PathBuf>, String> {
+        let deadline = Instant::now() + timeout;
         loop {
             let unknown = {
-                let known = self.controls();
+                let known = self.lock_controls();
                 sockets.iter().find(|socket| !known.contains_key(*socket))
             };
             let Some(unknown) = unknown else { break };
-            let found = self.look(sockets)?;
+            let found = self.list(sockets)?;
             if found.iter().all(|(socket, _)| socket != unknown) {
-                if Instant::now() > until {
+                if Instant::now() > deadline {
                     return Err(format!(
                         "no `larder vm` serves {}: start it again, with the same file",
                         unknown.display()
                     ));
                 }
-                thread::sleep(ASK_AGAIN);
+                thread::sleep(RETRY_INTERVAL);
             }
         }
-        Ok(self.known(sockets))
+        Ok(self.known_control_paths(sockets))
     }
 
     /// Returns the control sockets of those servers of these disks that run, without duplicates.
     ///
     /// # Errors
     /// A server runs and does not answer.
-    fn controls_that_are_there(&self, sockets: &[PathBuf]) -> Result<Vec<PathBuf>, String> {
-        let is_known = |socket: &PathBuf| self.controls().contains_key(socket);
+    fn running_control_paths(&self, sockets: &[PathBuf]) -> Result<Vec<PathBuf>, String> {
+        let is_known = |socket: &PathBuf| self.lock_controls().contains_key(socket);
         if !sockets.iter().all(is_known) {
-            self.look(sockets)?;
+            self.list(sockets)?;
         }
-        Ok(self.known(sockets))
+        Ok(self.known_control_paths(sockets))
     }
 
-    fn known(&self, sockets: &[PathBuf]) -> Vec<PathBuf> {
-        let known = self.controls();
+    fn known_control_paths(&self, sockets: &[PathBuf]) -> Vec<PathBuf> {
+        let known = self.lock_controls();
         let mut all: Vec<PathBuf> = sockets.iter().filter_map(|socket| known.get(socket).cloned()).collect();
         all.sort();
         all.dedup();
@@ -166,43 +168,45 @@ impl LocalServers {
 }
 
 /// Has a server take a step; returns true once the step is done. Waits for a server that has exited to be restarted,
-/// unless it `may_have_ended`.
-fn patiently(control: &Path, step: VmMove, may_have_ended: bool) -> Result<bool, String> {
-    let until = Instant::now() + RESTART_MAX;
+/// unless it `may_have_exited`.
+fn request_step_with_retries(control: &Path, step: MoveStep, may_have_exited: bool) -> Result<bool, String> {
+    let deadline = Instant::now() + RESTART_TIMEOUT;
     loop {
-        match move_vm(control, step) {
+        match request_move_step(control, step) {
             Ok(moved) => return Ok(moved.done),
-            Err(FetchError::Missing { .. } | FetchError::Dead { .. }) if may_have_ended => return Ok(true),
-            Err(error) if is_away(&error) && Instant::now() < until => thread::sleep(ASK_AGAIN),
+            Err(ControlClientError::Missing { .. } | ControlClientError::NoListener { .. }) if may_have_exited => {
+                return Ok(true);
+            }
+            Err(error) if is_unreachable(&error) && Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
             Err(error) => return Err(error.to_string()),
         }
     }
 }
 
 /// Returns true if no server answers at the socket for now.
-fn is_away(error: &FetchError) -> bool {
+fn is_unreachable(error: &ControlClientError) -> bool {
     matches!(
         error,
-        FetchError::Missing { .. } | FetchError::Dead { .. } | FetchError::Busy { .. }
+        ControlClientError::Missing { .. } | ControlClientError::NoListener { .. } | ControlClientError::Busy { .. }
     )
 }
 
 /// Pairs each of these sockets with the server's disk that is served there.
-fn at(disks: Vec<DiskState>, sockets: &[PathBuf]) -> impl Iterator<Item = (PathBuf, DiskState)> {
+fn pair_with_sockets(disks: Vec<DiskState>, sockets: &[PathBuf]) -> impl Iterator<Item = (PathBuf, DiskState)> {
     disks.into_iter().filter_map(|disk| {
         let at = Path::new(&disk.exports.vhost_user.as_ref()?.socket);
-        let socket = sockets.iter().find(|socket| is_same(socket, at))?.clone();
+        let socket = sockets.iter().find(|socket| is_same_socket(socket, at))?.clone();
         Some((socket, disk))
     })
 }
 
 /// Returns true if both paths lead to the same socket.
-fn is_same(one: &Path, other: &Path) -> bool {
-    let place = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
-    one == other || place(one).is_some_and(|found| place(other) == Some(found))
+fn is_same_socket(one: &Path, other: &Path) -> bool {
+    let identity = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
+    one == other || identity(one).is_some_and(|found| identity(other) == Some(found))
 }
 
-fn described(disk: DiskState) -> ServedDisk {
+fn to_served_disk(disk: DiskState) -> ServedDisk {
     ServedDisk {
         inode: Path::new(&disk.image)
             .metadata()

@@ -3,14 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use larder_migrate::tls::{PeerRecords, Peers, WrongPeer};
+use larder_migrate::tls::{PeerError, PeerRecords, Peers};
 use larder_vm::known_hosts::known_hosts_directory;
 
 use crate::cli::migrate::TrustArguments;
 
 /// Returns the directory of remembered hosts, for the user that this process is or becomes; `None` if it is not
 /// needed.
-pub(super) fn directory(trust: &TrustArguments, user: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
+pub(super) fn peer_directory(trust: &TrustArguments, user: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     if trust.tls.is_none() {
         return Ok(None);
     }
@@ -28,10 +28,10 @@ pub(super) fn directory(trust: &TrustArguments, user: Option<&str>) -> anyhow::R
 }
 
 /// Returns the accepted hosts, with the records that `open` opens in the directory.
-pub(super) fn accepted(
+pub(super) fn accepted_peers(
     trust: &TrustArguments,
     directory: Option<&Path>,
-    open: impl FnOnce(&Path) -> Result<PeerRecords, WrongPeer>,
+    open: impl FnOnce(&Path) -> Result<PeerRecords, PeerError>,
 ) -> anyhow::Result<Peers> {
     let given = trust.peer.clone();
     let records = match directory.map(open).transpose() {
@@ -42,5 +42,8 @@ pub(super) fn accepted(
         }
         Err(error) => return Err(error.into()),
     };
-    Ok(Peers { given, records })
+    Ok(Peers {
+        allowed: given,
+        records,
+    })
 }

@@ -2,65 +2,65 @@
 
 use std::process::ExitCode;
 
-use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, ServerState};
-use larder_vm::control::{FetchError, fetch_disks, fetch_server};
+use larder_vm::control::state::{CacheHealth, CacheState, DiskList, DiskState, ServerState};
+use larder_vm::control::{ControlClientError, fetch_disks, fetch_server};
 use larder_vm::vm::config;
-use larder_vm::vm::find::{self, Found};
+use larder_vm::vm::find::{self, KnownVm};
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
-use crate::disk_image::human;
+use crate::disk_image::format_size;
 use crate::output::{Table, print};
 use crate::rates::is_not_served;
-use crate::{memories, moves};
+use crate::{memory_table, migration_table};
 
 /// Result of querying a VM.
-type Asked = Result<(ServerState, Value, Disks), FetchError>;
+type VmQuery = Result<(ServerState, Value, DiskList), ControlClientError>;
 
 pub(super) fn run(output: Output) -> anyhow::Result<ExitCode> {
-    let vms = find::vms();
-    let asked = ask_all(&vms);
+    let vms = find::known_vms();
+    let asked = query_all(&vms);
     let disks = asked.iter().flatten().flat_map(|(_, _, disks)| &disks.disks);
-    let memories = memories::ask_all(&vms, disks);
-    let moves = moves::ask_all();
+    let memories = memory_table::query_all(&vms, disks);
+    let moves = migration_table::query_all();
     let text = match output {
-        Output::Json => json_text(&vms, &asked, &memories, &moves),
-        Output::Text if vms.is_empty() && memories.is_empty() && moves.is_empty() => no_vm(),
-        Output::Text => text(&vms, &asked, &memories, &moves),
+        Output::Json => format_json(&vms, &asked, &memories, &moves),
+        Output::Text if vms.is_empty() && memories.is_empty() && moves.is_empty() => no_vm_message(),
+        Output::Text => format_text(&vms, &asked, &memories, &moves),
     };
     print(&text)?;
-    let do_all_answer = memories.iter().all(|(_, asked)| asked.is_ok()) && moves.iter().all(|(_, asked)| asked.is_ok());
-    let are_all_well = do_all_answer
+    let all_answered = memories.iter().all(|(_, asked)| asked.is_ok()) && moves.iter().all(|(_, asked)| asked.is_ok());
+    let all_healthy = all_answered
         && vms.iter().zip(&asked).all(|(vm, asked)| match asked {
             Ok(_) => true,
             Err(error) => is_not_served(error) && vm.mistake.is_none(),
         });
-    Ok(match are_all_well {
+    Ok(match all_healthy {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),
     })
 }
 
 /// Returns the message for a host without VMs.
-fn no_vm() -> String {
-    let folder = config::folder();
-    let of_host = match rustix::process::geteuid().is_root() {
+fn no_vm_message() -> String {
+    let directory = config::vms_directory();
+    let host_hint = match rustix::process::geteuid().is_root() {
         true => "",
         false => "; the VMs that the host serves are shown to root: sudo larder status",
     };
     format!(
-        "this user has no VM: none has a file in {}, and none is served{of_host}\n",
-        folder.display()
+        "this user has no VM: none has a file in {}, and none is served{host_hint}\n",
+        directory.display()
     )
 }
 
 /// Queries all VMs concurrently, so that one that hangs does not delay the others.
-fn ask_all(vms: &[Found]) -> Vec<Asked> {
-    let ask = |vm: &Found| {
+fn query_all(vms: &[KnownVm]) -> Vec<VmQuery> {
+    let ask = |vm: &KnownVm| {
         let server = fetch_server(&vm.control)?;
-        let (said, disks) = fetch_disks(&vm.control)?;
-        Ok((server, said, disks))
+        let (json, disks) = fetch_disks(&vm.control)?;
+        Ok((server, json, disks))
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = vms.iter().map(|vm| scope.spawn(move || ask(vm))).collect();
@@ -69,15 +69,20 @@ fn ask_all(vms: &[Found]) -> Vec<Asked> {
     })
 }
 
-fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves: &[moves::Asked]) -> String {
+fn format_text(
+    vms: &[KnownVm],
+    asked: &[VmQuery],
+    memories: &[memory_table::MemoryQuery],
+    moves: &[migration_table::MigrationQuery],
+) -> String {
     let mut table = Table::new(["vm", "disk", "size", "used by", "cache", "image"]);
-    let mut troubles = String::new();
+    let mut errors = String::new();
     for (vm, asked) in vms.iter().zip(asked) {
         match asked {
             Ok((_, _, disks)) => {
-                for (place, disk) in disks.disks.iter().enumerate() {
-                    let vm = if place == 0 { vm.name.clone() } else { String::new() };
-                    table.row(disk_row(vm, place, disk));
+                for (index, disk) in disks.disks.iter().enumerate() {
+                    let vm = if index == 0 { vm.name.clone() } else { String::new() };
+                    table.row(disk_row(vm, index, disk));
                 }
             }
             Err(error) => {
@@ -95,44 +100,44 @@ fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves: &[m
                     "-".into(),
                 ]);
                 match &vm.mistake {
-                    _ if !is_not_served(error) => troubles.push_str(&format!("{}: {error}\n", vm.name)),
-                    Some(mistake) => troubles.push_str(&format!("{mistake}\n")),
+                    _ if !is_not_served(error) => errors.push_str(&format!("{}: {error}\n", vm.name)),
+                    Some(mistake) => errors.push_str(&format!("{mistake}\n")),
                     None => {}
                 }
             }
         }
     }
-    let mut told = Vec::new();
+    let mut states = Vec::new();
     for (vm, asked) in memories {
         match asked {
-            Ok((_, state)) => told.push((vm.clone(), state.clone())),
-            Err(error) => troubles.push_str(&format!("{vm}: its memory: {error}\n")),
+            Ok((_, state)) => states.push((vm.clone(), state.clone())),
+            Err(error) => errors.push_str(&format!("{vm}: its memory: {error}\n")),
         }
     }
-    let mut moving = String::new();
+    let mut moves_text = String::new();
     for (vm, asked) in moves {
         match asked {
-            Ok((_, state)) => moving.push_str(&format!("{}\n", moves::line(state))),
-            Err(error) => troubles.push_str(&format!("{}\n", moves::trouble(vm, error))),
+            Ok((_, state)) => moves_text.push_str(&format!("{}\n", migration_table::format_line(state))),
+            Err(error) => errors.push_str(&format!("{}\n", migration_table::format_error(vm, error))),
         }
     }
     let mut parts = Vec::new();
     if !vms.is_empty() {
         parts.push(table.into_text());
     }
-    if !told.is_empty() {
-        parts.push(memories::state_table(&told));
+    if !states.is_empty() {
+        parts.push(memory_table::state_table(&states));
     }
-    if !moving.is_empty() {
-        parts.push(moving);
+    if !moves_text.is_empty() {
+        parts.push(moves_text);
     }
-    if !troubles.is_empty() {
-        parts.push(troubles);
+    if !errors.is_empty() {
+        parts.push(errors);
     }
     parts.join("\n")
 }
 
-fn disk_row(vm: String, place: usize, disk: &DiskState) -> [String; 6] {
+fn disk_row(vm: String, index: usize, disk: &DiskState) -> [String; 6] {
     let clients = disk.exports.nbd.as_ref().map_or(0, |nbd| nbd.clients);
     let guest = disk.exports.vhost_user.as_ref().is_some_and(|server| server.connected);
     let used_by = match (guest, clients) {
@@ -143,8 +148,8 @@ fn disk_row(vm: String, place: usize, disk: &DiskState) -> [String; 6] {
     };
     [
         vm,
-        disk.name.clone().unwrap_or_else(|| place.to_string()),
-        human(disk.size),
+        disk.name.clone().unwrap_or_else(|| index.to_string()),
+        format_size(disk.size),
         used_by,
         disk.cache.as_ref().map_or_else(|| "-".to_owned(), cache_text),
         disk.image.clone(),
@@ -154,18 +159,23 @@ fn disk_row(vm: String, place: usize, disk: &DiskState) -> [String; 6] {
 fn cache_text(cache: &CacheState) -> String {
     let dirty = match cache.dirty {
         0 => String::new(),
-        dirty => format!(", {} dirty", human(dirty)),
+        dirty => format!(", {} dirty", format_size(dirty)),
     };
     match cache.state {
         CacheHealth::Failed => format!("failed{dirty}"),
         CacheHealth::Works => {
             let full = 100.0 * cache.occupancy as f64 / cache.capacity.max(1) as f64;
-            format!("{} {}, {full:.0} % full{dirty}", cache.mode, human(cache.size))
+            format!("{} {}, {full:.0} % full{dirty}", cache.mode, format_size(cache.size))
         }
     }
 }
 
-fn json_text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves: &[moves::Asked]) -> String {
+fn format_json(
+    vms: &[KnownVm],
+    asked: &[VmQuery],
+    memories: &[memory_table::MemoryQuery],
+    moves: &[migration_table::MigrationQuery],
+) -> String {
     let memory_of = |name: &str| {
         let mut all = memories.iter();
         let asked = all.find(|(vm, _)| vm == name).map(|(_, asked)| asked);
@@ -186,17 +196,17 @@ fn json_text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves
             }),
         }
     });
-    let alone = memories
+    let memory_only = memories
         .iter()
         .filter(|(name, _)| !vms.iter().any(|vm| vm.name == *name));
-    let alone = alone.map(|(name, asked)| {
+    let memory_only = memory_only.map(|(name, asked)| {
         let (memory, error) = match asked {
             Ok((said, _)) => (Some(said), None),
             Err(error) => (None, Some(error.to_string())),
         };
         json!({"name": name, "control": null, "server": null, "disks": [], "memory": memory, "error": error})
     });
-    let all: Vec<Value> = all.chain(alone).collect();
+    let all: Vec<Value> = all.chain(memory_only).collect();
     let moves = moves.iter().map(|(name, asked)| match asked {
         Ok((said, _)) => json!({"name": name, "migration": said, "error": null}),
         Err(error) => json!({"name": name, "migration": null, "error": error.to_string()}),

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use larder_vm::control::state::{
-    CacheHealth, CacheState, DiskState, Disks, FlushState, Latency, MissRatio, PrefetchState, RequestsState,
+    CacheHealth, CacheState, DiskList, DiskState, FlushState, Latency, MissRatio, PrefetchState, RequestsState,
 };
-use larder_vm::image::{cache_mode_words, parse_cache_mode};
+use larder_vm::image::{cache_mode_long_name, parse_cache_mode};
 
-use crate::disk_image::{exact, human, percent};
+use crate::disk_image::{format_exact_size, format_percent, format_size};
 use crate::output::Lines;
 
-pub(super) fn text(disks: &Disks) -> String {
+pub(super) fn format_text(disks: &DiskList) -> String {
     let disks: Vec<String> = disks.disks.iter().map(disk_text).collect();
     disks.join("\n")
 }
@@ -27,8 +27,8 @@ fn disk_text(disk: &DiskState) -> String {
         format!(
             "{}, {}, sectors of {}{read_only}",
             disk.format.name(),
-            exact(disk.size),
-            human(disk.block_size.into())
+            format_exact_size(disk.size),
+            format_size(disk.block_size.into())
         ),
     );
     if disk.away {
@@ -78,13 +78,13 @@ fn requests_text(lines: &mut Lines, requests: &RequestsState) {
         ("  zeroes", &requests.write_zeroes),
     ];
     for (name, counts) in kinds {
-        let is_usual = ["guest reads", "  writes"].contains(&name);
-        if counts.count == 0 && !is_usual {
+        let is_always_shown = ["guest reads", "  writes"].contains(&name);
+        if counts.count == 0 && !is_always_shown {
             continue;
         }
         let bytes = match counts.bytes {
             0 => String::new(),
-            bytes => format!(", {}", human(bytes)),
+            bytes => format!(", {}", format_size(bytes)),
         };
         let errors = match counts.errors {
             0 => String::new(),
@@ -100,7 +100,7 @@ fn requests_text(lines: &mut Lines, requests: &RequestsState) {
 
 fn cache_text(lines: &mut Lines, cache: &CacheState) {
     lines.line("cache", &cache.file);
-    let words = parse_cache_mode(&cache.mode).map_or(cache.mode.as_str(), |mode| cache_mode_words(mode));
+    let words = parse_cache_mode(&cache.mode).map_or(cache.mode.as_str(), |mode| cache_mode_long_name(mode));
     let health = match cache.state {
         CacheHealth::Works => "works",
         CacheHealth::Failed => "has failed, and is not used until it is replaced (larder disk cache replace)",
@@ -108,11 +108,19 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
     lines.line("  state", format!("{words}, {health}"));
     lines.line(
         "  size",
-        format!("{}, lines of {}", exact(cache.size), human(cache.line_size)),
+        format!(
+            "{}, lines of {}",
+            format_exact_size(cache.size),
+            format_size(cache.line_size)
+        ),
     );
     lines.line(
         "  holds",
-        format!("{}{}", human(cache.occupancy), percent(cache.occupancy, cache.capacity)),
+        format!(
+            "{}{}",
+            format_size(cache.occupancy),
+            format_percent(cache.occupancy, cache.capacity)
+        ),
     );
     if cache.dirty > 0 || cache.cleaned > 0 {
         let flush = match &cache.flush {
@@ -122,12 +130,12 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
             }
             FlushState { error: None, .. } => String::new(),
         };
-        lines.line("    dirty", human(cache.dirty) + &flush);
-        lines.line("    cleaned", format!("{} so far", human(cache.cleaned)));
+        lines.line("    dirty", format_size(cache.dirty) + &flush);
+        lines.line("    cleaned", format!("{} so far", format_size(cache.cleaned)));
     }
-    lines.line("  not durable", human(cache.unsettled));
+    lines.line("  not durable", format_size(cache.unsettled));
     if cache.unproven > 0 {
-        lines.line("  unverified", human(cache.unproven));
+        lines.line("  unverified", format_size(cache.unproven));
     }
     let kinds = [
         ("    hits", cache.hits),
@@ -138,20 +146,20 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
     let reads: u64 = kinds.iter().map(|(_, reads)| reads).sum();
     lines.line("  reads", reads);
     for (name, count) in kinds {
-        lines.line(name, format!("{count}{}", percent(count, reads)));
+        lines.line(name, format!("{count}{}", format_percent(count, reads)));
     }
     lines.line("  hit latency", latency_text(&cache.hit_latency));
     lines.line("  miss latency", latency_text(&cache.miss_latency));
-    lines.line("  hit bytes", human(cache.hit_bytes));
+    lines.line("  hit bytes", format_size(cache.hit_bytes));
     lines.line(
         "  coalesced",
         format!("{} reads of data that was being filled in", cache.joined),
     );
-    lines.line("  filled", human(cache.filled));
+    lines.line("  filled", format_size(cache.filled));
     if cache.warmed > 0 {
         lines.line(
             "    warmed",
-            format!("{}, hot on the host that the VM came from", human(cache.warmed)),
+            format!("{}, hot on the host that the VM came from", format_size(cache.warmed)),
         );
     }
     lines.line(
@@ -161,25 +169,32 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
     lines.line("  evicted", format!("{} lines, to free space", cache.evicted));
     let budget = cache
         .endurance
-        .map_or(String::new(), |bytes| format!(", of {} a day", human(bytes)));
+        .map_or(String::new(), |bytes| format!(", of {} a day", format_size(bytes)));
     lines.line(
         "  its device",
         format!(
             "{} read, {} written{budget}",
-            human(cache.cache_read),
-            human(cache.cache_written)
+            format_size(cache.cache_read),
+            format_size(cache.cache_written)
         ),
     );
     if cache.read_errors + cache.write_errors > 0 {
         let (reads, writes) = (cache.read_errors, cache.write_errors);
         lines.line("    errors", format!("{reads} of reads, {writes} of writes"));
     }
-    lines.line("    metadata", format!("{} written", human(cache.metadata_written)));
+    lines.line(
+        "    metadata",
+        format!("{} written", format_size(cache.metadata_written)),
+    );
     lines.line(
         "  the disk",
-        format!("{} read, {} written", human(cache.disk_read), human(cache.disk_written)),
+        format!(
+            "{} read, {} written",
+            format_size(cache.disk_read),
+            format_size(cache.disk_written)
+        ),
     );
-    let of = |ratio: &MissRatio| format!("{:.1} % ({})", 100.0 * ratio.miss_ratio, human(ratio.capacity));
+    let of = |ratio: &MissRatio| format!("{:.1} % ({})", 100.0 * ratio.miss_ratio, format_size(ratio.capacity));
     let ratios: Vec<String> = cache.miss_ratios.iter().map(of).collect();
     if !ratios.is_empty() {
         lines.line("  LRU would miss", ratios.join(", "));
@@ -200,13 +215,17 @@ fn latency_text(latency: &Latency) -> String {
 }
 
 fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {
-    let limit = human(prefetch.memory_limit);
+    let limit = format_size(prefetch.memory_limit);
     lines.line("read-ahead", format!("on, with up to {limit} of memory"));
     let part = |bytes: u64| match prefetch.fetched {
-        0 => human(bytes),
-        fetched => format!("{} ({:.1} %)", human(bytes), 100.0 * bytes as f64 / fetched as f64),
+        0 => format_size(bytes),
+        fetched => format!(
+            "{} ({:.1} %)",
+            format_size(bytes),
+            100.0 * bytes as f64 / fetched as f64
+        ),
     };
-    lines.line("fetched", human(prefetch.fetched));
+    lines.line("fetched", format_size(prefetch.fetched));
     lines.line("  used", part(prefetch.used));
     lines.line("  wasted", part(prefetch.wasted));
     lines.line("  not read yet", part(prefetch.unread));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use larder_vm::control::rates::Rates;
+use larder_vm::control::rates::DiskRates;
 use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Latency, LatencyBucket, PrefetchState};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -12,8 +12,8 @@ use ratatui::widgets::{Cell, Clear, Paragraph, Row as TableRow, Table};
 
 use super::draw_memory;
 use super::view::{Page, Row, Totals, View};
-use crate::disk_image::human;
-use crate::memories::trouble;
+use crate::disk_image::format_size;
+use crate::memory_table::problem_text;
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -31,22 +31,22 @@ const HELP: &str = "\
  h       this help                       q      quit";
 
 pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
-    let moves = view.seen.moves.len().min(MOVES_MAX);
-    let [head, body, of_moves, foot] = Layout::vertical([
+    let moves = view.host.moves.len().min(MOVES_MAX);
+    let [head, body, moves_area, foot] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Fill(1),
         Constraint::Length(moves as u16),
         Constraint::Length(1),
     ])
     .areas(frame.area());
-    let lines = view.seen.moves.iter().take(moves).map(|line| Line::from(line.as_str()));
-    frame.render_widget(Paragraph::new(lines.collect::<Vec<_>>()), of_moves);
+    let lines = view.host.moves.iter().take(moves).map(|line| Line::from(line.as_str()));
+    frame.render_widget(Paragraph::new(lines.collect::<Vec<_>>()), moves_area);
     let bold = Style::new().add_modifier(Modifier::BOLD);
     frame.render_widget(Paragraph::new(heading(view)).style(bold), head);
     match view.disk() {
-        Some(place) => frame.render_widget(Paragraph::new(disk_text(view, place)), body),
+        Some(index) => frame.render_widget(Paragraph::new(disk_text(view, index)), body),
         None if matches!(view.page, Page::Memory(_)) => {
-            frame.render_widget(Paragraph::new(draw_memory::text(view)), body);
+            frame.render_widget(Paragraph::new(draw_memory::format_text(view)), body);
         }
         None if matches!(view.page, Page::Disk(..)) => {
             frame.render_widget(Paragraph::new("This disk is not served any more; Esc goes back."), body);
@@ -61,7 +61,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
         Paragraph::new(keys).style(Style::new().add_modifier(Modifier::DIM)),
         foot,
     );
-    if view.helps {
+    if view.shows_help {
         let height = HELP.lines().count() as u16;
         let area = Rect {
             height: height.min(body.height),
@@ -74,16 +74,16 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
 }
 
 fn heading(view: &View) -> String {
-    let sample = &view.seen.sample;
+    let sample = &view.host.sample;
     let mut all = Totals::default();
     for (of, (disk, _)) in sample.rates.iter().zip(&sample.disks) {
         all.add(&of.rates, disk);
     }
     let mut vms: Vec<&str> = sample.rates.iter().map(|rates| rates.vm.as_str()).collect();
     vms.dedup();
-    let alone = view.seen.memories.iter().map(|memory| memory.vm.as_str());
-    let alone: Vec<&str> = alone.filter(|vm| !vms.contains(vm)).collect();
-    vms.extend(alone);
+    let memory_only = view.host.memories.iter().map(|memory| memory.vm.as_str());
+    let memory_only: Vec<&str> = memory_only.filter(|vm| !vms.contains(vm)).collect();
+    vms.extend(memory_only);
     let what = match &view.page {
         Page::Vms => String::new(),
         Page::Disks(None) => "  all disks".to_owned(),
@@ -92,7 +92,7 @@ fn heading(view: &View) -> String {
         Page::Memories => "  memory".to_owned(),
         Page::Memory(vm) => format!("  memory of {vm}"),
     };
-    let troubles = match view.seen.troubles.len() {
+    let troubles = match view.host.errors.len() {
         0 => String::new(),
         count => format!(", {count} without an answer"),
     };
@@ -118,19 +118,19 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
         frame.render_widget(Paragraph::new(text), area);
         return;
     }
-    view.room = usize::from(area.height.saturating_sub(1));
-    view.chosen = view.chosen.min(rows.len() - 1);
-    view.top = view.top.min(view.chosen);
-    if view.chosen >= view.top + view.room {
-        view.top = view.chosen + 1 - view.room.max(1);
+    view.visible_rows = usize::from(area.height.saturating_sub(1));
+    view.selected = view.selected.min(rows.len() - 1);
+    view.top = view.top.min(view.selected);
+    if view.selected >= view.top + view.visible_rows {
+        view.top = view.selected + 1 - view.visible_rows.max(1);
     }
     if view.page == Page::Memories {
         let shown: Vec<(bool, Row)> = rows
             .into_iter()
             .enumerate()
             .skip(view.top)
-            .take(view.room)
-            .map(|(place, row)| (place == view.chosen, row))
+            .take(view.visible_rows)
+            .map(|(index, row)| (index == view.selected, row))
             .collect();
         draw_memory::table(frame, view, &shown, area);
         return;
@@ -139,9 +139,9 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
         "vm", "disk", "r/s", "rMiB/s", "w/s", "wMiB/s", "await", "aqu-sz", "%util", "%hit", "dirty", "memory", "%lost",
         "",
     ];
-    let shown = rows.iter().enumerate().skip(view.top).take(view.room);
-    let lines = shown.map(|(place, row)| {
-        let style = match place == view.chosen {
+    let shown = rows.iter().enumerate().skip(view.top).take(view.visible_rows);
+    let lines = shown.map(|(index, row)| {
+        let style = match index == view.selected {
             true => Style::new().add_modifier(Modifier::REVERSED),
             false => Style::new(),
         };
@@ -151,12 +151,12 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
     let mut widths = [14, 8, 8, 8, 8, 8, 9, 7, 6, 6, 9, 9, 6, 0].map(Constraint::Max);
     widths[13] = Constraint::Fill(1);
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    let header = TableRow::new(header.map(|name| Cell::from(aligned(name)))).style(bold);
+    let header = TableRow::new(header.map(|name| Cell::from(heading_text(name)))).style(bold);
     frame.render_widget(Table::new(lines, widths).header(header), area);
 }
 
 /// Returns a column's heading, aligned like the column: text left, numbers right.
-pub(super) fn aligned(name: &'static str) -> Text<'static> {
+pub(super) fn heading_text(name: &'static str) -> Text<'static> {
     match name {
         "vm" | "disk" | "" => Text::from(name),
         name => Text::from(name).right_aligned(),
@@ -164,10 +164,10 @@ pub(super) fn aligned(name: &'static str) -> Text<'static> {
 }
 
 fn cells(view: &View, row: &Row) -> [Text<'static>; 14] {
-    let (vm, disk) = view.name_of(row);
+    let (vm, disk) = view.row_name(row);
     let totals = view.totals(row);
-    if let Row::Trouble(place) = row {
-        let why = Text::from(view.seen.troubles[*place].1.clone());
+    if let Row::Unreachable(index) = row {
+        let why = Text::from(view.host.errors[*index].1.clone());
         let mut cells: [Text<'static>; 14] = Default::default();
         cells[0] = Text::from(vm);
         cells[13] = why;
@@ -175,15 +175,15 @@ fn cells(view: &View, row: &Row) -> [Text<'static>; 14] {
     }
     let number = |text: String| Text::from(text).right_aligned();
     let hits = match row {
-        Row::Disk(place) => view.seen.sample.rates[*place].rates.cache_hits,
+        Row::Disk(index) => view.host.sample.rates[*index].rates.cache_hits,
         _ => None,
     };
     let memory = match row {
-        Row::Vm(vm) => view.memory_of(vm),
+        Row::Vm(vm) => view.find_memory(vm),
         _ => None,
     };
     let note = match (totals.failed, totals.errors > 0.0) {
-        (0, false) => memory.map_or_else(String::new, |memory| trouble(&memory.state)),
+        (0, false) => memory.map_or_else(String::new, |memory| problem_text(&memory.state)),
         (0, true) => format!("{:.0} errors/s", totals.errors),
         _ => "cache has failed".to_owned(),
     };
@@ -197,21 +197,21 @@ fn cells(view: &View, row: &Row) -> [Text<'static>; 14] {
         number(format!("{:.1}", totals.read_bytes / MIB)),
         number(format!("{:.0}", totals.writes)),
         number(format!("{:.1}", totals.written_bytes / MIB)),
-        number(time(totals.await_seconds())),
+        number(format_seconds(totals.await_seconds())),
         number(format!("{:.1}", totals.queue)),
         number(format!("{:.0}", totals.utilization * 100.0)),
         number(hits.map_or_else(|| "-".to_owned(), |hits| format!("{:.1}", hits * 100.0))),
         number(match totals.dirty {
             0 => "-".to_owned(),
-            dirty => human(dirty),
+            dirty => format_size(dirty),
         }),
-        number(memory.map_or_else(|| "-".to_owned(), |memory| human(memory.state.used))),
+        number(memory.map_or_else(|| "-".to_owned(), |memory| format_size(memory.state.used))),
         number(memory.map_or_else(|| "-".to_owned(), |memory| format!("{:.1}", memory.rates.some * 100.0))),
         Text::from(note),
     ]
 }
 
-fn time(seconds: f64) -> String {
+fn format_seconds(seconds: f64) -> String {
     match seconds {
         none if none <= 0.0 => "-".to_owned(),
         seconds => format!("{:.1?}", Duration::from_secs_f64(seconds)),
@@ -219,10 +219,15 @@ fn time(seconds: f64) -> String {
 }
 
 /// Formats the detail page of a disk: its properties, the latencies since the last update, and its caches' activity.
-fn disk_text(view: &View, place: usize) -> Vec<Line<'static>> {
-    let (rates, (disk, before)) = (&view.seen.sample.rates[place].rates, &view.seen.sample.disks[place]);
+fn disk_text(view: &View, index: usize) -> Vec<Line<'static>> {
+    let (rates, (disk, before)) = (&view.host.sample.rates[index].rates, &view.host.sample.disks[index]);
     let mut lines = vec![
-        format!("image    {}, {}, {}", disk.image, disk.format.name(), human(disk.size)),
+        format!(
+            "image    {}, {}, {}",
+            disk.image,
+            disk.format.name(),
+            format_size(disk.size)
+        ),
         format!("limits   {}", or_none(&disk.limits.to_string())),
         rates_line(rates),
         String::new(),
@@ -251,7 +256,7 @@ fn or_none(text: &str) -> &str {
     }
 }
 
-fn rates_line(rates: &Rates) -> String {
+fn rates_line(rates: &DiskRates) -> String {
     let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), |share| format!("{:.1} %", share * 100.0));
     format!(
         "now      {:.0} r/s, {:.1} MiB/s; {:.0} w/s, {:.1} MiB/s; {:.0} f/s; {:.1} in flight, {:.0} % busy; cache hits {}, read ahead {}",
@@ -275,8 +280,8 @@ fn histograms(reads: &[LatencyBucket], writes: &[LatencyBucket]) -> Vec<String> 
         return vec!["         no reads and writes were timed since the last update".to_owned()];
     };
     let of = |buckets: &[LatencyBucket], at: u32| -> u64 {
-        let there = buckets.iter().filter(|bucket| power(bucket) == at);
-        there.map(|bucket| bucket.count).sum()
+        let in_bucket = buckets.iter().filter(|bucket| power(bucket) == at);
+        in_bucket.map(|bucket| bucket.count).sum()
     };
     let longest = (first..=last)
         .map(|at| of(reads, at).max(of(writes, at)))
@@ -312,8 +317,8 @@ fn cache_lines(cache: &CacheState) -> Vec<String> {
         format!(
             "cache    {} {}, {full:.0} % full, {} dirty{health}: {}",
             cache.mode,
-            human(cache.size),
-            human(cache.dirty),
+            format_size(cache.size),
+            format_size(cache.dirty),
             cache.file
         ),
         format!(
@@ -321,8 +326,8 @@ fn cache_lines(cache: &CacheState) -> Vec<String> {
             cache.hits,
             cache.partial_hits,
             cache.misses,
-            human(cache.filled),
-            human(cache.cache_written)
+            format_size(cache.filled),
+            format_size(cache.cache_written)
         ),
     ]
 }
@@ -330,10 +335,10 @@ fn cache_lines(cache: &CacheState) -> Vec<String> {
 fn prefetch_line(prefetch: &PrefetchState) -> String {
     format!(
         "ahead    {} fetched, {} used, {} wasted; {} streams now; {} of memory",
-        human(prefetch.fetched),
-        human(prefetch.used),
-        human(prefetch.wasted),
+        format_size(prefetch.fetched),
+        format_size(prefetch.used),
+        format_size(prefetch.wasted),
         prefetch.streams.now,
-        human(prefetch.memory)
+        format_size(prefetch.memory)
     )
 }

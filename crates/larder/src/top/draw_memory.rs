@@ -7,11 +7,11 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Text};
 use ratatui::widgets::{Cell, Row as TableRow, Table};
 
-use super::draw::aligned;
+use super::draw::heading_text;
 use super::view::{Page, Row, View};
-use crate::disk_image::human;
-use crate::memories::{MemorySeen, trouble};
+use crate::disk_image::format_size;
 use crate::memory;
+use crate::memory_table::{MemorySample, problem_text};
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -32,33 +32,33 @@ const COLUMNS: [&str; 12] = [
 
 /// Draws a row for each VM whose memory is managed; the flag beside a row marks the selected one.
 pub(super) fn table(frame: &mut Frame<'_>, view: &View, rows: &[(bool, Row)], area: Rect) {
-    let lines = rows.iter().filter_map(|(is_chosen, row)| {
-        let Row::Memory(place) = row else { return None };
-        let style = match is_chosen {
+    let lines = rows.iter().filter_map(|(is_selected, row)| {
+        let Row::Memory(index) = row else { return None };
+        let style = match is_selected {
             true => Style::new().add_modifier(Modifier::REVERSED),
             false => Style::new(),
         };
-        Some(TableRow::new(cells(&view.seen.memories[*place]).map(Cell::from)).style(style))
+        Some(TableRow::new(cells(&view.host.memories[*index]).map(Cell::from)).style(style))
     });
     let mut widths = [14, 9, 9, 9, 8, 8, 9, 9, 9, 8, 6, 0].map(Constraint::Max);
     widths[11] = Constraint::Fill(1);
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    let header = TableRow::new(COLUMNS.map(|name| Cell::from(aligned(name)))).style(bold);
+    let header = TableRow::new(COLUMNS.map(|name| Cell::from(heading_text(name)))).style(bold);
     frame.render_widget(Table::new(lines, widths).header(header), area);
 }
 
-fn cells(seen: &MemorySeen) -> [Text<'static>; 12] {
-    let (state, rates) = (&seen.state, &seen.rates);
+fn cells(sample: &MemorySample) -> [Text<'static>; 12] {
+    let (state, rates) = (&sample.state, &sample.rates);
     let number = |text: String| Text::from(text).right_aligned();
     let wait = |of: &FaultRates| match of.await_seconds {
         Some(seconds) => format!("{:.0} us", seconds * 1e6),
         None => "-".to_owned(),
     };
     [
-        Text::from(seen.vm.clone()),
-        number(human(state.size)),
-        number(human(state.budget)),
-        number(human(state.used)),
+        Text::from(sample.vm.clone()),
+        number(format_size(state.size)),
+        number(format_size(state.budget)),
+        number(format_size(state.used)),
         number(format!("{:.0}", rates.compressed.per_second)),
         number(format!("{:.0}", rates.disk.per_second)),
         number(wait(&rates.compressed)),
@@ -66,17 +66,17 @@ fn cells(seen: &MemorySeen) -> [Text<'static>; 12] {
         number(format!("{:.0}", rates.refaults)),
         number(format!("{:.1}", (rates.swap_written + rates.slow_written) / MIB)),
         number(format!("{:.1}", rates.some * 100.0)),
-        Text::from(trouble(state)),
+        Text::from(problem_text(state)),
     ]
 }
 
 /// Formats the detail page of a VM's memory.
-pub(super) fn text(view: &View) -> Vec<Line<'static>> {
+pub(super) fn format_text(view: &View) -> Vec<Line<'static>> {
     let Page::Memory(vm) = &view.page else {
         return Vec::new();
     };
-    let text = match view.memory_of(vm) {
-        Some(seen) => memory::text(&seen.state),
+    let text = match view.find_memory(vm) {
+        Some(seen) => memory::format_text(&seen.state),
         None => "This memory is not managed any more; Esc goes back.".to_owned(),
     };
     text.lines().map(|line| Line::from(line.to_owned())).collect()

@@ -16,25 +16,25 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 
 use crate::cli::Output;
 use crate::cli::watch::TopArguments;
-use crate::memories::{self, MemorySampler, MemorySeen};
-use crate::moves;
-use crate::rates::{Sample, Sampler, ask_all};
+use crate::memory_table::{self, MemorySample, MemorySampler};
+use crate::migration_table;
+use crate::rates::{DiskSample, DiskSampler, query_disks};
 use crate::status::rates;
 use view::{Key, View};
 
 /// Interval at which keys and new samples are polled.
-const KEY_TIME: Duration = Duration::from_millis(50);
+const KEY_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Sample of the whole host.
 #[derive(Default)]
-struct Seen {
-    sample: Sample,
+struct TopSample {
+    sample: DiskSample,
     /// Memory of the VMs for which it is managed.
-    memories: Vec<MemorySeen>,
+    memories: Vec<MemorySample>,
     /// Moves of VMs, one line each.
     moves: Vec<String>,
     /// VMs that do not answer, with the error.
-    troubles: Vec<(String, String)>,
+    errors: Vec<(String, String)>,
 }
 
 pub(crate) fn run(arguments: TopArguments) -> anyhow::Result<ExitCode> {
@@ -45,43 +45,43 @@ pub(crate) fn run(arguments: TopArguments) -> anyhow::Result<ExitCode> {
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
         bail!("standard input or output is not a terminal; --batch prints line by line to any output");
     }
-    let (sender, seen) = mpsc::channel();
-    let (more, wanted) = mpsc::channel();
+    let (sender, samples) = mpsc::channel();
+    let (more, requests) = mpsc::channel();
     let thread = std::thread::Builder::new().name("larder-sampler".to_owned());
     // Sampling has its own thread, because it waits for a VM that hangs.
-    thread.spawn(move || look_again_and_again(every, &sender, &wanted))?;
+    thread.spawn(move || run_sampler(every, &sender, &requests))?;
     let mut terminal = ratatui::init();
-    let ended = show(&mut terminal, &seen, &more, arguments.count);
+    let ended = run_display(&mut terminal, &samples, &more, arguments.count);
     ratatui::restore();
     ended?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Samples the host at the interval `every`, and whenever a sample is requested, until the display ends.
-fn look_again_and_again(every: Duration, sender: &Sender<Seen>, wanted: &Receiver<()>) {
-    let mut sampler = Sampler::default();
+fn run_sampler(every: Duration, sender: &Sender<TopSample>, wanted: &Receiver<()>) {
+    let mut sampler = DiskSampler::default();
     let mut memory_sampler = MemorySampler::default();
     loop {
-        let mut seen = Seen::default();
+        let mut host = TopSample::default();
         let mut served = Vec::new();
-        let vms = find::vms();
-        for (vm, asked) in ask_all(&vms) {
+        let vms = find::known_vms();
+        for (vm, asked) in query_disks(&vms) {
             match asked {
                 Ok(disks) => served.push((vm, disks)),
-                Err(error) => seen.troubles.push((vm, error.to_string())),
+                Err(error) => host.errors.push((vm, error.to_string())),
             }
         }
         let mut memories = Vec::new();
-        for (vm, asked) in memories::ask_all(&vms, served.iter().flat_map(|(_, disks)| disks)) {
+        for (vm, asked) in memory_table::query_all(&vms, served.iter().flat_map(|(_, disks)| disks)) {
             match asked {
                 Ok((_, state)) => memories.push((vm, state)),
-                Err(error) => seen.troubles.push((vm, format!("its memory: {error}"))),
+                Err(error) => host.errors.push((vm, format!("its memory: {error}"))),
             }
         }
-        seen.moves = moves::lines(moves::ask_all());
-        seen.memories = memory_sampler.sample(memories);
-        seen.sample = sampler.sample(served);
-        if sender.send(seen).is_err() {
+        host.moves = migration_table::format_lines(migration_table::query_all());
+        host.memories = memory_sampler.sample(memories);
+        host.sample = sampler.sample(served);
+        if sender.send(host).is_err() {
             return;
         }
         if wanted.recv_timeout(every) == Err(RecvTimeoutError::Disconnected) {
@@ -91,10 +91,10 @@ fn look_again_and_again(every: Duration, sender: &Sender<Seen>, wanted: &Receive
 }
 
 /// Runs the display until the user quits, or until `count` samples were shown.
-fn show(
+fn run_display(
     terminal: &mut DefaultTerminal,
-    seen: &Receiver<Seen>,
-    more: &Sender<()>,
+    seen: &Receiver<TopSample>,
+    request_sample: &Sender<()>,
     count: Option<u64>,
 ) -> anyhow::Result<()> {
     let mut view = View::default();
@@ -110,10 +110,10 @@ fn show(
                 return Ok(());
             }
             shown += 1;
-            view.see(next);
+            view.set_sample(next);
             is_new = true;
         }
-        if !event::poll(KEY_TIME)? {
+        if !event::poll(KEY_POLL_INTERVAL)? {
             continue;
         }
         is_new = true;
@@ -127,7 +127,7 @@ fn show(
             KeyCode::Char('c') if control => return Ok(()),
             KeyCode::Char(' ') => {
                 // The sampler ends only with the program, so sending does not fail.
-                let _ = more.send(());
+                let _ = request_sample.send(());
                 continue;
             }
             KeyCode::Up | KeyCode::Char('k') => Key::Up,

@@ -1,10 +1,10 @@
 //! State of the display: its rows, their order, the selected row, and the effect of keys.
 
-use larder_vm::control::rates::Rates;
+use larder_vm::control::rates::DiskRates;
 use larder_vm::control::state::DiskState;
 
-use super::Seen;
-use crate::memories::MemorySeen;
+use super::TopSample;
+use crate::memory_table::MemorySample;
 
 /// Meaning of a pressed key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +66,8 @@ impl Order {
     }
 
     fn next(self) -> Self {
-        let place = Self::ALL.iter().position(|order| *order == self).unwrap_or_default();
-        Self::ALL[(place + 1) % Self::ALL.len()]
+        let index = Self::ALL.iter().position(|order| *order == self).unwrap_or_default();
+        Self::ALL[(index + 1) % Self::ALL.len()]
     }
 
     /// Returns the value to sort by; larger values come first.
@@ -102,7 +102,7 @@ pub(super) struct Totals {
 }
 
 impl Totals {
-    pub(super) fn add(&mut self, rates: &Rates, disk: &DiskState) {
+    pub(super) fn add(&mut self, rates: &DiskRates, disk: &DiskState) {
         self.disks += 1;
         self.reads += rates.read.per_second;
         self.writes += rates.write.per_second;
@@ -141,56 +141,56 @@ pub(super) enum Row {
     /// The memory of a VM.
     Memory(usize),
     /// A VM that does not answer.
-    Trouble(usize),
+    Unreachable(usize),
 }
 
 #[derive(Default)]
 pub(super) struct View {
-    pub(super) seen: Seen,
+    pub(super) host: TopSample,
     pub(super) page: Page,
     pub(super) order: Order,
-    pub(super) helps: bool,
+    pub(super) shows_help: bool,
     /// Index of the selected row.
-    pub(super) chosen: usize,
+    pub(super) selected: usize,
     /// Index of the first visible row.
     pub(super) top: usize,
     /// Number of visible rows at the last drawing.
-    pub(super) room: usize,
+    pub(super) visible_rows: usize,
 }
 
 impl View {
     /// Takes a new sample. The selected VM or disk stays selected, if it still exists.
-    pub(super) fn see(&mut self, seen: Seen) {
-        let chosen = self.rows().get(self.chosen).map(|row| self.name_of(row));
-        self.seen = seen;
+    pub(super) fn set_sample(&mut self, seen: TopSample) {
+        let chosen = self.rows().get(self.selected).map(|row| self.row_name(row));
+        self.host = seen;
         if let Some(chosen) = chosen
-            && let Some(place) = self.rows().iter().position(|row| self.name_of(row) == chosen)
+            && let Some(index) = self.rows().iter().position(|row| self.row_name(row) == chosen)
         {
-            self.chosen = place;
+            self.selected = index;
         }
     }
 
     /// Returns the names of a row's VM and disk.
-    pub(super) fn name_of(&self, row: &Row) -> (String, String) {
+    pub(super) fn row_name(&self, row: &Row) -> (String, String) {
         match row {
             Row::Vm(vm) => (vm.clone(), String::new()),
-            Row::Disk(place) => {
-                let rates = &self.seen.sample.rates[*place];
+            Row::Disk(index) => {
+                let rates = &self.host.sample.rates[*index];
                 (rates.vm.clone(), rates.disk.clone())
             }
-            Row::Memory(place) => (self.seen.memories[*place].vm.clone(), String::new()),
-            Row::Trouble(place) => (self.seen.troubles[*place].0.clone(), String::new()),
+            Row::Memory(index) => (self.host.memories[*index].vm.clone(), String::new()),
+            Row::Unreachable(index) => (self.host.errors[*index].0.clone(), String::new()),
         }
     }
 
     /// Returns the total activity of a row's disks.
     pub(super) fn totals(&self, row: &Row) -> Totals {
         let mut totals = Totals::default();
-        for (place, (rates, (disk, _))) in self.seen.sample.rates.iter().zip(&self.seen.sample.disks).enumerate() {
+        for (index, (rates, (disk, _))) in self.host.sample.rates.iter().zip(&self.host.sample.disks).enumerate() {
             let is_in = match row {
                 Row::Vm(vm) => rates.vm == *vm,
-                Row::Disk(of) => place == *of,
-                Row::Memory(_) | Row::Trouble(_) => false,
+                Row::Disk(of) => index == *of,
+                Row::Memory(_) | Row::Unreachable(_) => false,
             };
             if is_in {
                 totals.add(&rates.rates, disk);
@@ -201,35 +201,35 @@ impl View {
 
     /// Returns the rows of this page, in order.
     pub(super) fn rows(&self) -> Vec<Row> {
-        let rates = &self.seen.sample.rates;
+        let rates = &self.host.sample.rates;
         let mut rows: Vec<Row> = match &self.page {
             Page::Vms => {
                 let mut vms: Vec<&str> = rates.iter().map(|rates| rates.vm.as_str()).collect();
                 vms.dedup();
-                for memory in &self.seen.memories {
+                for memory in &self.host.memories {
                     if !vms.contains(&memory.vm.as_str()) {
                         vms.push(&memory.vm);
                     }
                 }
-                let troubles = (0..self.seen.troubles.len()).map(Row::Trouble);
+                let troubles = (0..self.host.errors.len()).map(Row::Unreachable);
                 vms.into_iter()
                     .map(|vm| Row::Vm(vm.to_owned()))
                     .chain(troubles)
                     .collect()
             }
             Page::Disks(vm) => {
-                let is_in = |place: &usize| vm.as_ref().is_none_or(|vm| rates[*place].vm == *vm);
+                let is_in = |index: &usize| vm.as_ref().is_none_or(|vm| rates[*index].vm == *vm);
                 (0..rates.len()).filter(is_in).map(Row::Disk).collect()
             }
-            Page::Memories => (0..self.seen.memories.len()).map(Row::Memory).collect(),
+            Page::Memories => (0..self.host.memories.len()).map(Row::Memory).collect(),
             Page::Disk(..) | Page::Memory(_) => Vec::new(),
         };
         if self.order == Order::Name {
-            rows.sort_by_key(|row| self.name_of(row));
+            rows.sort_by_key(|row| self.row_name(row));
         } else {
             let weight = |row: &Row| match row {
                 // Memory is sorted by the share of time lost.
-                Row::Memory(place) => self.seen.memories[*place].rates.some,
+                Row::Memory(index) => self.host.memories[*index].rates.some,
                 row => self.order.weight(&self.totals(row)),
             };
             rows.sort_by(|one, other| weight(other).total_cmp(&weight(one)));
@@ -238,86 +238,88 @@ impl View {
     }
 
     /// Returns the memory of the VM `vm`, if it is managed.
-    pub(super) fn memory_of(&self, vm: &str) -> Option<&MemorySeen> {
-        self.seen.memories.iter().find(|memory| memory.vm == vm)
+    pub(super) fn find_memory(&self, vm: &str) -> Option<&MemorySample> {
+        self.host.memories.iter().find(|memory| memory.vm == vm)
     }
 
     /// Returns the index of the displayed disk, if it still exists.
     pub(super) fn disk(&self) -> Option<usize> {
         let Page::Disk(vm, disk) = &self.page else { return None };
-        let mut all = self.seen.sample.rates.iter();
+        let mut all = self.host.sample.rates.iter();
         all.position(|rates| rates.vm == *vm && rates.disk == *disk)
     }
 
     pub(super) fn press(&mut self, key: Key) {
-        if self.helps {
+        if self.shows_help {
             // Any key closes the help.
-            self.helps = false;
+            self.shows_help = false;
             return;
         }
         let last = self.rows().len().saturating_sub(1);
-        let page = self.room.max(1);
+        let page = self.visible_rows.max(1);
         match key {
-            Key::Up => self.chosen = self.chosen.saturating_sub(1),
-            Key::Down => self.chosen = (self.chosen + 1).min(last),
-            Key::PageUp => self.chosen = self.chosen.saturating_sub(page),
-            Key::PageDown => self.chosen = (self.chosen + page).min(last),
-            Key::First => self.chosen = 0,
-            Key::Last => self.chosen = last,
+            Key::Up => self.selected = self.selected.saturating_sub(1),
+            Key::Down => self.selected = (self.selected + 1).min(last),
+            Key::PageUp => self.selected = self.selected.saturating_sub(page),
+            Key::PageDown => self.selected = (self.selected + page).min(last),
+            Key::First => self.selected = 0,
+            Key::Last => self.selected = last,
             Key::Sort => self.order = self.order.next(),
-            Key::Help => self.helps = true,
-            Key::Vms => self.go(Page::Vms),
-            Key::Disks => self.go(Page::Disks(None)),
-            Key::Memories => self.go(Page::Memories),
+            Key::Help => self.shows_help = true,
+            Key::Vms => self.open_page(Page::Vms),
+            Key::Disks => self.open_page(Page::Disks(None)),
+            Key::Memories => self.open_page(Page::Memories),
             Key::Enter | Key::Disk => self.enter(key == Key::Disk),
             Key::Back => match self.page.clone() {
                 Page::Disk(vm, disk) => {
-                    self.go(Page::Disks(Some(vm.clone())));
-                    self.choose(&vm, &disk);
+                    self.open_page(Page::Disks(Some(vm.clone())));
+                    self.select(&vm, &disk);
                 }
                 Page::Disks(Some(vm)) => {
-                    self.go(Page::Vms);
-                    self.choose(&vm, "");
+                    self.open_page(Page::Vms);
+                    self.select(&vm, "");
                 }
                 Page::Memory(vm) => {
-                    self.go(Page::Memories);
-                    self.choose(&vm, "");
+                    self.open_page(Page::Memories);
+                    self.select(&vm, "");
                 }
-                Page::Disks(None) | Page::Vms | Page::Memories => self.go(Page::Vms),
+                Page::Disks(None) | Page::Vms | Page::Memories => self.open_page(Page::Vms),
             },
         }
     }
 
     /// Opens the selected row's page; with `at_once`, a VM's row opens the page of its first disk.
     fn enter(&mut self, at_once: bool) {
-        let Some(row) = self.rows().get(self.chosen).cloned() else {
+        let Some(row) = self.rows().get(self.selected).cloned() else {
             return;
         };
-        let (vm, disk) = self.name_of(&row);
+        let (vm, disk) = self.row_name(&row);
         match row {
-            Row::Disk(_) => self.go(Page::Disk(vm, disk)),
+            Row::Disk(_) => self.open_page(Page::Disk(vm, disk)),
             Row::Vm(_) if at_once => {
-                let first = self.seen.sample.rates.iter().find(|rates| rates.vm == vm);
+                let first = self.host.sample.rates.iter().find(|rates| rates.vm == vm);
                 if let Some(disk) = first.map(|rates| rates.disk.clone()) {
-                    self.go(Page::Disk(vm, disk));
+                    self.open_page(Page::Disk(vm, disk));
                 }
             }
             // A VM without disks is listed because of its memory.
-            Row::Vm(_) if !self.seen.sample.rates.iter().any(|rates| rates.vm == vm) => self.go(Page::Memory(vm)),
-            Row::Vm(_) => self.go(Page::Disks(Some(vm))),
-            Row::Memory(_) => self.go(Page::Memory(vm)),
-            Row::Trouble(_) => {}
+            Row::Vm(_) if !self.host.sample.rates.iter().any(|rates| rates.vm == vm) => {
+                self.open_page(Page::Memory(vm))
+            }
+            Row::Vm(_) => self.open_page(Page::Disks(Some(vm))),
+            Row::Memory(_) => self.open_page(Page::Memory(vm)),
+            Row::Unreachable(_) => {}
         }
     }
 
-    fn go(&mut self, page: Page) {
+    fn open_page(&mut self, page: Page) {
         if self.page != page {
-            (self.page, self.chosen, self.top) = (page, 0, 0);
+            (self.page, self.selected, self.top) = (page, 0, 0);
         }
     }
 
-    fn choose(&mut self, vm: &str, disk: &str) {
-        let is_it = |row: &Row| self.name_of(row) == (vm.to_owned(), disk.to_owned());
-        self.chosen = self.rows().iter().position(is_it).unwrap_or_default();
+    fn select(&mut self, vm: &str, disk: &str) {
+        let is_wanted = |row: &Row| self.row_name(row) == (vm.to_owned(), disk.to_owned());
+        self.selected = self.rows().iter().position(is_wanted).unwrap_or_default();
     }
 }

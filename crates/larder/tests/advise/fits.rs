@@ -3,13 +3,13 @@
 
 use std::process::Command;
 
-use crate::support::{larder, need_root, run};
+use crate::support::{larder_path, require_root, run_command};
 use crate::{FAKE, STARTED};
 
 /// Runs `larder advise --for 200ms` with `words`, while one VM with the command line `vm` runs, or none. Returns the
 /// exit status and the output.
 fn ask(vm: Option<&str>, words: &str) -> (Option<i32>, String) {
-    need_root("to see no other processes in a PID namespace");
+    require_root("to see no other processes in a PID namespace");
     let script = r#"
         if [ -n "$VM" ]; then
           exec 3< <(exec -a qemu-system-x86_64 "$TEST" fake_qemu --ignored --exact --nocapture -- $VM)
@@ -23,9 +23,9 @@ fn ask(vm: Option<&str>, words: &str) -> (Option<i32>, String) {
         .env("WORDS", words)
         .env("STARTED", STARTED)
         .env("TEST", std::env::current_exe().expect("this program"))
-        .env("LARDER", larder())
+        .env("LARDER", larder_path())
         .env(FAKE, "idle");
-    run(command)
+    run_command(command)
 }
 
 /// Returns the command line of a VM with twice the memory of the host.

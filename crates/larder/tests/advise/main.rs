@@ -14,7 +14,7 @@ use larder_bench::campaign::process::Process;
 use larder_bench::campaign::verifier;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde_json::Value;
-use support::{LIMIT, larder, run};
+use support::{TEST_TIMEOUT, larder_path, run_command};
 
 /// Variable that makes this test program act as a fake QEMU; its value selects the behaviour.
 const FAKE: &str = "LARDER_TEST_FAKE_QEMU";
@@ -95,15 +95,15 @@ fn fake_command(kind: &str, words: &str) -> Command {
 
 fn fake(kind: &str, words: &str) -> Process {
     let process = Process::start(fake_command(kind, words)).expect("starts");
-    process.wait_for(STARTED, LIMIT).expect("does it");
+    process.wait_for(STARTED, TEST_TIMEOUT).expect("does it");
     process
 }
 
 /// Runs `larder advise` with these arguments; returns the exit status and the output.
 fn advise(words: &str) -> (Option<i32>, String) {
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.arg("advise").args(words.split(' '));
-    run(command)
+    run_command(command)
 }
 
 /// Returns the JSON output of `larder advise`.

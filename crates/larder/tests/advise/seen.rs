@@ -6,10 +6,10 @@ use std::process::Command;
 use std::time::Instant;
 
 use larder_bench::campaign::memory::{Attach, Verifier};
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use larder_bench::campaign::server::Server;
 
-use crate::support::{LIMIT, image, larder, need_root, on_tmpfs};
+use crate::support::{TEST_TIMEOUT, create_image, larder_path, require_root, temp_dir_on_tmpfs};
 use crate::{STARTED, advise, advise_json, fake, fake_command, findings, found, gap, number, vm};
 
 const READY: &str = "the ready time of each vCPU";
@@ -109,14 +109,14 @@ fn vm_exit_during_measurement_is_tolerated() {
 /// Without pressure stall information in the kernel, the output names what was not measured.
 #[test]
 fn missing_kernel_feature_is_reported() {
-    need_root("to hide a part of /proc in a mount namespace");
+    require_root("to hide a part of /proc in a mount namespace");
     let mut command = Command::new("unshare");
     let script = "mount -t tmpfs none /proc/pressure && exec \"$@\"";
     command
         .args(["--mount", "sh", "-c", script, "sh"])
-        .arg(larder())
+        .arg(larder_path())
         .args(["advise", "--for", "200ms"]);
-    let (code, said) = crate::support::run(command);
+    let (code, said) = crate::support::run_command(command);
     assert_eq!(code, Some(0), "{said}");
     for what in [
         "CPUs: this kernel has no /proc/pressure/cpu",
@@ -149,10 +149,10 @@ fn busy_disk(folder: &Path) -> String {
 /// A real QEMU is measured with its vCPUs, and its monitor is not occupied.
 #[test]
 fn qemu_is_measured_with_its_vcpus() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let disk = busy_disk(folder.path());
     let qemu = |name: &str| {
-        let mut command = mortal("qemu-system-x86_64");
+        let mut command = killed_with_parent("qemu-system-x86_64");
         command.args([
             "-name",
             name,
@@ -173,7 +173,7 @@ fn qemu_is_measured_with_its_vcpus() {
         Process::start(command).expect("starts")
     };
     let (named, unnamed) = (qemu("guest=one,debug-threads=on"), qemu("guest=two"));
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     let advice = loop {
         let advice = advise_json("--for 1s");
         assert!(Instant::now() < give_up, "it does not boot: {advice:#}");
@@ -206,11 +206,11 @@ fn qemu_is_measured_with_its_vcpus() {
 /// The advice about managed memory follows from its pager's statistics.
 #[test]
 fn pager_statistics_judge_managed_memory() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let command = fake_command("memory", "-name guest=small,debug-threads=on -m 64M -smp 2");
     let mut verifier = Verifier::start(command).expect("a program to manage");
     let pid = verifier.pid();
-    let attach = Attach::new(larder(), folder.path(), pid, &["--budget", "32MiB"]);
+    let attach = Attach::new(larder_path(), folder.path(), pid, &["--budget", "32MiB"]);
     let pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     // `advise` finds the pager by the managed process.
@@ -261,12 +261,12 @@ fn pager_statistics_judge_managed_memory() {
 
 #[test]
 fn slow_disk_is_reported_as_bottleneck() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let uri = format!("nbd+unix:///?socket={}", folder.path().join("n").display());
-    let (image, control) = (image(folder.path(), 64 << 20), folder.path().join("c"));
-    let mut server = mortal("env");
+    let (image, control) = (create_image(folder.path(), 64 << 20), folder.path().join("c"));
+    let mut server = killed_with_parent("env");
     server
-        .arg(larder())
+        .arg(larder_path())
         .args(["disk", "serve", "--format", "raw", "--nbd", &uri, "--prefetch", "off"]);
     server
         .args(["--throttle", "iops-total=20", "--control"])
@@ -277,10 +277,10 @@ fn slow_disk_is_reported_as_bottleneck() {
         "idle",
         &format!("-name slow,debug-threads=on -m 64M -drive file={uri},if=virtio"),
     );
-    let mut load = mortal("qemu-img");
+    let mut load = killed_with_parent("qemu-img");
     load.args(["bench", "-f", "raw", "-c", "1000000", "-d", "4", "-s", "4096", &uri]);
     let _load = Process::start(load).expect("starts");
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     let told = loop {
         let advice = advise_json("--for 2s");
         assert!(Instant::now() < give_up, "its disk does nothing: {advice:#}");
@@ -314,7 +314,7 @@ fn slow_disk_is_reported_as_bottleneck() {
 /// A control socket that does not answer is listed, and named among the gaps.
 #[test]
 fn silent_server_is_reported() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let nobody = folder.path().join("nobody").display().to_string();
     let advice = advise_json(&format!("--for 200ms --control {nobody}"));
     assert_eq!(advice["measured"]["silent"], serde_json::json!([nobody]));

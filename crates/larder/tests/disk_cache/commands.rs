@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use serde_json::{Value, json};
 
 use crate::failing::Fast;
-use crate::support::need_root;
+use crate::support::require_root;
 use crate::write_back::killed;
 use crate::{MIB, Place, text};
 
@@ -313,7 +313,7 @@ fn resize_keeps_foreign_files() {
 /// A cache that root resizes is still open to its server's user.
 #[test]
 fn resize_keeps_owner_and_mode() {
-    need_root("cache of another user");
+    require_root("cache of another user");
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     place.serve(&image, &cache, &["--cache-size", "8M"]).stop();
@@ -331,10 +331,10 @@ fn disk_info_reports_dirty_cache() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     let info = || {
-        let mut command = std::process::Command::new(crate::larder());
+        let mut command = std::process::Command::new(crate::larder_path());
         command.args(["disk", "info", text(&image)]);
         command.env("STATE_DIRECTORY", place.path("state"));
-        crate::run(command).1
+        crate::run_command(command).1
     };
     let told = format!("{} may have data", text(&cache));
     assert!(info().contains(&told), "{}", info());

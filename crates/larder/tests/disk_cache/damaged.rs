@@ -10,7 +10,7 @@ use larder_bench::campaign::Random;
 use larder_bench::campaign::process::Process;
 use serde_json::json;
 
-use crate::support::{LIMIT, run, tool};
+use crate::support::{TEST_TIMEOUT, run_command, run_tool};
 use crate::write_back::WRITE_BACK;
 use crate::{MIB, Place, Served, qemu_io, text};
 
@@ -49,10 +49,10 @@ fn is_right(served: &Served, expected: &Path) -> bool {
         text(expected),
         &served.uri,
     ]);
-    let (code, said) = run(compare);
+    let (code, said) = run_command(compare);
     assert_ne!(code, Some(1), "{said}");
     if code != Some(0) {
-        served.process.wait_for("damaged", LIMIT).expect("it is said");
+        served.process.wait_for("damaged", TEST_TIMEOUT).expect("it is said");
     }
     code == Some(0)
 }
@@ -67,7 +67,7 @@ struct Left {
 impl Left {
     fn new(place: &Place, image: &Path, cache: &Path) -> Self {
         place.left(cache);
-        tool("cp", &["-rT", text(&place.path("state")), text(&place.path("kept"))]);
+        run_tool("cp", &["-rT", text(&place.path("state")), text(&place.path("kept"))]);
         Self {
             cache: fs::read(cache).expect("is there"),
             image: fs::read(image).expect("is there"),
@@ -78,7 +78,7 @@ impl Left {
     fn restore(&self, place: &Place, image: &Path, cache: &Path, damage: (u64, u8)) {
         place.left(cache);
         fs::remove_dir_all(place.path("state")).expect("was there");
-        tool("cp", &["-rT", text(&place.path("kept")), text(&place.path("state"))]);
+        run_tool("cp", &["-rT", text(&place.path("kept")), text(&place.path("state"))]);
         let open = |path| File::options().write(true).open(path).expect("is there");
         let (disk, fast) = (open(image), open(cache));
         disk.write_all_at(&self.image, 0).expect("as it was");
@@ -252,7 +252,7 @@ fn damaged_metadata_byte_yields_correct_reads() {
             println!("{damage:?}, {mode}, {stops}");
             left.restore(&place, &image, &cache, damage);
             let process = Process::start(place.serve_command(&image, text(&cache), &[])).expect("larder starts");
-            if let Err(said) = process.wait_for("serving", LIMIT) {
+            if let Err(said) = process.wait_for("serving", TEST_TIMEOUT) {
                 // Data that only the cache has is refused instead of guessed.
                 let said = said.to_string();
                 assert!(mode == "wb" && said.contains("damaged"), "{said}");

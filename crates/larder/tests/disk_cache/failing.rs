@@ -4,10 +4,12 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use serde_json::json;
 
-use crate::support::{LIMIT, LoopDevice, Mount, fill, tmpfs, tool, wait_for_listener, wait_until};
+use crate::support::{
+    LoopDevice, Mount, TEST_TIMEOUT, fill_file_system, mount_tmpfs, run_tool, wait_until, wait_until_listening,
+};
 use crate::{Place, Served, text};
 
 /// An NBD server with room for a cache, whose requests fail while a trigger file exists.
@@ -30,7 +32,7 @@ impl Fast {
     /// Starts a server with settings of `nbdkit-error-filter` and `nbdkit-delay-filter`.
     pub(crate) fn with(place: &Place, settings: &[&str]) -> Self {
         let (socket, trigger) = (place.socket("fast"), place.path("fail"));
-        let mut command = mortal("nbdkit");
+        let mut command = killed_with_parent("nbdkit");
         command.args([
             "-f",
             "-v",
@@ -43,7 +45,7 @@ impl Fast {
         ]);
         command.args(settings).arg(format!("error-file={}", text(&trigger)));
         let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-        wait_for_listener(&socket);
+        wait_until_listening(&socket);
         Self {
             uri: format!("nbd+unix:///?socket={}", text(&socket)),
             trigger,
@@ -79,7 +81,7 @@ fn failed_cache_is_never_trusted_again() {
             "flush",
         ]);
         assert_eq!(served.cache()["state"], json!("failed"));
-        let said = tool(text(crate::larder()), &["status", text(&served.control)]);
+        let said = run_tool(text(crate::larder_path()), &["status", text(&served.control)]);
         assert!(said.contains("has failed"), "{said}");
         let control = text(&served.control);
         let (code, said) = place.cache_command(&["mode", &fast.uri, "wa", "--control", control]);
@@ -95,7 +97,7 @@ fn failed_cache_is_never_trusted_again() {
         // The device works again, with all its old data.
         fast.work();
         let served = serve();
-        served.process.wait_for("begins anew", LIMIT).expect("told");
+        served.process.wait_for("starts empty", TEST_TIMEOUT).expect("told");
         served.io(&[
             "read -P 10 1M 4k",
             "read -P 9 1028k 60k",
@@ -156,7 +158,7 @@ fn slow_cache_is_bypassed_temporarily() {
             }
         });
     assert_eq!((latency["count"].as_u64(), slow), (Some(hits), hits), "{status}");
-    let said = tool(text(crate::larder()), &["status", text(&served.control)]);
+    let said = run_tool(text(crate::larder_path()), &["status", text(&served.control)]);
     assert!(said.contains("bypassed"), "{said}");
     // Writes still go to the cache, and its data is right when it is used again.
     served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k"]);
@@ -188,20 +190,20 @@ struct Stoppable {
 impl Stoppable {
     fn start(place: &Place) -> Self {
         let socket = place.socket("fast");
-        let mut command = mortal("nbdkit");
+        let mut command = killed_with_parent("nbdkit");
         command.args(["-f", "-v", "-U", text(&socket), "memory", "8M"]);
         let server = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-        wait_for_listener(&socket);
+        wait_until_listening(&socket);
         let (file, ready) = (place.path("fast"), place.path("fuse.pid"));
         File::create(&file).expect("a file");
-        let mut command = mortal("nbdfuse");
+        let mut command = killed_with_parent("nbdfuse");
         let uri = format!("nbd+unix:///?socket={}", text(&socket));
         command.args(["--pidfile", text(&ready), text(&file), &uri]);
         let fuse = Process::start(command).expect("nbdfuse; testbed/setup.sh installs it");
         wait_until("nbdfuse has mounted it", || ready.exists());
         let mount = Mount(file.clone());
         let device = LoopDevice::new(&file, 512);
-        tool("losetup", &["--direct-io=on", text(&device.0)]);
+        run_tool("losetup", &["--direct-io=on", text(&device.0)]);
         Self {
             device,
             _mount: mount,
@@ -248,28 +250,28 @@ fn unresponsive_cache_device_is_given_up() {
     served.io(&["write -P 9 1M 64k", "flush"]);
     served
         .process
-        .wait_for("has not answered for 15 s", LIMIT)
+        .wait_for("has not answered for 15 s", TEST_TIMEOUT)
         .expect("told");
     served.io(&["read -P 9 1M 64k", "read -P 7 0 1M", "read -P 7 4M 1M", "flush"]);
     assert_eq!(served.cache()["state"], json!("failed"));
     assert!(served.count("write_errors") > 0, "{}", served.cache());
-    let said = tool(text(crate::larder()), &["status", text(&served.control)]);
+    let said = run_tool(text(crate::larder_path()), &["status", text(&served.control)]);
     assert!(said.contains("errors:"), "{said}");
     served.stop();
     crate::qemu_io("raw", text(&image), &["read -P 7 0 1M", "read -P 9 1M 64k"]);
     fast.go_on();
     // The device may have executed its old requests by now, so the cache is not trusted.
     let served = serve();
-    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.process.wait_for("starts empty", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 7 1088k 14M"]);
 }
 
 /// Returns a client whose read of 4 KiB at 64 KiB waits for the cache device. On a slow machine the device may just
 /// have been slow, and such a read goes to the disk.
 fn waiting_reader(served: &Served, fast: &Stoppable) -> Process {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
-        let mut command = mortal("qemu-io");
+        let mut command = killed_with_parent("qemu-io");
         command.args(["-f", "raw", "-c", "read -P 7 64k 4k", &served.uri]);
         let reader = Process::start(command).expect("qemu-io; testbed/setup.sh installs it");
         wait_until("the read has begun", || fast.has_requests() || reader.has_ended());
@@ -292,16 +294,19 @@ fn unanswered_read_delays_nothing_else() {
         served.settle();
         fast.stop();
         let mut reader = waiting_reader(&served, &fast);
-        served.process.wait_for("still wait for it: 1", LIMIT).expect("told");
+        served
+            .process
+            .wait_for("still wait for it: 1", TEST_TIMEOUT)
+            .expect("told");
         served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k", "read -P 7 1M 64k", "flush"]);
         if goes_on {
             fast.go_on();
-            let status = reader.wait(LIMIT).expect("ends");
+            let status = reader.wait(TEST_TIMEOUT).expect("ends");
             assert!(status.success(), "{}", reader.output());
             served.stop();
         } else {
             served.process.signal(libc::SIGTERM);
-            let said = served.process.wait_for("some requests still wait", LIMIT);
+            let said = served.process.wait_for("some requests still wait", TEST_TIMEOUT);
             said.expect("it ends without it");
             // The process can exit only once the kernel has an answer.
             fast.go_on();
@@ -347,14 +352,14 @@ fn unanswered_flush_does_not_delay_stop() {
     assert!(has_flush, "no flush waits for the device");
     served
         .process
-        .wait_for("has not answered for 15 s", LIMIT)
+        .wait_for("has not answered for 15 s", TEST_TIMEOUT)
         .expect("the cache fails");
     served.io(&["write -P 9 0 4k", "flush"]);
     served.process.signal(libc::SIGTERM);
     wait_until("the control socket is removed", || !served.control.exists());
     // The process exits when the kernel has its answer.
     fast.go_on();
-    let status = served.process.wait(LIMIT).expect("exits");
+    let status = served.process.wait(TEST_TIMEOUT).expect("exits");
     assert!(status.success(), "{}", served.process.output());
     crate::qemu_io("raw", text(&image), &["read -P 9 0 4k", "read -P 7 4k 60k"]);
 }
@@ -366,7 +371,7 @@ fn successor_waits_while_killed_server_exists() {
     let slow = Stoppable::start(&place);
     let device = slow.device.0.clone();
     let command = || {
-        let mut command = mortal(text(crate::larder()));
+        let mut command = killed_with_parent(text(crate::larder_path()));
         command.args(["disk", "serve", text(&device), "--format", "raw", "--socket"]);
         command.arg(place.path("guest"));
         command
@@ -378,25 +383,25 @@ fn successor_waits_while_killed_server_exists() {
     let mut first = command();
     first.args(["--nbd", &uri]);
     let killed = Process::start(first).expect("larder");
-    killed.wait_for("serving", LIMIT).expect("it serves");
+    killed.wait_for("serving", TEST_TIMEOUT).expect("it serves");
     assert!(socket.exists());
     slow.stop();
-    let mut writer = mortal("qemu-io");
+    let mut writer = killed_with_parent("qemu-io");
     writer.args(["-f", "raw", "-c", "write 0 64k", &uri]);
     let _writer = Process::start(writer).expect("qemu-io; testbed/setup.sh installs it");
     wait_until("the write is under way", || slow.has_requests());
     killed.signal(libc::SIGKILL);
     let next = Process::start(command()).expect("larder");
     // Whether the process or its last I/O is waited for depends on the kernel.
-    next.wait_for("waiting until", LIMIT)
+    next.wait_for("waiting until", TEST_TIMEOUT)
         .expect("it says what it waits for");
     // The message is repeated after more than the time that a running server is waited for.
     let said = next.lines();
-    next.wait_for_after(said, "waiting until", LIMIT)
+    next.wait_for_after(said, "waiting until", TEST_TIMEOUT)
         .expect("it still waits");
-    assert!(!next.has_said_after(0, "serving") && !next.has_ended());
+    assert!(!next.has_output_after(0, "serving") && !next.has_ended());
     slow.go_on();
-    next.wait_for("serving", LIMIT)
+    next.wait_for("serving", TEST_TIMEOUT)
         .expect("it serves when the other one has ended");
 }
 
@@ -435,11 +440,11 @@ fn guest_survives_removed_or_truncated_cache() {
 #[test]
 fn cache_works_on_full_file_system() {
     let place = Place::new();
-    let small = tmpfs(&place.path("small"), "size=6M");
+    let small = mount_tmpfs(&place.path("small"), "size=6M");
     let cache = small.0.join("cache");
     let image = place.image("disk.raw", 16);
     let served = place.serve(&image, &cache, &["--cache-size", "4M"]);
-    fill(&small.0.join("rest"));
+    fill_file_system(&small.0.join("rest"));
     served.warm_up(2);
     assert_eq!(
         (&served.cache()["state"], served.count("occupancy")),
@@ -449,7 +454,7 @@ fn cache_works_on_full_file_system() {
     // The cache is discarded, and restarts without new space.
     crate::qemu_io("raw", text(&image), &["write -P 9 0 64k"]);
     let served = place.serve(&image, &cache, &[]);
-    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.process.wait_for("starts empty", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 9 0 64k", "read -P 7 64k 8M"]);
     served.read_all(2);
     assert_eq!(served.cache()["state"], json!("works"));

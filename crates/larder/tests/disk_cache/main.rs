@@ -16,7 +16,10 @@ use std::process::Command;
 
 use larder_bench::campaign::process::Process;
 use serde_json::Value;
-use support::{LIMIT, disk_serve, larder, on_disk, on_tmpfs, run, tool, wait_until};
+use support::{
+    TEST_TIMEOUT, disk_serve_command, larder_path, run_command, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs,
+    wait_until,
+};
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -43,8 +46,8 @@ fn newer_than(file: &Path, files: &[PathBuf]) {
 impl Place {
     pub(crate) fn new() -> Self {
         Self {
-            folder: on_disk(),
-            sockets: on_tmpfs(),
+            folder: temp_dir_on_disk(),
+            sockets: temp_dir_on_tmpfs(),
         }
     }
 
@@ -59,7 +62,7 @@ impl Place {
     /// Creates a raw image of `mib` MiB full of 7.
     pub(crate) fn image(&self, name: &str, mib: u64) -> PathBuf {
         let path = self.path(name);
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "raw", text(&path), &format!("{mib}M")],
         );
@@ -75,7 +78,7 @@ impl Place {
     /// cache.
     pub(crate) fn serve_command(&self, image: &Path, cache: &str, options: &[&str]) -> Command {
         let control = self.socket("c");
-        let mut command = disk_serve(&[text(image), "--nbd", &self.nbd(), "--control", text(&control)]);
+        let mut command = disk_serve_command(&[text(image), "--nbd", &self.nbd(), "--control", text(&control)]);
         command.args(["--prefetch", "off", "--cache", cache]).args(options);
         self.with_state(command)
     }
@@ -83,7 +86,7 @@ impl Place {
     /// Returns `larder disk serve` for an image without its cache.
     pub(crate) fn without_cache(&self, image: &Path) -> Command {
         let control = self.socket("c");
-        self.with_state(disk_serve(&[
+        self.with_state(disk_serve_command(&[
             text(image),
             "--nbd",
             &self.nbd(),
@@ -127,7 +130,7 @@ impl Place {
 
     pub(crate) fn start(&self, command: Command) -> Served {
         let process = Process::start(command).expect("larder starts");
-        process.wait_for("serving", LIMIT).expect("it serves");
+        process.wait_for("serving", TEST_TIMEOUT).expect("it serves");
         self.served(process)
     }
 
@@ -159,12 +162,12 @@ impl Place {
 
     /// Runs `larder disk cache`; returns the exit status and the output.
     pub(crate) fn cache_command(&self, arguments: &[&str]) -> (Option<i32>, String) {
-        run(self.disk_command(&[&["cache"], arguments].concat()))
+        run_command(self.disk_command(&[&["cache"], arguments].concat()))
     }
 
     /// Returns `larder disk` with these arguments.
     pub(crate) fn disk_command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("disk").args(arguments);
         self.with_state(command)
     }
@@ -173,7 +176,7 @@ impl Place {
 /// Asserts that the command fails with all of `words` in its output.
 pub(crate) fn assert_fails(command: Command, words: &[&str]) -> String {
     let shown = format!("{command:?}");
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert_eq!(code, Some(2), "{shown}: {said}");
     for word in words {
         assert!(said.contains(word), "{shown} says nothing of '{word}': {said}");
@@ -185,7 +188,7 @@ pub(crate) fn assert_fails(command: Command, words: &[&str]) -> String {
 pub(crate) fn qemu_io(format: &str, image: &str, commands: &[impl AsRef<str>]) {
     let commands = commands.iter().flat_map(|command| ["-c", command.as_ref()]);
     let all: Vec<&str> = ["-f", format].into_iter().chain(commands).chain([image]).collect();
-    let said = tool("qemu-io", &all);
+    let said = run_tool("qemu-io", &all);
     assert!(!said.contains("failed"), "{said}");
 }
 
@@ -205,7 +208,7 @@ impl Served {
     pub(crate) fn read_all(&self, mib: u64) {
         let count = (mib * 256).to_string();
         let options = ["bench", "-f", "raw", "-s", "4096", "-d", "1", "-c", &count, &self.uri];
-        tool("qemu-img", &options);
+        run_tool("qemu-img", &options);
     }
 
     /// Reads until the cache has the first `mib` MiB: lines that are read under load may not be cached at once.
@@ -219,7 +222,10 @@ impl Served {
 
     /// Returns the cache's state from `larder status`.
     pub(crate) fn cache(&self) -> Value {
-        let said = tool(text(larder()), &["status", text(&self.control), "--output", "json"]);
+        let said = run_tool(
+            text(larder_path()),
+            &["status", text(&self.control), "--output", "json"],
+        );
         let all: Value = serde_json::from_str(&said).expect("JSON");
         all["disks"][0]["cache"].clone()
     }
@@ -242,7 +248,7 @@ impl Served {
     /// Stops the server, and returns its output.
     pub(crate) fn stop(mut self) -> String {
         self.process.signal(libc::SIGTERM);
-        let status = self.process.wait(LIMIT).expect("ends");
+        let status = self.process.wait(TEST_TIMEOUT).expect("ends");
         let said = self.process.output();
         assert!(status.success(), "{said}");
         said

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::process::Command;
 
-use crate::support::{LoopDevice, larder, raid_member, tmpfs};
+use crate::support::{LoopDevice, larder_path, mount_tmpfs, write_raid_label};
 use crate::{Place, assert_fails, qemu_io, text};
 
 /// A file that cannot become a cache is refused, and not changed.
@@ -100,7 +100,7 @@ fn cache_serves_only_its_own_disk() {
     served.io(&["write -P 8 0 1M"]);
     let busy = format!("in use by another process (larder, pid {})", served.process.id());
     let elsewhere = format!("nbd+unix:///?socket={}", text(&place.socket("m")));
-    let mut second = crate::support::disk_serve(&[text(&other), "--nbd", &elsewhere, "--cache", text(&cache)]);
+    let mut second = crate::support::disk_serve_command(&[text(&other), "--nbd", &elsewhere, "--cache", text(&cache)]);
     second.env("STATE_DIRECTORY", place.path("state"));
     assert_fails(second, &["cache of", "other.raw", &busy]);
     served.stop();
@@ -144,7 +144,7 @@ fn cache_serves_only_its_own_disk() {
 fn cache_without_space_leaves_no_file() {
     let place = Place::new();
     let image = place.image("disk.raw", 8);
-    let small = tmpfs(&place.path("small"), "size=6M");
+    let small = mount_tmpfs(&place.path("small"), "size=6M");
     let cache = small.0.join("cache");
     place.refused(
         &image,
@@ -180,7 +180,8 @@ fn conflicting_options_are_refused() {
             "wt (write-through), wb (write-back), wa (write-around), pt (pass-through)",
         ),
     ] {
-        let command = crate::support::disk_serve(&[text(&image), "--nbd", "nbd+unix:///?socket=/n", option, value]);
+        let command =
+            crate::support::disk_serve_command(&[text(&image), "--nbd", "nbd+unix:///?socket=/n", option, value]);
         assert_fails(command, &[words]);
     }
 }
@@ -192,7 +193,7 @@ fn run_checks_caches_before_start() {
     let (image, other) = (place.image("disk.raw", 8), place.image("other.raw", 8));
     let cache = place.path("cache");
     let run = |disks: &[String], options: &[&str]| {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("run").args(options);
         for disk in disks {
             command.args(["--disk", disk]);
@@ -208,7 +209,8 @@ fn run_checks_caches_before_start() {
     );
     let twice = [disk(&image, ",cache-size=4M"), disk(&other, ",cache-size=4M")];
     assert_fails(run(&twice, &[]), &["have the same cache="]);
-    let (code, said) = crate::support::run(run(&[disk(&image, ",cache-size=4M,cache-mode=wa")], &["--dry-run"]));
+    let (code, said) =
+        crate::support::run_command(run(&[disk(&image, ",cache-size=4M,cache-mode=wa")], &["--dry-run"]));
     assert_eq!(code, Some(0), "{said}");
     let wanted = format!("--cache={} --cache-size 4194304 --cache-mode wa", text(&cache));
     assert!(said.contains(&wanted), "{said}");
@@ -246,7 +248,7 @@ fn device_in_use_becomes_no_cache() {
     fs::File::create(&file)
         .and_then(|file| file.set_len(64 << 20))
         .expect("a file");
-    raid_member(&file);
+    write_raid_label(&file);
     let before = fs::read(&file).expect("the file");
     let device = LoopDevice::new(&file, 512);
     for cache in [&device.0, &file] {

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::failing::Fast;
 use crate::served::verify;
-use crate::support::{LIMIT, io_without_flush, tool, wait_for_listener};
+use crate::support::{TEST_TIMEOUT, run_tool, start_io_without_flush, wait_until_listening};
 use crate::write_back::{READS, WRITE_BACK, WRITES, fails, killed};
 use crate::{MIB, Place, Served, qemu_io, text};
 
@@ -60,7 +60,7 @@ fn caches_are_replaced_under_load() {
             );
             assert_eq!(info["dirty"], json!(0), "{info}");
         }
-        let status = fio.wait(LIMIT).expect("ends");
+        let status = fio.wait(TEST_TIMEOUT).expect("ends");
         assert!(status.success(), "{}", fio.output());
         served.stop();
         // Both caches can be used again with right data.
@@ -68,7 +68,7 @@ fn caches_are_replaced_under_load() {
             let served = place.serve(&image, cache, &[]);
             assert_eq!(file_of(&served), text(cache));
             served.read_all(64);
-            tool(
+            run_tool(
                 "qemu-img",
                 &["compare", "-U", "-f", "raw", "-F", "raw", &served.uri, text(&image)],
             );
@@ -247,7 +247,7 @@ fn unsuitable_replacement_is_refused() {
     let put = |body: &str| {
         let control = text(&served.control);
         let url = "http://localhost/v1/disks/0/cache/replace";
-        tool(
+        run_tool(
             "curl",
             &["-s", "-i", "--unix-socket", control, "-X", "POST", "-d", body, url],
         )
@@ -294,11 +294,11 @@ fn disk_needs_its_dirty_killed_cache() {
         "raw",
         text(&overlay),
     ];
-    tool("qemu-img", &create);
+    run_tool("qemu-img", &create);
     let before = std::fs::read(&overlay).expect("is read");
     crate::assert_fails(place.without_cache(&overlay), &words);
     assert_eq!(std::fs::read(&overlay).expect("is read"), before);
-    let (_, info) = crate::run(place.disk_command(&["info", "--backing-chain", text(&overlay)]));
+    let (_, info) = crate::run_command(place.disk_command(&["info", "--backing-chain", text(&overlay)]));
     assert!(
         info.contains(&format!("cache: {} may have data", text(&cache))),
         "{info}"
@@ -316,7 +316,7 @@ fn disk_needs_its_dirty_killed_cache() {
 fn repair_refuses_image_with_dirty_cache() {
     let place = Place::new();
     let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
     let served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&["write -P 7 0 16M", "flush"]);
     served.io(&WRITES);
@@ -337,7 +337,7 @@ fn repair_refuses_image_with_dirty_cache() {
     shared.args(["--read-only", "--share"]);
     crate::assert_fails(shared, &[text(&cache), "is used by its server"]);
     served.stop();
-    let (code, said) = crate::support::run(place.disk_command(&["check", "--repair", text(&image)]));
+    let (code, said) = crate::support::run_command(place.disk_command(&["check", "--repair", text(&image)]));
     assert_eq!(code, Some(0), "{said}");
     let served = place.start(place.without_cache(&image));
     served.io(&READS);
@@ -349,19 +349,19 @@ fn repair_refuses_image_with_dirty_cache() {
 fn dirty_cache_survives_discarded_journal() {
     let place = Place::new();
     let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
     let served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&["write -P 7 0 16M", "flush"]);
     served.cleaned();
     served.io(&["write -P 8 1M 64k", "flush"]);
-    let client = io_without_flush(&served.uri, &["discard 8M 1M"]);
+    let client = start_io_without_flush(&served.uri, &["discard 8M 1M"]);
     served.kill();
     drop(client);
     qemu_io("qcow2", text(&image), &["write -P 9 4M 64k"]);
 
     place.refused(&image, text(&cache), &WRITE_BACK, &["--discard-journal"]);
     let check = place.disk_command(&["check", "--discard-journal", text(&image)]);
-    let (_, said) = crate::support::run(check);
+    let (_, said) = crate::support::run_command(check);
     assert!(said.contains("discarded: ") && said.contains(text(&cache)), "{said}");
     crate::assert_fails(place.without_cache(&image), &[text(&cache), "larder disk cache flush"]);
     place.refused(
@@ -398,7 +398,7 @@ fn returning_cache_serves_no_stale_data() {
         let place = Place::new();
         let image = place.image("disk.raw", 16);
         let store = place.socket("store");
-        let mut command = larder_bench::campaign::process::mortal("qemu-nbd");
+        let mut command = larder_bench::campaign::process::killed_with_parent("qemu-nbd");
         command.args(["-f", "raw", "--persistent", "-k", text(&store), text(&image)]);
         let _store = is_remote.then(|| Process::start(command).expect("qemu-nbd"));
         let disk = match is_remote {
@@ -406,7 +406,7 @@ fn returning_cache_serves_no_stale_data() {
             true => format!("nbd+unix:///?socket={}", text(&store)).into(),
         };
         if is_remote {
-            wait_for_listener(&store);
+            wait_until_listening(&store);
         }
         let [one, two] = ["one", "two"].map(|name| place.path(name));
         let options = ["--cache-size", "8M"];
@@ -446,7 +446,7 @@ fn disk_waits_for_missing_dirty_cache() {
     // Serving it read-only in between changes nothing.
     for _ in 0..2 {
         let served = place.serve(&image, &cache, &["--read-only"]);
-        tool("qemu-io", &["-r", "-f", "raw", "-c", "read -P 9 1M 64k", &served.uri]);
+        run_tool("qemu-io", &["-r", "-f", "raw", "-c", "read -P 9 1M 64k", &served.uri]);
         served.stop();
         crate::assert_fails(without(), &[text(&cache), "disk cache flush"]);
     }

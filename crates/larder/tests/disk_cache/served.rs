@@ -9,7 +9,7 @@ use std::time::Instant;
 use larder_bench::campaign::process::Process;
 use serde_json::json;
 
-use crate::support::{LIMIT, LoopDevice, disk_serve, larder, tool, wait_until};
+use crate::support::{LoopDevice, TEST_TIMEOUT, disk_serve_command, larder_path, run_tool, wait_until};
 use crate::{MIB, Place, qemu_io, text};
 
 /// Number of reads of [`crate::Served::read_all`] per MiB.
@@ -46,7 +46,7 @@ fn restarted_cache_is_warm() {
         "read -P 10 20M 4k",
     ]);
     let said = served.stop();
-    assert!(!said.contains("begins anew"), "{said}");
+    assert!(!said.contains("starts empty"), "{said}");
     qemu_io("raw", text(&image), &["read -P 9 1M 1M", "read -P 10 20M 4k"]);
 }
 
@@ -60,7 +60,10 @@ fn unclosed_cache_without_note_starts_empty() {
     served.kill();
     std::fs::remove_dir_all(place.path("state")).expect("it was noted");
     let served = place.serve(&image, &cache, &[]);
-    served.process.wait_for("cached data is not used", LIMIT).expect("told");
+    served
+        .process
+        .wait_for("cached data is not used", TEST_TIMEOUT)
+        .expect("told");
     served.read_all(2);
     assert!(served.count("misses") >= 2 * READS, "it is empty");
     served.warm_up(2);
@@ -85,15 +88,15 @@ fn foreign_writes_after_kill_are_seen() {
     // A server without the cache works for an hour.
     let control = place.socket("c");
     let nbd = place.nbd();
-    let without = crate::support::disk_serve(&[text(&image), "--nbd", &nbd, "--control", text(&control)]);
+    let without = crate::support::disk_serve_command(&[text(&image), "--nbd", &nbd, "--control", text(&control)]);
     let served = place.start(without);
     served.io(&["write -P 9 1M 64k"]);
     served.stop();
-    tool("touch", &["-d", "+1 hour", text(&image)]);
+    run_tool("touch", &["-d", "+1 hour", text(&image)]);
     let served = place.serve(&image, &cache, &[]);
     served
         .process
-        .wait_for("was changed since without it", LIMIT)
+        .wait_for("was changed since without it", TEST_TIMEOUT)
         .expect("told");
     served.io(&[
         "read -P 8 0 64k",
@@ -108,7 +111,7 @@ fn kill_during_writes_leaves_cache_warm() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     // The image's timestamps are old, and only the first write changes them.
-    tool("touch", &["-d", "-1 hour", text(&image)]);
+    run_tool("touch", &["-d", "-1 hour", text(&image)]);
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
     served.warm_up(2);
     served.io(&["write -P 8 8M 64k"]);
@@ -126,7 +129,7 @@ fn late_note_is_compensated() {
     for mode in ["wt", "wb"] {
         let place = Place::new();
         let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
-        tool("touch", &["-d", "-1 hour", text(&image)]);
+        run_tool("touch", &["-d", "-1 hour", text(&image)]);
         let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-mode", mode]);
         let before = std::fs::read(place.note()).expect("is read");
         served.warm_up(2);
@@ -150,13 +153,13 @@ fn late_note_is_compensated() {
         }
         served.kill();
         // Foreign writes are still detected.
-        tool("touch", &["-d", "+1 hour", text(&image)]);
+        run_tool("touch", &["-d", "+1 hour", text(&image)]);
         let words = "changed since without it";
         if mode == "wb" {
             place.refused(&image, text(&cache), &[], &[words]);
         } else {
             let served = place.serve(&image, &cache, &[]);
-            served.process.wait_for(words, LIMIT).expect("told");
+            served.process.wait_for(words, TEST_TIMEOUT).expect("told");
         }
     }
 }
@@ -166,7 +169,7 @@ fn late_note_is_compensated() {
 fn kill_at_first_write_keeps_cache() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
-    tool("touch", &["-d", "-1 hour", text(&image)]);
+    run_tool("touch", &["-d", "-1 hour", text(&image)]);
     let served = place.serve(&image, &cache, &["--cache-size", "4M", "--cache-mode", "wb"]);
     // More data than the cache has room for.
     served.io(&["write -P 8 0 14M"]);
@@ -184,13 +187,13 @@ fn foreign_writes_while_stopped_are_seen() {
     served.stop();
     qemu_io("raw", text(&image), &["write -P 9 1M 64k"]);
     let served = place.serve(&image, &cache, &[]);
-    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.process.wait_for("starts empty", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 7 1088k 14M"]);
     served.read_all(2);
     served.stop();
-    tool("truncate", &["-s", "24M", text(&image)]);
+    run_tool("truncate", &["-s", "24M", text(&image)]);
     let served = place.serve(&image, &cache, &[]);
-    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.process.wait_for("starts empty", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 0 16M 8M"]);
 }
 
@@ -202,7 +205,7 @@ fn foreign_change_in_chain_is_detected() {
     let [middle, top] = ["middle.qcow2", "top.qcow2"].map(|name| place.path(name));
     let create = |image: &Path, of: &Path, format: &str| {
         let options = ["create", "-q", "-f", "qcow2", "-F", format, "-b"];
-        tool("qemu-img", &[&options[..], &[text(of), text(image)]].concat());
+        run_tool("qemu-img", &[&options[..], &[text(of), text(image)]].concat());
     };
     create(&middle, &base, "raw");
     create(&top, &middle, "qcow2");
@@ -226,7 +229,7 @@ fn foreign_change_in_chain_is_detected() {
     ] {
         qemu_io(format, text(image), &[&format!("write -P 9 {place_on_disk} 64k")]);
         let (misses, said) = warm();
-        assert!(misses > 0 && said.contains("begins anew"), "{image:?}: {misses} {said}");
+        assert!(misses > 0 && said.contains("starts empty"), "{image:?}: {misses} {said}");
         assert_eq!(warm().0, 0, "{image:?}");
     }
     let served = place.serve(&top, &cache, &[]);
@@ -270,7 +273,7 @@ fn restored_time_hides_no_change() {
             text(&base),
             text(&top),
         ];
-        tool("qemu-img", &create);
+        run_tool("qemu-img", &create);
         let (image, options) = match is_backing {
             true => (&top, &["--cache-size", "8M"][..]),
             false => (&base, &["--cache-size", "8M", "--read-only"][..]),
@@ -318,21 +321,21 @@ fn restored_time_hides_no_change() {
                 .chain(commands)
                 .chain([&*served.uri])
                 .collect();
-            let said = tool("qemu-io", &all);
+            let said = run_tool("qemu-io", &all);
             assert!(!said.contains("failed"), "{case}: {said}");
         };
         read();
         wait_until("all is compared", || served.count("unproven") == 0);
         read();
         let said = served.stop();
-        assert!(!said.contains("begins anew"), "{case}: {said}");
+        assert!(!said.contains("starts empty"), "{case}: {said}");
         assert!(!said.contains("nothing else has written"), "{case}: {said}");
     }
 }
 
 /// Returns a `fio` command that writes to the disk at random, and verifies its writes.
 pub(crate) fn verify(uri: &str, options: &[&str]) -> Command {
-    let mut command = larder_bench::campaign::process::mortal("fio");
+    let mut command = larder_bench::campaign::process::killed_with_parent("fio");
     command.args([
         "--name=cache",
         "--ioengine=nbd",
@@ -355,7 +358,7 @@ pub(crate) fn verify(uri: &str, options: &[&str]) -> Command {
 
 fn run_to_its_end(command: Command) {
     let mut fio = Process::start(command).expect("fio; testbed/setup.sh installs it");
-    let status = fio.wait(LIMIT).expect("ends");
+    let status = fio.wait(TEST_TIMEOUT).expect("ends");
     assert!(status.success(), "{}", fio.output());
 }
 
@@ -394,7 +397,7 @@ fn mode_changes_under_load() {
     for mode in ["wa", "wt", "pt", "wt", "pt", "wa"].into_iter().cycle().take(30) {
         set(mode);
     }
-    let status = fio.wait(LIMIT).expect("ends");
+    let status = fio.wait(TEST_TIMEOUT).expect("ends");
     assert!(status.success(), "{}", fio.output());
     set("wa");
     served.kill();
@@ -425,7 +428,7 @@ fn read_only_disk_uses_cache() {
 fn block_device_is_disk_or_cache() {
     let place = Place::new();
     let (image, ssd) = (place.image("disk.raw", 16), place.path("ssd.raw"));
-    tool("truncate", &["-s", "8M", text(&ssd)]);
+    run_tool("truncate", &["-s", "8M", text(&ssd)]);
     let (disk, cache) = (LoopDevice::new(&image, 512), LoopDevice::new(&ssd, 4096));
     place.refused(
         &disk.0,
@@ -462,7 +465,7 @@ fn uncached_writes_after_kill_are_seen() {
     let served = place.serve(&image, &cache, &[]);
     served
         .process
-        .wait_for("was changed since without it", LIMIT)
+        .wait_for("was changed since without it", TEST_TIMEOUT)
         .expect("told");
     served.io(&["read -P 9 0 64k", "read -P 7 64k 4M"]);
 }
@@ -489,7 +492,7 @@ fn foreign_writes_to_device_are_seen() {
     let served = serve(&[]);
     served
         .process
-        .wait_for("the disk was changed without it", LIMIT)
+        .wait_for("the disk was changed without it", TEST_TIMEOUT)
         .expect("told");
     served.io(&["read -P 10 0 64k", "read -P 9 1M 4k", "read -P 10 5M 4k"]);
     served.stop();
@@ -511,7 +514,7 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     let served = serve(&[]);
     served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 8 15M 64k"]);
     let message = "the disk was used without its cache";
-    served.process.wait_for(message, LIMIT).expect("told");
+    served.process.wait_for(message, TEST_TIMEOUT).expect("told");
     served.warm_up(4);
     let said = served.stop();
     assert_eq!(said.matches(message).count(), 1, "{said}");
@@ -540,7 +543,7 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     let served = serve(&[]);
     served
         .process
-        .wait_for("does not exist (expected at", LIMIT)
+        .wait_for("does not exist (expected at", TEST_TIMEOUT)
         .expect("told");
     served.io(&["read -P 11 3M 64k"]);
     served.stop();
@@ -558,8 +561,8 @@ fn uncached_writes_to_export_are_seen() {
     let place = Place::new();
     let (image, socket) = (place.image("disk.raw", 16), place.socket("export"));
     let export = format!("nbd+unix:///?socket={}", text(&socket));
-    let server = Process::start(disk_serve(&[text(&image), "--nbd", &export])).expect("larder starts");
-    server.wait_for("serving", LIMIT).expect("it serves");
+    let server = Process::start(disk_serve_command(&[text(&image), "--nbd", &export])).expect("larder starts");
+    server.wait_for("serving", TEST_TIMEOUT).expect("it serves");
     changed_by_a_server_without_the_cache(&place, &export);
 }
 
@@ -569,7 +572,7 @@ fn status_reports_cache() {
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
     served.warm_up(1);
-    let said = tool(text(larder()), &["status", text(&served.control)]);
+    let said = run_tool(text(larder_path()), &["status", text(&served.control)]);
     for part in [
         &format!("cache:            {}", text(&cache)),
         "write-through, works",
@@ -598,7 +601,7 @@ fn daily_ssd_writes_are_limited() {
     }
     // A cache that seems slow, as on a busy machine, is bypassed for a while.
     while served.count("occupancy") <= MIB {
-        assert!(began.elapsed() < LIMIT, "{}", served.cache());
+        assert!(began.elapsed() < TEST_TIMEOUT, "{}", served.cache());
         served.read_all(16);
     }
     assert!(served.count("occupancy") < may_be_written(), "{}", served.cache());
@@ -608,7 +611,7 @@ fn daily_ssd_writes_are_limited() {
     // Written lines are dropped from the cache, and new ones are not admitted.
     served.io(&["write -P 9 0 8M", "read -P 9 0 8M", "read -P 7 8M 8M"]);
     assert!(served.count("cache_written") < written + MIB, "{}", served.cache());
-    let said = tool(text(larder()), &["status", text(&served.control)]);
+    let said = run_tool(text(larder_path()), &["status", text(&served.control)]);
     assert!(said.contains("of 64 MiB a day"), "{said}");
     served.kill();
     let served = place.serve(&image, &place.path("cache"), &[]);

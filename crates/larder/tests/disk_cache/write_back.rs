@@ -4,11 +4,13 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use serde_json::{Value, json};
 
 use crate::failing::Fast;
-use crate::support::{LIMIT, disk_serve, fill, run, tmpfs, tool, wait_for_listener};
+use crate::support::{
+    TEST_TIMEOUT, disk_serve_command, fill_file_system, mount_tmpfs, run_command, run_tool, wait_until_listening,
+};
 use crate::{Place, Served, assert_fails, qemu_io, text};
 
 pub(crate) const WRITE_BACK: [&str; 4] = ["--cache-size", "8M", "--cache-mode", "wb"];
@@ -83,7 +85,7 @@ fn writes_survive_kill() {
     // nbdcopy does not flush, unlike qemu-io, which does at its end.
     let unflushed = place.path("unflushed");
     fs::write(&unflushed, [12; 64 << 10]).expect("a file");
-    tool("nbdcopy", &[text(&unflushed), &served.uri]);
+    run_tool("nbdcopy", &[text(&unflushed), &served.uri]);
     served.kill();
     let served = place.serve(&image, &cache, &[]);
     let reads = ["read -P 12 0 64k", "read -P 7 64k 960k", "read -P 9 1M 64k"];
@@ -130,7 +132,10 @@ fn deleted_cache_file_loses_nothing() {
     let served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&WRITES);
     fs::remove_file(&cache).expect("was there");
-    let told = served.process.wait_for("deleted or replaced", LIMIT).expect("told");
+    let told = served
+        .process
+        .wait_for("deleted or replaced", TEST_TIMEOUT)
+        .expect("told");
     for part in [
         &format!("image=\"{}\"", text(&image)),
         &format!("cache=\"{}\"", text(&cache)),
@@ -172,7 +177,7 @@ fn idle_dirty_lines_are_cleaned() {
         .chain(READS.iter().flat_map(|read| ["-c", read]))
         .chain([text(&image)])
         .collect();
-    let said = tool("qemu-io", &reads);
+    let said = run_tool("qemu-io", &reads);
     assert!(!said.contains("failed"), "{said}");
     served.kill();
     qemu_io("raw", text(&image), &READS);
@@ -188,7 +193,7 @@ fn flush_command_works_online_and_offline() {
     cache_command(&place, &["flush", text(&cache), "--control", text(&served.control)]);
     let status = served.cache();
     assert_eq!((&status["dirty"], &status["mode"]), (&json!(0), &json!("wb")));
-    let said = tool(text(crate::larder()), &["status", text(&served.control)]);
+    let said = run_tool(text(crate::larder_path()), &["status", text(&served.control)]);
     assert!(said.contains("write-back, works") && said.contains("cleaned"), "{said}");
     served.kill();
     qemu_io("raw", text(&image), &READS);
@@ -228,7 +233,7 @@ fn unsure_dirty_data_needs_users_decision() {
             "no state file confirms that it worked until its server ended",
         ),
         (
-            |_, image| drop(tool("touch", &["-d", "+1 hour", text(image)])),
+            |_, image| drop(run_tool("touch", &["-d", "+1 hour", text(image)])),
             "was changed since without it",
         ),
     ];
@@ -265,7 +270,7 @@ fn read_only_disk_keeps_cache_dirty() {
     let place = Place::new();
     let (image, cache) = killed(&place);
     let served = place.serve(&image, &cache, &["--read-only"]);
-    let said = tool("qemu-io", &["-r", "-f", "raw", "-c", "read -P 9 1M 64k", &served.uri]);
+    let said = run_tool("qemu-io", &["-r", "-f", "raw", "-c", "read -P 9 1M 64k", &served.uri]);
     assert!(!said.contains("failed"), "{said}");
     served.stop();
     let told = place.info(&cache);
@@ -276,7 +281,7 @@ fn read_only_disk_keeps_cache_dirty() {
         &["resize", text(&cache), "16M"],
         &["never written to", "larder disk cache flush"],
     );
-    tool("touch", &["-d", "+1 hour", text(&image)]);
+    run_tool("touch", &["-d", "+1 hour", text(&image)]);
     place.refused(&image, text(&cache), &[], &["was changed without the cache since"]);
     refused(
         &place,
@@ -316,10 +321,10 @@ fn write_back_needs_local_noted_cache() {
 /// Starts a server of a disk with these arguments; returns it with the disk's URI.
 fn remote_disk(place: &Place, arguments: &[&str]) -> (Process, String) {
     let socket = place.socket("remote");
-    let mut command = mortal("nbdkit");
+    let mut command = killed_with_parent("nbdkit");
     command.args(["-f", "-U", text(&socket)]).args(arguments);
     let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-    wait_for_listener(&socket);
+    wait_until_listening(&socket);
     (process, format!("nbd+unix:///?socket={}", text(&socket)))
 }
 
@@ -339,7 +344,7 @@ fn slow_mode_change_is_awaited() {
         let url = format!("http://localhost/v1/disks/0{path}");
         let mut all = vec!["-s", "-i", "--unix-socket", text(&control), &url];
         all.extend(arguments);
-        tool("curl", &all)
+        run_tool("curl", &all)
     };
     let said = put("", &["-X", "PATCH", "--data-binary", "{\"cache\":{\"mode\":\"wt\"}}"]);
     let (head, body) = said.split_once("\r\n\r\n").expect("a body");
@@ -370,7 +375,7 @@ fn slow_mode_change_is_awaited() {
 pub(crate) fn fails(served: &Served, command: &str) {
     let mut io = std::process::Command::new("qemu-io");
     io.args(["-f", "raw", "-c", command, &served.uri]);
-    let (_, said) = run(io);
+    let (_, said) = run_command(io);
     assert!(said.contains("Input/output error"), "{command}: {said}");
 }
 
@@ -392,7 +397,7 @@ fn failed_cache_hides_only_dirty_data() {
     served.kill();
     fast.work();
     let served = serve();
-    served.process.wait_for("had failed", LIMIT).expect("told");
+    served.process.wait_for("had failed", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 8 2M 64k"]);
     served.stop();
     qemu_io("raw", text(&image), &["read -P 9 1M 64k", "read -P 8 2M 64k"]);
@@ -412,7 +417,7 @@ fn cache_failing_writes_flushes_to_disk() {
         served.io(&["write -P 10 1M 64k", "write -P 11 3M 4k", "flush"]);
         served
             .process
-            .wait_for("all data that only its cache had is written to it now", LIMIT)
+            .wait_for("all data that only its cache had is written to it now", TEST_TIMEOUT)
             .expect("told");
         served.io(&["write -P 12 1088k 64k", "read -P 10 1M 64k", "read -P 12 1088k 64k"]);
         match stops {
@@ -439,7 +444,7 @@ fn cache_failing_writes_flushes_to_disk() {
 fn refused_at_once(place: &Place, served: Served, cache: &Path, write: &str, error: &str) {
     let mut command = Command::new("qemu-io");
     command.args(["-f", "raw", "-c", write, &served.uri]);
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert!(code != Some(0) && said.contains(error), "{write}: {said}");
     cache_command(place, &["flush", text(cache), "--control", text(&served.control)]);
     assert_eq!(served.count("dirty"), 0);
@@ -509,8 +514,9 @@ fn dirty_cache_cannot_be_a_disk() {
     let socket = place.socket("export");
     let uri = format!("nbd+unix:///?socket={}", text(&socket));
     let export = || {
-        let process = Process::start(disk_serve(&[text(&cache), "--format", "raw", "--nbd", &uri])).expect("starts");
-        process.wait_for("serving", LIMIT).expect("it serves");
+        let process =
+            Process::start(disk_serve_command(&[text(&cache), "--format", "raw", "--nbd", &uri])).expect("starts");
+        process.wait_for("serving", TEST_TIMEOUT).expect("it serves");
         process
     };
     let mut exported = export();
@@ -527,7 +533,7 @@ fn dirty_cache_cannot_be_a_disk() {
     let served = place.start(place.without_cache(&cache));
     served
         .process
-        .wait_for("it looks like the disk cache", LIMIT)
+        .wait_for("it looks like the disk cache", TEST_TIMEOUT)
         .expect("told");
     served.stop();
 }
@@ -556,16 +562,16 @@ fn overwritten_dirty_cache_can_be_dropped() {
 fn dirty_cache_makes_image_incomplete() {
     let place = Place::new();
     let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
     let served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&["write -P 9 1M 64k"]);
     served.kill();
     // This applies the journal, and not the cache's data.
     assert_fails(place.without_cache(&image), &["never written to the disk"]);
-    let (_, said) = run(place.disk_command(&["info", text(&image)]));
+    let (_, said) = run_command(place.disk_command(&["info", text(&image)]));
     assert!(said.contains("incomplete without its cache"), "{said}");
     cache_command(&place, &["flush", text(&cache)]);
-    let (_, said) = run(place.disk_command(&["info", text(&image)]));
+    let (_, said) = run_command(place.disk_command(&["info", text(&image)]));
     assert!(!said.contains("incomplete"), "{said}");
 }
 
@@ -573,14 +579,14 @@ fn dirty_cache_makes_image_incomplete() {
 #[test]
 fn full_disk_keeps_data_in_cache() {
     let place = Place::new();
-    let small = tmpfs(&place.path("small"), "size=6M");
+    let small = mount_tmpfs(&place.path("small"), "size=6M");
     let (image, cache) = (small.0.join("disk.raw"), place.path("cache"));
-    tool("truncate", &["-s", "16M", text(&image)]);
-    fill(&small.0.join("rest"));
+    run_tool("truncate", &["-s", "16M", text(&image)]);
+    fill_file_system(&small.0.join("rest"));
     let mut served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&["write -P 9 0 1M"]);
     served.process.signal(libc::SIGTERM);
-    let status = served.process.wait(LIMIT).expect("ends");
+    let status = served.process.wait(TEST_TIMEOUT).expect("ends");
     let said = served.process.output();
     assert_eq!(status.code(), Some(2), "{said}");
     let advice = format!("larder disk cache flush {}", text(&cache));
@@ -603,13 +609,13 @@ fn change_beside_dirty_data_is_reported() {
     served.io(&WRITES);
     served.kill();
     let before = place.path("times");
-    tool("touch", &["-r", text(&image), text(&before)]);
+    run_tool("touch", &["-r", text(&image), text(&before)]);
     qemu_io("raw", text(&image), &["write -P 13 0 512k"]);
-    tool("touch", &["-r", text(&before), text(&image)]);
+    run_tool("touch", &["-r", text(&before), text(&image)]);
     let served = place.serve(&image, &cache, &[]);
     served
         .process
-        .wait_for("another program has changed it", LIMIT)
+        .wait_for("another program has changed it", TEST_TIMEOUT)
         .expect("is reported");
     served.io(&["read -P 13 0 512k", "read -P 9 1M 64k"]);
     served.stop();

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::damage::{Bytes, DAMAGES, metadata};
 use crate::made::{KINDS, Made};
-use crate::support::image;
+use crate::support::create_image;
 use crate::{larder, larder_json, qemu_img, text_of};
 
 /// Returns QEMU's report about an image; `None` if it fails.
@@ -130,8 +130,8 @@ fn text_names_errors_and_next_steps() {
 
 #[test]
 fn format_option_cannot_make_raw_qcow2() {
-    let folder = crate::support::on_tmpfs();
-    let raw = image(folder.path(), 1 << 20);
+    let folder = crate::support::temp_dir_on_tmpfs();
+    let raw = create_image(folder.path(), 1 << 20);
     for command in ["info", "check", "tune"] {
         let (code, _, err) = larder(&["disk", command, "--format", "qcow2"], &raw);
         assert_eq!(code, 2, "{err}");
@@ -144,8 +144,8 @@ fn format_option_cannot_make_raw_qcow2() {
 
 #[test]
 fn checking_raw_image_is_an_error() {
-    let folder = crate::support::on_tmpfs();
-    let raw = image(folder.path(), 1 << 20);
+    let folder = crate::support::temp_dir_on_tmpfs();
+    let raw = create_image(folder.path(), 1 << 20);
     let (code, _, err) = larder(&["disk", "check"], &raw);
     assert_eq!(code, 2, "{err}");
     assert!(

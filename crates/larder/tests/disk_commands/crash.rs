@@ -7,7 +7,7 @@ use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf, SizeChanges,
     WriteBuf, WriteFlags, ZeroFlags,
 };
-use larder_qcow2::check::{CheckOptions, Repair, Report, check, repair};
+use larder_qcow2::check::{CheckOptions, CheckReport, Repair, check, repair};
 
 use crate::damage::{Bytes, DAMAGES};
 use crate::made::{KINDS, Made};
@@ -136,7 +136,7 @@ fn crashed(before: &[u8], log: &[Change]) -> Vec<Vec<u8>> {
 }
 
 /// Returns the errors that may cost data. A missing flag only costs time, and a flag to be cleared was there before.
-fn dangers(report: &Report) -> Vec<String> {
+fn dangers(report: &CheckReport) -> Vec<String> {
     let all = report.findings.iter().map(ToString::to_string);
     all.filter(|text| text.starts_with("error") && !text.contains("is wrongly flagged"))
         .collect()

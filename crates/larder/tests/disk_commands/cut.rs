@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::check::number;
 use crate::damage::{Bytes, places};
 use crate::made::{KINDS, Kind, Made};
-use crate::support::tool;
+use crate::support::run_tool;
 use crate::{larder, larder_json, qemu_img, text_of};
 
 /// Kinds of small images that have their tables in many places.
@@ -83,7 +83,7 @@ fn truncated_image_is_repaired_or_unchanged() {
 /// Checks a repaired image: QEMU finds no errors and reads what it read before, and all differences from the whole
 /// image were reported as lost.
 fn is_mended(made: &Made, what: &str, before: Option<&Path>, original: &Path, dropped: u64) {
-    tool("qemu-img", &["check", "-f", "qcow2", text_of(&made.image)]);
+    run_tool("qemu-img", &["check", "-f", "qcow2", text_of(&made.image)]);
     let after = made.content("after.raw").expect("QEMU reads what was mended");
     match before {
         Some(before) => assert!(is_same(before, &after), "{what}: it reads otherwise than before"),

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::damage::Bytes;
 use crate::made::{KINDS, Made};
-use crate::support::{image, on_tmpfs, tool};
+use crate::support::{create_image, run_tool, temp_dir_on_tmpfs};
 use crate::{larder, larder_json, text_of};
 
 /// Asserts that our report has all of QEMU's fields with the same values; it may have more.
@@ -32,7 +32,7 @@ fn assert_within(theirs: &Value, ours: &Value, at: &str) {
 fn every_field_matches_qemu() {
     for kind in &KINDS {
         let made = Made::new(kind);
-        let theirs = tool("qemu-img", &["info", "--output=json", text_of(&made.image)]);
+        let theirs = run_tool("qemu-img", &["info", "--output=json", text_of(&made.image)]);
         let theirs: Value = serde_json::from_str(&theirs).expect("JSON");
         let (code, ours) = larder_json(&["disk", "info"], &made.image);
         assert_eq!(code, 0);
@@ -45,9 +45,9 @@ fn every_field_matches_qemu() {
 
 #[test]
 fn raw_image_size_matches_qemu() {
-    let folder = on_tmpfs();
-    let raw = image(folder.path(), 3 << 20);
-    let theirs = tool("qemu-img", &["info", "--output=json", "-f", "raw", text_of(&raw)]);
+    let folder = temp_dir_on_tmpfs();
+    let raw = create_image(folder.path(), 3 << 20);
+    let theirs = run_tool("qemu-img", &["info", "--output=json", "-f", "raw", text_of(&raw)]);
     let (code, ours) = larder_json(&["disk", "info"], &raw);
     assert_eq!(code, 0);
     assert_within(&serde_json::from_str(&theirs).expect("JSON"), &ours, "raw");
@@ -72,15 +72,15 @@ fn image_in_use_is_reported_undisturbed() {
 
 #[test]
 fn chain_is_shown_despite_missing_link() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = |name: &str| folder.path().join(name);
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", text_of(&path("base.qcow2")), "64M"],
     );
     for (name, below) in [("middle.qcow2", "base.qcow2"), ("top.qcow2", "middle.qcow2")] {
         let new = path(name);
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "qcow2", "-b", below, "-F", "qcow2", text_of(&new)],
         );
@@ -100,10 +100,10 @@ fn chain_is_shown_despite_missing_link() {
 
 #[test]
 fn cyclic_chain_is_shown_once() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let [one, other] = ["one.qcow2", "other.qcow2"].map(|name| folder.path().join(name));
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&other), "64M"]);
-    tool(
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&other), "64M"]);
+    run_tool(
         "qemu-img",
         &[
             "create",
@@ -117,7 +117,7 @@ fn cyclic_chain_is_shown_once() {
             text_of(&one),
         ],
     );
-    tool(
+    run_tool(
         "qemu-img",
         &["rebase", "-u", "-b", "one.qcow2", "-F", "qcow2", text_of(&other)],
     );
@@ -180,10 +180,10 @@ fn image_on_nbd_server_is_read() {
 fn control_characters_in_names_are_escaped() {
     const NAME: &str = "a\u{1b}[2J\nb\r\u{7f}";
     const SHOWN: &str = r"a\u001b[2J\u000ab\u000d\u007f";
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let (backing, top) = (folder.path().join(NAME), folder.path().join("top.qcow2"));
-    tool("qemu-img", &["create", "-q", "-f", "raw", text_of(&backing), "1M"]);
-    tool(
+    run_tool("qemu-img", &["create", "-q", "-f", "raw", text_of(&backing), "1M"]);
+    run_tool(
         "qemu-img",
         &[
             "create",
@@ -197,8 +197,8 @@ fn control_characters_in_names_are_escaped() {
             text_of(&top),
         ],
     );
-    tool("qemu-img", &["snapshot", "-c", NAME, text_of(&top)]);
-    tool("qemu-img", &["bitmap", "--add", text_of(&top), NAME]);
+    run_tool("qemu-img", &["snapshot", "-c", NAME, text_of(&top)]);
+    run_tool("qemu-img", &["bitmap", "--add", text_of(&top), NAME]);
     let (code, value) = larder_json(&["disk", "info", "--backing-chain"], &top);
     assert_eq!(code, 0);
     assert_eq!(value["backing-filename"], text_of(&backing));

@@ -9,7 +9,7 @@ use std::time::Instant;
 use larder_bench::campaign::process::Process;
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, on_tmpfs, tool};
+use crate::support::{TEST_TIMEOUT, run_tool, temp_dir_on_tmpfs};
 use crate::text_of;
 
 /// Options with which an image is created.
@@ -83,7 +83,7 @@ pub(crate) struct Made {
 
 impl Made {
     pub(crate) fn new(kind: &Kind) -> Self {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let image = folder.path().join("disk.qcow2");
         let base = folder.path().join("base.raw");
         let mut options = kind.options.to_owned();
@@ -93,12 +93,12 @@ impl Made {
         let (path, size) = (text_of(&image), DISK_BYTES.to_string());
         let mut create = vec!["create", "-q", "-f", "qcow2", "-o", &options];
         if kind.backing {
-            tool("qemu-img", &["create", "-q", "-f", "raw", text_of(&base), &size]);
+            run_tool("qemu-img", &["create", "-q", "-f", "raw", text_of(&base), &size]);
             io(&base, "raw", &["write -P 0x11 0 24M"]);
             create.extend(["-b", text_of(&base), "-F", "raw"]);
         }
         create.extend([path, &size]);
-        tool("qemu-img", &create);
+        run_tool("qemu-img", &create);
         io(
             &image,
             "qcow2",
@@ -112,10 +112,10 @@ impl Made {
             );
         }
         if kind.bitmap {
-            tool("qemu-img", &["bitmap", "--add", path, "marks"]);
+            run_tool("qemu-img", &["bitmap", "--add", path, "marks"]);
         }
         if kind.snapshots {
-            tool("qemu-img", &["snapshot", "-c", "before lunch", path]);
+            run_tool("qemu-img", &["snapshot", "-c", "before lunch", path]);
             io(&image, "qcow2", &["write -P 0x25 1M 512k", "write -P 0x26 16M 1M"]);
         }
         io(&image, "qcow2", &["write -P 0x27 20M 384k", "discard 9M 128k"]);
@@ -128,7 +128,7 @@ impl Made {
         let mut command = Command::new("qemu-nbd");
         command.args(["-t", "-f", format, "-k", text_of(&socket), text_of(&self.image)]);
         let server = Process::start(command).expect("qemu-nbd");
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         // qemu-nbd listens before it has opened the image, but sends its greeting only after that.
         while !is_greeted(&socket) {
             assert!(
@@ -162,5 +162,5 @@ pub(crate) fn io(image: &Path, format: &str, commands: &[&str]) {
     let mut arguments = vec!["-f", format];
     commands.iter().for_each(|command| arguments.extend(["-c", command]));
     arguments.push(text_of(image));
-    tool("qemu-io", &arguments);
+    run_tool("qemu-io", &arguments);
 }

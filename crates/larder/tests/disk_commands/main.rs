@@ -22,7 +22,7 @@ use serde_json::Value;
 
 /// Runs the program; returns exit status, standard output and standard error.
 fn larder(arguments: &[&str], image: &Path) -> (i32, String, String) {
-    let output = Command::new(support::larder())
+    let output = Command::new(support::larder_path())
         .args(arguments)
         .arg(image)
         .output()

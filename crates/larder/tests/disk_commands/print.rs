@@ -3,15 +3,15 @@
 use std::fs::File;
 use std::process::{Command, Stdio};
 
-use crate::support::{larder, on_tmpfs, tool};
+use crate::support::{larder_path, run_tool, temp_dir_on_tmpfs};
 use crate::text_of;
 
 /// A closed pipe on standard output is no error; a full file system is one.
 #[test]
 fn closed_pipe_succeeds_full_disk_fails() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("disk.qcow2");
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&image), "1G"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&image), "1G"]);
     let image = text_of(&image);
     let drive = format!("file={image},if=virtio,format=qcow2");
     let commands: [&[&str]; 8] = [
@@ -26,7 +26,7 @@ fn closed_pipe_succeeds_full_disk_fails() {
     ];
     for arguments in commands {
         let run = |stdout: Stdio| {
-            let output = Command::new(larder()).args(arguments).stdout(stdout).output();
+            let output = Command::new(larder_path()).args(arguments).stdout(stdout).output();
             let output = output.expect("larder starts");
             (
                 output.status.code(),

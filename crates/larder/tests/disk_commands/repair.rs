@@ -5,7 +5,7 @@ use crate::damage::{Bytes, COPIED, DAMAGES};
 use crate::made::{KINDS, Made};
 use serde_json::Value;
 
-use crate::support::tool;
+use crate::support::run_tool;
 use crate::{larder, larder_json, qemu_img, text_of};
 
 /// After a repair QEMU finds no errors, and reads the same data as before.
@@ -134,7 +134,7 @@ fn guest_data_is_never_repaired() {
     let (code, ours) = larder_json(&["disk", "check", "--repair"], &made.image);
     assert_eq!(code, 1, "{ours:#}");
     let arguments = ["compare", "-f", "raw", "-F", "qcow2"];
-    tool(
+    run_tool(
         "qemu-img",
         &[&arguments[..], &[text_of(&expected), text_of(&made.image)]].concat(),
     );
@@ -225,5 +225,5 @@ fn block_device_repair_stays_in_bounds() {
         0,
         "{theirs:#}"
     );
-    tool("qemu-img", &["compare", text_of(&expected), text_of(&made.image)]);
+    run_tool("qemu-img", &["compare", text_of(&expected), text_of(&made.image)]);
 }

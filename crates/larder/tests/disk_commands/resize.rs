@@ -3,13 +3,15 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::{LoopDevice, fill as fill_up, on_disk, on_tmpfs, tmpfs, tool};
+use crate::support::{
+    LoopDevice, fill_file_system as fill_up, mount_tmpfs, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs,
+};
 use crate::{larder, larder_json, qemu_img, text_of};
 
 const MIB: u64 = 1 << 20;
 
 fn create(path: &Path, options: &[&str], size: &str) {
-    tool(
+    run_tool(
         "qemu-img",
         &[&["create", "-q"], options, &[text_of(path), size]].concat(),
     );
@@ -17,7 +19,7 @@ fn create(path: &Path, options: &[&str], size: &str) {
 
 fn fill(path: &Path, format: &str, start: &str, len: &str) {
     let write = format!("write -P 0x5a {start} {len}");
-    tool("qemu-io", &["-f", format, "-c", &write, text_of(path)]);
+    run_tool("qemu-io", &["-f", format, "-c", &write, text_of(path)]);
 }
 
 fn resize(path: &Path, size: &str) -> (i32, String) {
@@ -45,7 +47,7 @@ fn assert_holds(path: &Path, format: &str, full: u64, size: u64) {
     let old = format!("read -P 0x5a 0 {full}");
     let new = format!("read -P 0 {full} {}", size - full);
     for read in [old, new] {
-        let said = tool("qemu-io", &["-r", "-f", format, "-c", &read, text_of(path)]);
+        let said = run_tool("qemu-io", &["-r", "-f", format, "-c", &read, text_of(path)]);
         assert!(!said.contains("failed"), "{said}");
     }
 }
@@ -53,7 +55,7 @@ fn assert_holds(path: &Path, format: &str, full: u64, size: u64) {
 #[test]
 fn raw_image_gets_requested_size() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
-    for folder in [folder, on_tmpfs()] {
+    for folder in [folder, temp_dir_on_tmpfs()] {
         let path = folder.path().join("disk.raw");
         create(&path, &["-f", "raw"], "1M");
         fill(&path, "raw", "0", "1M");
@@ -79,7 +81,7 @@ fn qcow2_growth_resizes_tables() {
         "cluster_size=64k,extended_l2=on",
         "cluster_size=2M,lazy_refcounts=on",
     ] {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let path = folder.path().join("disk.qcow2");
         create(&path, &["-f", "qcow2", "-o", options], "2M");
         fill(&path, "qcow2", "0", "2M");
@@ -95,7 +97,7 @@ fn qcow2_growth_resizes_tables() {
 #[test]
 fn growth_hides_longer_backing_file() {
     for options in ["cluster_size=64k", "cluster_size=4k,compat=0.10"] {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let base = folder.path().join("base.raw");
         let path = folder.path().join("disk.qcow2");
         create(&base, &["-f", "raw"], "4M");
@@ -112,7 +114,7 @@ fn growth_hides_longer_backing_file() {
 /// growth.
 #[test]
 fn growth_hides_rest_of_last_cluster() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2"], "1M");
     fill(&path, "qcow2", "0", "1M");
@@ -138,7 +140,7 @@ fn growth_hides_clusters_past_end() {
         for is_backed in [false, true] {
             // A version 2 disk with snapshots cannot grow.
             let has_snapshot = is_backed && !options.contains("compat");
-            let folder = on_tmpfs();
+            let folder = temp_dir_on_tmpfs();
             let (path, base) = (folder.path().join("disk.qcow2"), folder.path().join("base.raw"));
             let mut arguments = vec!["-f", "qcow2", "-o", options];
             if is_backed {
@@ -149,10 +151,10 @@ fn growth_hides_clusters_past_end() {
             create(&path, &arguments, "8M");
             fill(&path, "qcow2", "0", "8M");
             let state = ["-f", "qcow2", "-c", "write -b -P 0x77 0 300k", text_of(&path)];
-            tool("qemu-io", &state);
+            run_tool("qemu-io", &state);
             if has_snapshot {
-                tool("qemu-img", &["snapshot", "-c", "reverted", text_of(&path)]);
-                tool("qemu-img", &["snapshot", "-a", "reverted", text_of(&path)]);
+                run_tool("qemu-img", &["snapshot", "-c", "reverted", text_of(&path)]);
+                run_tool("qemu-img", &["snapshot", "-a", "reverted", text_of(&path)]);
             }
             // Simulates a disk that was longer before.
             let full = 5 * MIB + 1536;
@@ -165,10 +167,10 @@ fn growth_hides_clusters_past_end() {
                 assert_holds(&path, "qcow2", full, bytes);
             }
             if has_snapshot {
-                tool("qemu-img", &["snapshot", "-a", "reverted", text_of(&path)]);
+                run_tool("qemu-img", &["snapshot", "-a", "reverted", text_of(&path)]);
                 assert_holds(&path, "qcow2", 8 * MIB, 8 * MIB);
                 let state = ["-r", "-f", "qcow2", "-c", "read -b -P 0x77 0 300k", text_of(&path)];
-                let said = tool("qemu-io", &state);
+                let said = run_tool("qemu-io", &state);
                 assert!(!said.contains("failed"), "{options}: {said}");
             }
         }
@@ -177,7 +179,7 @@ fn growth_hides_clusters_past_end() {
 
 #[test]
 fn external_data_file_grows_too() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let data = folder.path().join("disk.raw");
     let options = format!("data_file={},data_file_raw=on", text_of(&data));
@@ -191,7 +193,7 @@ fn external_data_file_grows_too() {
 
 /// Returns the output of `qemu-img map`, and the header's autoclear bits.
 fn mapped(path: &Path) -> (String, Vec<u8>) {
-    let map = tool("qemu-img", &["map", "--output=json", "-f", "qcow2", text_of(path)]);
+    let map = run_tool("qemu-img", &["map", "--output=json", "-f", "qcow2", text_of(path)]);
     (map, fs::read(path).expect("it is there")[88..96].to_vec())
 }
 
@@ -199,7 +201,7 @@ fn mapped(path: &Path) -> (String, Vec<u8>) {
 #[test]
 fn raw_data_file_growth_matches_qemu() {
     for options in ["cluster_size=64k", "cluster_size=4k", "cluster_size=64k,extended_l2=on"] {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let ours = folder.path().join("ours.qcow2");
         let theirs = folder.path().join("theirs.qcow2");
         for path in [&ours, &theirs] {
@@ -211,7 +213,7 @@ fn raw_data_file_growth_matches_qemu() {
         for (size, bytes) in [("1600k", 1600 << 10), ("2M", 2 * MIB), ("700M", 700 * MIB)] {
             let (code, said) = resize(&ours, size);
             assert_eq!(code, 0, "{options}: {said}");
-            tool("qemu-img", &["resize", "-q", "-f", "qcow2", text_of(&theirs), size]);
+            run_tool("qemu-img", &["resize", "-q", "-f", "qcow2", text_of(&theirs), size]);
             // QEMU gives subclusters a host offset but does not allocate them: they read as zeros whatever the file
             // has there.
             if !options.contains("extended_l2") {
@@ -223,7 +225,7 @@ fn raw_data_file_growth_matches_qemu() {
         fill(&ours, "qcow2", "600M", "1M");
         let data = ours.with_extension("raw");
         let both = [text_of(&data), text_of(&ours)];
-        tool(
+        run_tool(
             "qemu-img",
             &[&["compare", "-f", "raw", "-F", "qcow2"], &both[..]].concat(),
         );
@@ -241,8 +243,8 @@ fn growth_without_space_changes_nothing() {
     ] {
         let mut failures = 0;
         for pages in (0..24).step_by(3) {
-            let folder = on_disk();
-            let mount = tmpfs(&folder.path().join("mounted"), "size=4M");
+            let folder = temp_dir_on_disk();
+            let mount = mount_tmpfs(&folder.path().join("mounted"), "size=4M");
             let (path, ballast) = (mount.0.join("disk.qcow2"), mount.0.join("ballast"));
             create(&path, &["-f", "qcow2", "-o", options], "1M");
             fill(&path, "qcow2", "0", "100k");
@@ -273,7 +275,7 @@ fn growth_without_space_changes_nothing() {
 
 #[test]
 fn image_cannot_outgrow_block_device() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let file = folder.path().join("device");
     create(&file, &["-f", "raw"], "8M");
     let device = LoopDevice::new(&file, 512);
@@ -281,7 +283,7 @@ fn image_cannot_outgrow_block_device() {
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("block device"), "{said}");
     fs::File::create(&file).expect("empties");
-    tool("losetup", &["--set-capacity", text_of(&device.0)]);
+    run_tool("losetup", &["--set-capacity", text_of(&device.0)]);
     let (code, said) = resize(&device.0, "16M");
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("has size 0") && !said.contains("truncate"), "{said}");
@@ -290,32 +292,32 @@ fn image_cannot_outgrow_block_device() {
 /// A snapshot keeps the disk's size of its time; an image of version 2 with snapshots does not grow.
 #[test]
 fn snapshots_keep_their_disk_size() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2", "-o", "compat=0.10"], "1M");
     fill(&path, "qcow2", "0", "1M");
-    tool("qemu-img", &["snapshot", "-c", "before", text_of(&path)]);
+    run_tool("qemu-img", &["snapshot", "-c", "before", text_of(&path)]);
     let (code, said) = resize(&path, "2M");
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("growth to 2 MiB failed: "), "{said}");
     assert!(said.contains("qemu-img amend -o compat=1.1"), "{said}");
-    tool(
+    run_tool(
         "qemu-img",
         &["amend", "-f", "qcow2", "-o", "compat=1.1", text_of(&path)],
     );
     let (code, said) = resize(&path, "200G");
     assert_eq!(code, 0, "{said}");
     fill(&path, "qcow2", "199G", "1M");
-    tool("qemu-img", &["snapshot", "-a", "before", text_of(&path)]);
+    run_tool("qemu-img", &["snapshot", "-a", "before", text_of(&path)]);
     assert_holds(&path, "qcow2", MIB, MIB);
 }
 
 #[test]
 fn growth_reports_invalidated_bitmaps() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2"], "1M");
-    tool("qemu-img", &["bitmap", "--add", text_of(&path), "b0"]);
+    run_tool("qemu-img", &["bitmap", "--add", text_of(&path), "b0"]);
     let (code, said) = resize(&path, "2M");
     assert_eq!(code, 0, "{said}");
     assert!(said.contains("it has persistent bitmaps"), "{said}");
@@ -323,7 +325,7 @@ fn growth_reports_invalidated_bitmaps() {
 
 #[test]
 fn impossible_size_changes_nothing() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     create(&path, &["-f", "qcow2", "-o", "cluster_size=512"], "1M");
     let before = fs::read(&path).expect("it is there");

@@ -9,12 +9,12 @@ use larder_bench::campaign::process::Process;
 
 use crate::damage::Bytes;
 use crate::made::Made;
-use crate::support::{LIMIT, disk_serve, image, on_tmpfs, run, tool};
+use crate::support::{TEST_TIMEOUT, create_image, disk_serve_command, run_command, run_tool, temp_dir_on_tmpfs};
 use crate::{larder_json, qemu_img, text_of};
 
 /// Returns an image whose last user was killed before it wrote the refcounts, and a raw file with its content.
 fn killed() -> (Made, std::path::PathBuf) {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("disk.qcow2");
     let create = [
         "create",
@@ -26,7 +26,7 @@ fn killed() -> (Made, std::path::PathBuf) {
         text_of(&image),
         "1G",
     ];
-    tool("qemu-img", &create);
+    run_tool("qemu-img", &create);
     let mut command = Command::new("qemu-io");
     command
         .args([
@@ -53,16 +53,16 @@ fn killed() -> (Made, std::path::PathBuf) {
 
 fn serve(image: &Path, socket: &Path, more: &[&str]) -> Process {
     let uri = format!("nbd+unix:///?socket={}", socket.display());
-    let mut command = disk_serve(&["--nbd", &uri]);
+    let mut command = disk_serve_command(&["--nbd", &uri]);
     command.args(more).arg(image);
     let server = Process::start(command).expect("larder starts");
-    server.wait_for("serving", LIMIT).expect("it serves");
+    server.wait_for("serving", TEST_TIMEOUT).expect("it serves");
     server
 }
 
 fn assert_serves(socket: &Path, expected: &Path) {
     let uri = format!("nbd+unix:///?socket={}", socket.display());
-    tool(
+    run_tool(
         "qemu-img",
         &["compare", "-f", "raw", "-F", "raw", text_of(expected), &uri],
     );
@@ -80,7 +80,7 @@ fn dirty_image_is_repaired_then_served() {
     assert_eq!(lines.count(), 1, "{said}");
     assert_serves(&socket, &expected);
     server.signal(libc::SIGTERM);
-    server.wait(LIMIT).expect("it ends");
+    server.wait(TEST_TIMEOUT).expect("it ends");
     let (code, said, errors) = qemu_img(&["check", "-f", "qcow2", text_of(&made.image)]);
     assert_eq!(code, 0, "{said} {errors}");
     let (_, info) = larder_json(&["disk", "info"], &made.image);
@@ -95,7 +95,7 @@ fn read_only_dirty_image_is_unchanged() {
     let mut server = serve(&made.image, &socket, &["--read-only"]);
     assert_serves(&socket, &expected);
     server.signal(libc::SIGTERM);
-    server.wait(LIMIT).expect("it ends");
+    server.wait(TEST_TIMEOUT).expect("it ends");
     assert!(before.0 == Bytes::of(&made.image).0);
 }
 
@@ -109,9 +109,9 @@ fn damaged_dirty_image_is_refused_unchanged() {
     bytes.set(entry, bytes.u64(entry) + 512);
     bytes.put(&made.image);
     let uri = format!("nbd+unix:///?socket={}", made.folder.path().join("socket").display());
-    let mut command = disk_serve(&["--nbd", &uri]);
+    let mut command = disk_serve_command(&["--nbd", &uri]);
     command.arg(&made.image);
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("are not errors of refcounts"), "{said}");
     assert!(said.contains("larder disk check --repair"), "{said}");
@@ -121,8 +121,8 @@ fn damaged_dirty_image_is_refused_unchanged() {
 /// Messages about many refused clients are limited, and their number is reported.
 #[test]
 fn refused_client_messages_are_rate_limited() {
-    let folder = on_tmpfs();
-    let disk = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let disk = create_image(folder.path(), 1 << 20);
     let socket = folder.path().join("socket");
     let mut server = serve(&disk, &socket, &[]);
     // 64 clients are accepted, and stay in their handshake.
@@ -133,7 +133,7 @@ fn refused_client_messages_are_rate_limited() {
         assert!(matches!(client.read(&mut [0]), Ok(0) | Err(_)), "it is let in");
     }
     server.signal(libc::SIGTERM);
-    server.wait(LIMIT).expect("it ends");
+    server.wait(TEST_TIMEOUT).expect("it ends");
     let said = server.output();
     let counts: Vec<u64> = said
         .lines()
@@ -147,8 +147,8 @@ fn refused_client_messages_are_rate_limited() {
 #[test]
 fn invalid_queue_size_is_refused() {
     for size in ["0", "2", "100", "2048", "many"] {
-        let command = disk_serve(&["image.raw", "--socket", "socket", "--queue-size", size]);
-        let (code, said) = run(command);
+        let command = disk_serve_command(&["image.raw", "--socket", "socket", "--queue-size", size]);
+        let (code, said) = run_command(command);
         assert_eq!(code, Some(2), "{size}: {said}");
         assert!(said.contains("give a power of two from 4 to 1024"), "{size}: {said}");
     }

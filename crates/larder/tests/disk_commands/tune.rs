@@ -2,15 +2,15 @@
 
 use serde_json::Value;
 
-use crate::support::{image, on_tmpfs, tool};
+use crate::support::{create_image, run_tool, temp_dir_on_tmpfs};
 use crate::{larder, larder_json, text_of};
 
 /// Returns the JSON and the text for a new image.
 fn tune(size: &str, cluster: &str) -> (Value, String) {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = format!("cluster_size={cluster}");
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", "-o", &options, text_of(&path), size],
     );
@@ -66,19 +66,19 @@ fn advised_options_can_be_pasted() {
     assert!(words.contains(element), "{words}");
     assert_eq!(ours["new-image-cluster-size"], 256 << 10);
     // QEMU accepts the advised size.
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&path), "1T"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&path), "1T"]);
     let options = format!("driver=qcow2,l2-cache-size=134217728,file.filename={}", path.display());
-    tool("qemu-io", &["--image-opts", &options, "-c", "read 0 512"]);
+    run_tool("qemu-io", &["--image-opts", &options, "-c", "read 0 512"]);
 }
 
 #[test]
 fn larders_map_size_is_measured() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = "preallocation=metadata";
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "64G"],
     );
@@ -121,10 +121,10 @@ fn worst_case_memory_is_bounded() {
 
 #[test]
 fn old_qemu_cannot_open_new_features() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = "extended_l2=on,cluster_size=128k";
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "1T"],
     );
@@ -141,8 +141,8 @@ fn old_qemu_cannot_open_new_features() {
 
 #[test]
 fn raw_image_needs_no_tuning() {
-    let folder = on_tmpfs();
-    let raw = image(folder.path(), 1 << 20);
+    let folder = temp_dir_on_tmpfs();
+    let raw = create_image(folder.path(), 1 << 20);
     let (code, words, _) = larder(&["disk", "tune"], &raw);
     assert_eq!(code, 0);
     assert!(words.contains("nothing to tune"), "{words}");

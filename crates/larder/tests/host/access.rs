@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-use super::support::{LIMIT, certificates, on_tmpfs, run, tool};
+use super::support::{TEST_TIMEOUT, certificates, run_command, run_tool, temp_dir_on_tmpfs};
 use super::{User, text};
 
 const TOKEN: &str = "b4d9b9a1f7c24f5e";
 
 /// Creates a directory with a certificate for this host, and a token.
 fn pki(user: &User) -> TempDir {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = |name: &str| folder.path().join(name);
     certificates::alone(folder.path(), "server", certificates::LOCALHOST);
     std::fs::write(path("token"), format!("{TOKEN}\n")).expect("writes");
@@ -32,7 +32,7 @@ fn pki(user: &User) -> TempDir {
 }
 
 fn refused(user: &User, options: &[&str], words: &[&str]) {
-    let (code, said) = run(user.larder(&[&["host"], options].concat()));
+    let (code, said) = run_command(user.larder(&[&["host"], options].concat()));
     assert_eq!(code, Some(2), "{options:?}: {said}");
     for word in words {
         assert!(said.contains(word), "{options:?}: nothing of {word}: {said}");
@@ -101,7 +101,7 @@ fn tls_clients_need_the_token() {
     let mut command = user.larder(&["host", "--listen", "0.0.0.0:0", "--tls-certificates", text(pki.path())]);
     command.args(["--token-file", text(&token)]);
     let process = larder_bench::campaign::process::Process::start(command).expect("starts");
-    let line = process.wait_for(" ready ", LIMIT).expect("listens");
+    let line = process.wait_for(" ready ", TEST_TIMEOUT).expect("listens");
     let port = line
         .split("0.0.0.0:")
         .nth(1)
@@ -113,7 +113,7 @@ fn tls_clients_need_the_token() {
     let curl = |path: &str, options: &[&str]| {
         let url = url(path);
         let all = [&["-sS", "--include", "--cacert", text(&certificate)], options, &[&url]].concat();
-        tool("curl", &all)
+        run_tool("curl", &all)
     };
     for path in ["/", "/metrics", "/api/fleet", "/api/vm/web", "/nothing"] {
         for options in [
@@ -261,13 +261,13 @@ fn unix_socket_mode_replaces_the_token() {
     let start = |options: &[&str]| {
         let all = [&["host", "--listen", text(&path)], options].concat();
         let process = larder_bench::campaign::process::Process::start(user.larder(&all)).expect("starts");
-        let line = process.wait_for(" ready ", LIMIT).expect("listens");
+        let line = process.wait_for(" ready ", TEST_TIMEOUT).expect("listens");
         assert!(line.contains(text(&path)), "{line}");
         process
     };
     let curl = |options: &[&str]| {
         let all = [&["-sS", "--include", "--unix-socket", text(&path)], options].concat();
-        tool("curl", &all)
+        run_tool("curl", &all)
     };
     let mode = || path.metadata().expect("is there").permissions().mode() & 0o777;
     let mut process = start(&[]);
@@ -285,7 +285,7 @@ fn unix_socket_mode_replaces_the_token() {
         "{other}"
     );
     process.signal(libc::SIGTERM);
-    assert!(process.wait(LIMIT).expect("ends").success());
+    assert!(process.wait(TEST_TIMEOUT).expect("ends").success());
     assert!(!path.exists(), "its socket is left");
     // The socket of a killed process is replaced.
     start(&[]).kill();

@@ -1,7 +1,7 @@
 //! `larder host --balance-memory`: budgets move to where they are needed.
 
 use super::memory::{MEMORY_MIB, Managed};
-use super::support::{LIMIT, run};
+use super::support::{TEST_TIMEOUT, run_command};
 use super::{User, until, value_in};
 
 const MIB: u64 = 1 << 20;
@@ -23,8 +23,8 @@ fn budgets_follow_working_sets() {
     let mut web = user.memory("web", &WORDS);
     let mut db = user.memory("db", &WORDS);
     let fixed = user.memory("fixed", &["--budget", "32MiB"]);
-    web.verifier.works_on(75).expect("takes it");
-    db.verifier.works_on(10).expect("takes it");
+    web.verifier.set_hot_percent(75).expect("takes it");
+    db.verifier.set_hot_percent(10).expect("takes it");
     let mut host = user.host(&[
         "--balance-memory",
         "--memory-period",
@@ -37,8 +37,8 @@ fn budgets_follow_working_sets() {
     until("memory for the one that needs it", || {
         (budget(&web) > budget(&db) + MORE).then_some(())
     });
-    web.verifier.works_on(10).expect("takes it");
-    db.verifier.works_on(75).expect("takes it");
+    web.verifier.set_hot_percent(10).expect("takes it");
+    db.verifier.set_hot_percent(75).expect("takes it");
     until("memory for the other one", || {
         (budget(&db) > budget(&web) + MORE).then_some(())
     });
@@ -69,7 +69,7 @@ fn budgets_follow_working_sets() {
         "vm=\"db\"",
         " %\"",
     ] {
-        host.process.wait_for(words, LIMIT).expect("it says so");
+        host.process.wait_for(words, TEST_TIMEOUT).expect("it says so");
     }
     // After the balancer is killed the budgets stay.
     host.process.kill();
@@ -88,7 +88,7 @@ fn violated_reserve_shrinks_budgets_to_min() {
         "web",
         &["--budget", "40MiB", "--budget-min", "20MiB", "--budget-low", "28MiB"],
     );
-    web.verifier.works_on(5).expect("takes it");
+    web.verifier.set_hot_percent(5).expect("takes it");
     // A reserve that exceeds any host's memory.
     let _host = user.host(&[
         "--balance-memory",
@@ -114,7 +114,7 @@ fn bounds_are_validated_and_changed_live() {
     let control = user.socket("web-memory.sock");
     let limit = |words: &[&str]| {
         let control = super::text(&control);
-        run(user.larder(&[&["memory", "limit", "--control", control], words].concat()))
+        run_command(user.larder(&[&["memory", "limit", "--control", control], words].concat()))
     };
     let state = memory.pager.state().expect("answers");
     let range = state.range.expect("it has bounds");
@@ -152,6 +152,6 @@ fn bounds_are_validated_and_changed_live() {
     let (code, said) = limit(&["--budget-fixed"]);
     assert!(code == Some(0) && !said.contains("moves"), "{said}");
     assert_eq!(memory.pager.state().expect("answers").range, None);
-    let (code, said) = run(user.larder(&["host", "--memory-reserve", "1GiB"]));
+    let (code, said) = run_command(user.larder(&["host", "--memory-reserve", "1GiB"]));
     assert!(code == Some(2) && said.contains("--balance-memory"), "{said}");
 }

@@ -341,7 +341,9 @@ fn page_recovers_after_restarts() {
     let start = || {
         let listen = format!("127.0.0.1:{port}");
         let process = Process::start(user.larder(&["host", "--listen", &listen])).expect("starts");
-        process.wait_for(" ready ", super::support::LIMIT).expect("listens");
+        process
+            .wait_for(" ready ", super::support::TEST_TIMEOUT)
+            .expect("listens");
         process
     };
     let mut host = start();

@@ -21,9 +21,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use serde_json::Value;
-use support::{LIMIT, larder, on_tmpfs, tool};
+use support::{TEST_TIMEOUT, larder_path, run_tool, temp_dir_on_tmpfs};
 use tempfile::TempDir;
 use web_driver::Browser;
 
@@ -36,7 +36,7 @@ fn text(path: &Path) -> &str {
 
 /// Repeats `try_it` until it returns a value.
 fn until<T>(what: &str, mut try_it: impl FnMut() -> Option<T>) -> T {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
         if let Some(found) = try_it() {
             return found;
@@ -62,7 +62,7 @@ struct User {
 impl User {
     fn new() -> Self {
         let user = Self {
-            folder: on_tmpfs(),
+            folder: temp_dir_on_tmpfs(),
             // The user can reach this directory even if the project is in root's home.
             images: tempfile::tempdir_in("/var/tmp").expect("a folder in /var/tmp"),
         };
@@ -106,10 +106,10 @@ impl User {
             let mut command = Command::new("setpriv");
             let nobody = NOBODY.to_string();
             command.args(["--reuid", &nobody, "--regid", &nobody, "--clear-groups", "--"]);
-            command.arg(larder());
+            command.arg(larder_path());
             command
         } else {
-            Command::new(larder())
+            Command::new(larder_path())
         };
         command.args(arguments);
         command.env("XDG_RUNTIME_DIR", self.folder.path().join("run"));
@@ -150,7 +150,7 @@ impl User {
 
     fn start(&self, name: &str) -> Process {
         let process = Process::start(self.larder(&["vm", name])).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         process
     }
 
@@ -178,14 +178,14 @@ impl User {
     /// Returns the state of a VM's first disk from the VM's own control socket.
     fn disk(&self, name: &str) -> Value {
         let socket = self.socket(&format!("{name}.sock"));
-        let told = tool("curl", &["-sS", "--unix-socket", text(&socket), "http://x/v1/disks/0"]);
+        let told = run_tool("curl", &["-sS", "--unix-socket", text(&socket), "http://x/v1/disks/0"]);
         serde_json::from_str(&told).expect("it is JSON")
     }
 
     fn host(&self, options: &[&str]) -> Host {
         let all = [&["host", "--listen", "127.0.0.1:0"], options].concat();
         let process = Process::start(self.larder(&all)).expect("larder starts");
-        let line = process.wait_for(" ready ", LIMIT).expect("it listens");
+        let line = process.wait_for(" ready ", TEST_TIMEOUT).expect("it listens");
         let (_, rest) = line.split_once("://").expect("a URL");
         let address = rest.split('/').next().expect("an address").parse().expect("an address");
         let token = self.token();
@@ -232,7 +232,7 @@ impl Host {
     /// Sends bytes, and returns the whole answer.
     fn send(&self, bytes: &[u8]) -> String {
         let mut client = TcpStream::connect(self.address).expect("connects");
-        client.set_read_timeout(Some(LIMIT)).expect("can be set");
+        client.set_read_timeout(Some(TEST_TIMEOUT)).expect("can be set");
         // The server may close the connection before it has read everything.
         let _ = client.write_all(bytes);
         let mut answer = Vec::new();
@@ -264,7 +264,7 @@ impl Host {
     /// Subscribes to the stream of events that browsers get.
     fn follow(&self, path: &str) -> Frames {
         let mut client = TcpStream::connect(self.address).expect("connects");
-        client.set_read_timeout(Some(LIMIT)).expect("can be set");
+        client.set_read_timeout(Some(TEST_TIMEOUT)).expect("can be set");
         let token = self.authorization();
         let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n{token}\r\n");
         client.write_all(request.as_bytes()).expect("takes it");
@@ -311,7 +311,7 @@ impl Frames {
 
 /// Returns a `fio` command for a VM's disk over NBD; it ends with the thread that starts it.
 fn fio(uri: &str, options: &[&str]) -> Command {
-    let mut command = mortal("nice");
+    let mut command = killed_with_parent("nice");
     command.args([
         "-n",
         "19",

@@ -8,8 +8,8 @@ use larder_bench::campaign::verifier;
 use larder_vm::control::memory::MemoryState;
 use serde_json::Value;
 
-use super::support::{larder, need_root, run};
-use super::{LIMIT, User, text, until, value_in};
+use super::support::{larder_path, require_root, run_command};
+use super::{TEST_TIMEOUT, User, text, until, value_in};
 
 /// Variable that makes this test program act as the managed program.
 const VERIFIER: &str = "LARDER_TEST_VERIFIER";
@@ -44,13 +44,13 @@ pub(super) struct Managed {
 impl User {
     /// Starts a process whose memory is managed for the VM `name`, with a socket that this user may use.
     pub(super) fn memory(&self, name: &str, words: &[&str]) -> Managed {
-        need_root("to manage the memory of a process");
+        require_root("to manage the memory of a process");
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.args(["--ignored", "--exact", "memory::verified", "--nocapture"]);
         command.env(VERIFIER, "yes");
         let verifier = Verifier::start(command).expect("a program to manage");
         let socket = self.socket(&format!("{name}-memory.sock"));
-        let attach = Attach::new(larder(), self.folder.path(), verifier.pid(), words).at(&socket);
+        let attach = Attach::new(larder_path(), self.folder.path(), verifier.pid(), words).at(&socket);
         let pager = attach.start().expect("it attaches");
         self.own(&socket);
         Managed { verifier, pager }
@@ -222,7 +222,7 @@ fn memory_metrics_match_control_socket() {
     // Once the process is stopped, its memory's state soon stays constant. Metrics lag a second behind, so that they
     // match only after that.
     memory.stop();
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     let (state, metrics) = loop {
         let metrics = host.metrics();
         let state = memory.pager.state().expect("answers");
@@ -245,7 +245,7 @@ fn status_shows_memory() {
     let _web = user.vm("web");
     let memory = user.memory_with_all("web");
     let mut alone = user.memory("db", &["--budget", "40MiB", "--budget-low", "20MiB"]);
-    let (code, said) = run(user.larder(&["status"]));
+    let (code, said) = run_command(user.larder(&["status"]));
     let line = |said: &str, words: &[&str]| {
         let is_it = |line: &&str| words.iter().all(|word| line.split_whitespace().any(|it| it == *word));
         said.lines().any(|line| is_it(&line))
@@ -259,7 +259,7 @@ fn status_shows_memory() {
     ] {
         assert!(line(&said, words), "no {words:?} in {said}");
     }
-    let (_, said) = run(user.larder(&["status", "web"]));
+    let (_, said) = run_command(user.larder(&["status", "web"]));
     for part in [
         "web.raw",
         "guest reads",
@@ -270,16 +270,16 @@ fn status_shows_memory() {
     ] {
         assert!(said.contains(part), "no {part} in {said}");
     }
-    let (_, said) = run(user.larder(&["status", "db"]));
+    let (_, said) = run_command(user.larder(&["status", "db"]));
     assert!(
         said.contains("bounds:") && said.contains("low 20 MiB") && !said.contains("image"),
         "{said}"
     );
-    let (_, said) = run(user.larder(&["status", "web", "--output", "json"]));
+    let (_, said) = run_command(user.larder(&["status", "web", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!(told["memory"]["budget"], 24 << 20, "{told}");
     assert_eq!(told["disks"].as_array().map(Vec::len), Some(1));
-    let (_, said) = run(user.larder(&["status", "--output", "json"]));
+    let (_, said) = run_command(user.larder(&["status", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
     let names: Vec<&Value> = told["vms"]
         .as_array()
@@ -289,9 +289,9 @@ fn status_shows_memory() {
         .collect();
     assert_eq!(names, ["web", "db"], "{told}");
     assert_eq!(told["vms"][1]["memory"]["budget"], 40 << 20, "{told}");
-    let (code, said) = run(user.larder(&["status", "0.1", "2"]));
+    let (code, said) = run_command(user.larder(&["status", "0.1", "2"]));
     assert!(code == Some(0) && said.matches("%some").count() == 2, "{said}");
-    let (_, said) = run(user.larder(&["status", "web", "0.1", "1", "--output", "json"]));
+    let (_, said) = run_command(user.larder(&["status", "web", "0.1", "1", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
     assert!(
         told["memories"][0]["evicted"].as_f64().is_some_and(|rate| rate > 0.0),
@@ -299,7 +299,7 @@ fn status_shows_memory() {
     );
     // After its pager was killed, a guest is kept waiting.
     alone.pager.process.kill();
-    let (code, said) = run(user.larder(&["status"]));
+    let (code, said) = run_command(user.larder(&["status"]));
     assert!(
         code == Some(1) && said.contains("db: its memory: no process listens"),
         "{said}"
@@ -331,7 +331,7 @@ impl Top {
     pub(super) fn tmux(&self, arguments: &[&str]) -> String {
         let mut tmux = Command::new("tmux");
         tmux.env("LC_ALL", "C.UTF-8").args(["-L", &self.0]).args(arguments);
-        run(tmux).1
+        run_command(tmux).1
     }
 
     pub(super) fn shows(&self, parts: &[&str]) {

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::memory::Managed;
 use super::migration::Moving;
-use super::support::{LIMIT, on_tmpfs, tool};
+use super::support::{TEST_TIMEOUT, run_tool, temp_dir_on_tmpfs};
 use super::{Host, User, fio, free_port, text, until, value_in};
 use std::io::Write;
 
@@ -40,7 +40,7 @@ pub(super) fn busy(user: &User) -> ((Process, Managed, Moving), Host) {
             .chain(commands)
             .chain([uri.as_str()])
             .collect();
-        tool("qemu-io", &all);
+        run_tool("qemu-io", &all);
     }
     let host = user.host(&["--balance-memory", "--memory-reserve", "1MiB"]);
     // The first sample of the host's memory.
@@ -170,7 +170,7 @@ fn documentation_lists_exactly_all_metrics() {
 /// Returns the single value of a Prometheus query.
 fn ask(port: u16, query: &str) -> Option<f64> {
     let url = format!("http://127.0.0.1:{port}/api/v1/query");
-    let told = tool(
+    let told = run_tool(
         "curl",
         &["-sS", "--get", "--data-urlencode", &format!("query={query}"), &url],
     );
@@ -193,7 +193,7 @@ fn prometheus_sums_match_fio() {
         })
         .collect();
     let host = user.host(&[]);
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let config = folder.path().join("prometheus.yml");
     let scrape = format!(
         "global: {{scrape_interval: 1s}}\nscrape_configs:\n- job_name: larder\n  authorization: {{credentials_file: '{}'}}\n  static_configs:\n  - targets: ['{}']\n",
@@ -208,7 +208,9 @@ fn prometheus_sums_match_fio() {
     command.arg(format!("--storage.tsdb.path={}", text(&folder.path().join("data"))));
     command.arg(format!("--web.listen-address=127.0.0.1:{port}"));
     let prometheus = Process::start(command).expect("starts");
-    prometheus.wait_for("Server is ready", LIMIT).expect("it listens");
+    prometheus
+        .wait_for("Server is ready", TEST_TIMEOUT)
+        .expect("it listens");
     let loads: Vec<_> = vms
         .iter()
         .map(|name| {

@@ -6,15 +6,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use larder_vm::control::migration::{
-    ClassState, CourseState, DeliveredState, Direction, EvidenceState, MethodState, Migration, MigrationLimits,
-    MigrationPatch, MigrationPhase, MigrationState, MoveRates, OfferState, SentState,
+    DeliveredState, Direction, MethodChoiceState, MethodCostState, MethodState, MigrationControl, MigrationLimits,
+    MigrationPatch, MigrationPhase, MigrationProgressState, MigrationState, MoveRates, PageClassState, SentState,
 };
 use larder_vm::control::{ControlServer, Subject};
 use serde_json::Value;
 
 use super::browser::pictures;
 use super::memory::Top;
-use super::support::run;
+use super::support::run_command;
 use super::web_driver::Browser;
 use super::{Host, User, until, value_in};
 
@@ -29,10 +29,10 @@ struct Steady {
     state: Mutex<MigrationState>,
 }
 
-impl Migration for Steady {
+impl MigrationControl for Steady {
     fn state(&self) -> MigrationState {
         let mut state = self.state.lock().expect("whole");
-        if !state.phase.is_over() {
+        if !state.phase.has_ended() {
             let time = self.begun.elapsed();
             state.time_ns = time.as_nanos() as u64;
             let done = |rate: f64| (rate * time.as_secs_f64()) as u64;
@@ -84,7 +84,7 @@ fn leaving(vm: &str) -> MigrationState {
         pages: 0,
         bytes: 0,
     };
-    let offer = |method: &str, cost_ns: f64| OfferState {
+    let offer = |method: &str, cost_ns: f64| MethodCostState {
         method: method.to_owned(),
         ratio: 2.5,
         ns: 1500.0,
@@ -98,7 +98,7 @@ fn leaving(vm: &str) -> MigrationState {
         peer: Some("host2.example:4446".to_owned()),
         phase: MigrationPhase::Moving,
         started_ms: 1_700_000_000_000,
-        course: Some(CourseState {
+        course: Some(MigrationProgressState {
             seconds: 12.0,
             round: 3,
             total_bytes: 4 << 30,
@@ -127,9 +127,9 @@ fn leaving(vm: &str) -> MigrationState {
             downtime_ms: Some(300),
             timeout_s: Some(600),
         }),
-        evidence: Some(EvidenceState {
+        evidence: Some(MethodChoiceState {
             ns_per_byte: 1.5,
-            classes: vec![ClassState {
+            classes: vec![PageClassState {
                 class: "3 to 4 bits per byte".to_owned(),
                 batches: 77,
                 method: "lz4".to_owned(),
@@ -156,7 +156,7 @@ impl User {
             begun: Instant::now(),
             state: Mutex::new(state),
         });
-        let inquiry: Arc<dyn Migration> = Arc::<Steady>::clone(&it);
+        let inquiry: Arc<dyn MigrationControl> = Arc::<Steady>::clone(&it);
         let control = ControlServer::start(&path, Arc::new(Subject::migration(&vm, inquiry)));
         self.own(&path);
         Moving {
@@ -276,7 +276,7 @@ fn killed_mover_keeps_last_state() {
     user.own(&moving.path);
     is(&host, &of("up", ""), 0.0);
     assert_eq!(host.value(&of("phase", ",phase=\"moving\"")), Some(1.0));
-    let (code, said) = run(user.larder(&["status"]));
+    let (code, said) = run_command(user.larder(&["status"]));
     assert!(
         code == Some(1) && said.contains("web: its move: no process listens"),
         "{said}"
@@ -289,7 +289,7 @@ fn status_shows_moves() {
     let _web = user.vm("web");
     let moving = user.leaving();
     let _coming = user.coming();
-    let (code, said) = run(user.larder(&["status"]));
+    let (code, said) = run_command(user.larder(&["status"]));
     assert_eq!(code, Some(0), "{said}");
     for part in [
         "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB remaining, dirty rate 286 MiB/s, ",
@@ -298,7 +298,7 @@ fn status_shows_moves() {
     ] {
         assert!(said.contains(part), "no {part} in {said}");
     }
-    let (_, said) = run(user.larder(&["status", "web"]));
+    let (_, said) = run_command(user.larder(&["status", "web"]));
     for part in [
         "web.raw",
         "web to host2.example:4446",
@@ -307,27 +307,27 @@ fn status_shows_moves() {
     ] {
         assert!(said.contains(part), "no {part} in {said}");
     }
-    let (code, said) = run(user.larder(&["status", "db"]));
+    let (code, said) = run_command(user.larder(&["status", "db"]));
     assert!(code == Some(0) && said.contains("db from 192.0.2.7"), "{said}");
-    let (_, said) = run(user.larder(&["status", "web", "--output", "json"]));
+    let (_, said) = run_command(user.larder(&["status", "web", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!(told["migrations"][0]["course"]["round"], 3, "{told}");
-    let (_, said) = run(user.larder(&["status", "--output", "json"]));
+    let (_, said) = run_command(user.larder(&["status", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!(told["moves"][0]["name"], "db", "{told}");
     assert_eq!(told["moves"][1]["migration"]["limits"]["processors"], 1.5, "{told}");
-    let (code, said) = run(user.larder(&["migrate", "status", "web"]));
+    let (code, said) = run_command(user.larder(&["migrate", "status", "web"]));
     assert!(
         code == Some(0) && said.contains("state:            moving, round 3"),
         "{said}"
     );
-    let (code, said) = run(user.larder(&["migrate", "cancel", "mail"]));
+    let (code, said) = run_command(user.larder(&["migrate", "cancel", "mail"]));
     assert!(
         code == Some(2) && said.contains("mail is not being moved by this user"),
         "{said}"
     );
     moving.change(|state| state.course.as_mut().expect("has one").verdict = Some("it will not".to_owned()));
-    let (_, said) = run(user.larder(&["status", "0.1", "1"]));
+    let (_, said) = run_command(user.larder(&["status", "0.1", "1"]));
     assert!(said.contains("will not end at this rate"), "{said}");
 }
 

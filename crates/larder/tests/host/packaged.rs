@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use super::metrics::{busy, names};
-use super::support::tool;
+use super::support::run_tool;
 use super::{User, text};
 
 fn file(name: &str) -> PathBuf {
@@ -37,11 +37,11 @@ fn dashboards_and_rules_use_existing_metrics() {
 
 #[test]
 fn alert_rules_pass_promtool_tests() {
-    tool(
+    run_tool(
         "promtool",
         &["check", "rules", text(&file("prometheus/larder.rules.yml"))],
     );
-    tool(
+    run_tool(
         "promtool",
         &["test", "rules", text(&file("prometheus/larder.rules.test.yml"))],
     );

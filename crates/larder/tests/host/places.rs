@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 
-use super::support::LIMIT;
+use super::support::TEST_TIMEOUT;
 use super::{Process, User, until};
 
 /// Returns the state of a socket that belongs to no VM.
@@ -37,7 +37,7 @@ fn vms_are_detected_as_they_change() {
     let _db = user.start("db");
     host.vm_when("db", |vm| vm["health"] == "up");
     web.signal(libc::SIGTERM);
-    web.wait(LIMIT).expect("ends");
+    web.wait(TEST_TIMEOUT).expect("ends");
     host.vm_when("web", |vm| vm["health"] == "stopped");
     let metrics = host.metrics();
     assert!(metrics.contains(r#"larder_vm_up{domain="db"} 1"#), "{metrics}");
@@ -88,7 +88,7 @@ fn stuck_vm_is_reported_without_delay() {
 fn killed_vm_counts_from_0_again() {
     let user = User::new();
     let mut web = user.vm("web");
-    let io = |command: &str| super::tool("qemu-io", &["-f", "raw", "-c", command, &user.nbd("web")]);
+    let io = |command: &str| super::run_tool("qemu-io", &["-f", "raw", "-c", command, &user.nbd("web")]);
     io("write 0 4M");
     let host = user.host(&[]);
     let written = r#"larder_disk_write_bytes_total{domain="web",target_device="vda"}"#;
@@ -210,7 +210,7 @@ fn sockets_of_disks_are_left_alone() {
 
 #[test]
 fn unreadable_sockets_are_reported() {
-    super::support::need_root("to have a socket that its test's user may not use");
+    super::support::require_root("to have a socket that its test's user may not use");
     let user = User::new();
     let _others = UnixListener::bind(user.socket("theirs.sock")).expect("binds");
     std::fs::set_permissions(user.socket("theirs.sock"), PermissionsExt::from_mode(0o600)).expect("ours");
@@ -249,11 +249,11 @@ fn host_exit_harms_no_vm() {
     let mut frames = host.follow("/api/vm/web");
     frames.next("vm");
     host.process.kill();
-    super::tool("qemu-io", &["-f", "raw", "-c", "write 0 1M", &user.nbd("web")]);
+    super::run_tool("qemu-io", &["-f", "raw", "-c", "write 0 1M", &user.nbd("web")]);
     let mut host = user.host(&[]);
     host.follow("/api/vm/web").next("vm");
     host.process.signal(libc::SIGTERM);
-    assert!(host.process.wait(LIMIT).expect("ends").success());
+    assert!(host.process.wait(TEST_TIMEOUT).expect("ends").success());
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn odd_files_block_no_command() {
         (&["vm", "zeros"], "zeros.toml: it is a device, not a regular file"),
     ] {
         let mut process = Process::start(user.larder(arguments)).expect("starts");
-        process.wait_for(words, LIMIT).expect("says so");
-        process.wait(LIMIT).expect("ends");
+        process.wait_for(words, TEST_TIMEOUT).expect("says so");
+        process.wait(TEST_TIMEOUT).expect("ends");
     }
 }

@@ -4,10 +4,10 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use tempfile::TempDir;
 
-use super::support::{LIMIT, larder, need_root, on_tmpfs, run};
+use super::support::{TEST_TIMEOUT, larder_path, require_root, run_command, temp_dir_on_tmpfs};
 use super::{text, until};
 
 /// The user of the VMs' services.
@@ -46,8 +46,8 @@ struct World(TempDir);
 
 impl World {
     fn new() -> Self {
-        need_root("to be several users, and to have a /run of its own");
-        let world = Self(on_tmpfs());
+        require_root("to be several users, and to have a /run of its own");
+        let world = Self(temp_dir_on_tmpfs());
         for (folder, owner) in [
             (".", 0),
             ("run", 0),
@@ -81,7 +81,7 @@ impl World {
     /// Returns a command that a user of the host runs.
     fn command(&self, who: Who, program: &Path, arguments: &[&str]) -> Command {
         let mount = r#"mount --bind "$0/run" /run && mount --bind "$0/etc" /etc && exec "$@""#;
-        let mut command = mortal("unshare");
+        let mut command = killed_with_parent("unshare");
         command.args(["--mount", "--propagation", "private", "--", "sh", "-c", mount]);
         command.arg(self.0.path());
         command.args([
@@ -107,7 +107,7 @@ impl World {
     }
 
     fn larder(&self, who: Who, arguments: &[&str]) -> Command {
-        self.command(who, larder(), arguments)
+        self.command(who, larder_path(), arguments)
     }
 
     /// Starts the server of a VM as its service would, with `more` in the VM's file.
@@ -139,7 +139,7 @@ impl World {
             };
         }
         let process = Process::start(strict).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         process
     }
 
@@ -250,7 +250,7 @@ fn readers_host_sees_all_services() {
     command.env("XDG_CONFIG_HOME", "/etc");
     command.env("RUNTIME_DIRECTORY", "/run/larder-host");
     let host = Process::start(command).expect("larder starts");
-    host.wait_for(" ready ", LIMIT).expect("listens");
+    host.wait_for(" ready ", TEST_TIMEOUT).expect("listens");
     let metrics = || {
         let all = ["-sS", "--unix-socket", text(&socket), "http://localhost/metrics"];
         let output = world
@@ -270,14 +270,14 @@ fn readers_host_sees_all_services() {
         metrics.contains("larder_host_sockets{state=\"stopped\"} 0"),
         "{metrics}"
     );
-    let (code, said) = run(world.larder(MEMBER, &["status"]));
+    let (code, said) = run_command(world.larder(MEMBER, &["status"]));
     assert!(
         code == Some(0) && said.contains("web") && said.contains("db"),
         "{code:?}: {said}"
     );
-    let (code, said) = run(world.larder(MEMBER, &["status", "web"]));
+    let (code, said) = run_command(world.larder(MEMBER, &["status", "web"]));
     assert!(code == Some(0) && said.contains("raw"), "{code:?}: {said}");
-    let (code, said) = run(world.larder(
+    let (code, said) = run_command(world.larder(
         MEMBER,
         &[
             "memory",
@@ -293,6 +293,6 @@ fn readers_host_sees_all_services() {
         "{code:?}: {said}"
     );
     let stranger = who(STRANGER, STRANGER, &[]);
-    let (_, said) = run(world.larder(stranger, &["status"]));
+    let (_, said) = run_command(world.larder(stranger, &["status"]));
     assert!(!said.contains("web") && !said.contains("db"), "{said}");
 }

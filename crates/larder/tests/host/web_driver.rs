@@ -6,7 +6,7 @@ use std::process::Command;
 use larder_bench::campaign::process::Process;
 use serde_json::{Value, json};
 
-use super::support::{LIMIT, tool};
+use super::support::{TEST_TIMEOUT, run_tool};
 use super::{free_port, text, until};
 
 /// Headless Chromium.
@@ -22,8 +22,10 @@ impl Browser {
         let mut command = Command::new("nice");
         command.args(["-n", "19", "chromedriver", &format!("--port={port}")]);
         let driver = Process::start(command).expect("starts");
-        driver.wait_for("started successfully", LIMIT).expect("it listens");
-        let profile = super::on_tmpfs();
+        driver
+            .wait_for("started successfully", TEST_TIMEOUT)
+            .expect("it listens");
+        let profile = super::temp_dir_on_tmpfs();
         let options = json!({"args": [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
             "--window-size=1280,900", format!("--user-data-dir={}", text(profile.path())),
@@ -106,7 +108,7 @@ impl Browser {
         let picture = told["data"].as_str().expect("a picture");
         let encoded = path.with_extension("base64");
         std::fs::write(&encoded, picture).expect("writes");
-        tool(
+        run_tool(
             "sh",
             &[
                 "-c",
@@ -135,7 +137,7 @@ impl Drop for Browser {
 
 fn post(url: &str, body: &Value) -> Value {
     let body = body.to_string();
-    let told = tool(
+    let told = run_tool(
         "curl",
         &[
             "-sS",

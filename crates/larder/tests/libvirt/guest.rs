@@ -7,7 +7,7 @@ use larder_bench::campaign::guest::{initramfs, test_bed};
 use tempfile::TempDir;
 
 use crate::host::{Host, copy_for_qemu};
-use crate::support::{on_disk, tool};
+use crate::support::{run_tool, temp_dir_on_disk};
 
 /// Guest script that writes to both disks and reads the data back, waits for a signal to continue, and repeats that.
 const SCRIPT: &str = r#"
@@ -36,9 +36,9 @@ struct Domain {
 pub(crate) fn chain(folder: &Path) {
     let at = |name: &str| folder.join(name).display().to_string();
     let (base, over, system) = (at("base.raw"), at("over.qcow2"), at("system.qcow2"));
-    tool("qemu-img", &["create", "-q", "-f", "raw", &base, "64M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "raw", &base, "64M"]);
     let overlay = |below: &str, format: &str, image: &str| {
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "qcow2", "-b", below, "-F", format, image],
         );
@@ -48,7 +48,7 @@ pub(crate) fn chain(folder: &Path) {
         let said = folder.join("words");
         fs::write(&said, words).expect("writes");
         let write = format!("write -q -s {} {place} 512", said.display());
-        tool("qemu-io", &["-f", format, "-c", &write, image]);
+        run_tool("qemu-io", &["-f", format, "-c", &write, image]);
     }
     overlay(&over, "qcow2", &system);
 }
@@ -59,14 +59,14 @@ impl Domain {
         let host = Host::with_libvirtd();
         let domain = Self {
             host,
-            images: on_disk(),
+            images: temp_dir_on_disk(),
         };
         let folder = domain.host.folder.path();
         let made = initramfs(SCRIPT, domain.images.path()).expect("the test bed");
         copy_for_qemu(&made, &folder.join("initrd"));
         copy_for_qemu(&test_bed("vmlinuz").expect("the test bed"), &folder.join("vmlinuz"));
         chain(domain.images.path());
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "raw", &domain.image("data.raw"), "32M"],
         );
@@ -183,7 +183,7 @@ fn domain_works_from_attach_to_detach() {
     host.wait_until("Larder has ended", || domain.sockets().is_empty());
     let (code, said) = host.run(&["larder", "status", "/run/larder/web.sock"]);
     assert_ne!(code, Some(0), "{said}");
-    tool("qemu-img", &["check", "-q", &domain.image("system.qcow2")]);
+    run_tool("qemu-img", &["check", "-q", &domain.image("system.qcow2")]);
 
     host.larder(&["libvirt", "detach", "web"]);
     assert_ne!(host.xml("web"), before, "nothing has been changed");

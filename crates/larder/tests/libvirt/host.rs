@@ -8,10 +8,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use larder_bench::campaign::guest::{LIMIT as GUEST_LIMIT, project};
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, larder, need_root, on_tmpfs, run};
+use crate::support::{TEST_TIMEOUT, larder_path, require_root, run_command, temp_dir_on_tmpfs};
 
 /// Script that sets the namespaces up before anything is started. `$1` is the test's directory.
 ///
@@ -55,13 +55,13 @@ pub(crate) struct Host {
 impl Host {
     /// Starts a host without libvirtd.
     pub(crate) fn new() -> Self {
-        need_root("for namespaces");
-        let folder = on_tmpfs();
+        require_root("for namespaces");
+        let folder = temp_dir_on_tmpfs();
         let open = fs::Permissions::from_mode(0o755);
         fs::set_permissions(folder.path(), open).expect("a folder for QEMU's user");
         fs::create_dir(folder.path().join("bin")).expect("a folder");
-        symlink(larder(), folder.path().join("bin/larder")).expect("a link");
-        let mut command = mortal("unshare");
+        symlink(larder_path(), folder.path().join("bin/larder")).expect("a link");
+        let mut command = killed_with_parent("unshare");
         command
             .args([
                 "--mount",
@@ -79,7 +79,7 @@ impl Host {
                 &cached(),
             ]);
         let process = Process::start(command).expect("namespaces");
-        process.wait_for("SET-UP", LIMIT).expect("is set up");
+        process.wait_for("SET-UP", TEST_TIMEOUT).expect("is set up");
         let init = child_of(process.id()).expect("a process in the namespaces");
         Self { process, init, folder }
     }
@@ -139,7 +139,7 @@ impl Host {
     }
 
     pub(crate) fn run(&self, words: &[&str]) -> (Option<i32>, String) {
-        run(self.command(words))
+        run_command(self.command(words))
     }
 
     /// Runs a command that must succeed, and returns its output.

@@ -6,11 +6,11 @@ use std::process::Command;
 use larder_bench::campaign::guest::{initramfs, test_bed};
 use larder_bench::campaign::migration::larder::Side;
 use larder_bench::campaign::migration::vm::counted;
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 
 use crate::guest::chain;
 use crate::host::{Host, copy_for_qemu};
-use crate::support::{LIMIT, on_disk, run, tool};
+use crate::support::{TEST_TIMEOUT, run_command, run_tool, temp_dir_on_disk};
 
 /// Socket that QEMU connects to on the source host, and listens on at the destination: libvirt uses the same path for
 /// both. The directory belongs to QEMU's user.
@@ -43,7 +43,7 @@ fn hosts() -> [Host; 2] {
     let here = &hosts[0];
     // Both hosts find the images at the same path.
     let folder = here.folder.path();
-    let images = on_disk();
+    let images = temp_dir_on_disk();
     let made = initramfs(SCRIPT, images.path()).expect("the test bed");
     copy_for_qemu(&made, &folder.join("initrd"));
     copy_for_qemu(&test_bed("vmlinuz").expect("the test bed"), &folder.join("vmlinuz"));
@@ -90,7 +90,9 @@ fn carriers(from: &Host, to: &Host, words: &[&str]) -> [Side; 2] {
     let address = receiver.address().to_string();
     let send = ["larder", "migrate", "send", "--listen", SOCKET, "--to", &address];
     let process = Process::start(from.command_on_network(&[&send, words].concat())).expect("starts");
-    process.wait_for("ready to send to ", LIMIT).expect("it connects");
+    process
+        .wait_for("ready to send to ", TEST_TIMEOUT)
+        .expect("it connects");
     let sender = Side { process, address: None };
     [sender, receiver]
 }
@@ -101,7 +103,7 @@ fn migrate(from: &Host, to: &Host, words: &[&str]) -> Command {
         let socket = host.inside("/run/libvirt/libvirt-sock");
         format!("qemu+unix:///system?socket={}", socket.display())
     };
-    let mut command = mortal("virsh");
+    let mut command = killed_with_parent("virsh");
     command
         .env("LC_ALL", "C")
         .args(["--connect", &uri(from), "migrate", "--live", "web"])
@@ -113,7 +115,7 @@ fn migrate(from: &Host, to: &Host, words: &[&str]) -> Command {
 
 fn moves(from: &Host, to: &Host, words: &[&str]) {
     let sides = carriers(from, to, &[]);
-    let (code, said) = run(migrate(from, to, words));
+    let (code, said) = run_command(migrate(from, to, words));
     assert_eq!(code, Some(0), "{said}");
     for mut side in sides {
         let (code, said) = side.end().expect("ends");
@@ -153,7 +155,7 @@ done
 fn domain_moves_with_backing_chain() {
     let hosts = [Host::with_libvirtd(), Host::with_libvirtd()];
     let [here, there] = &hosts;
-    let (folder, images) = (here.folder.path(), on_disk());
+    let (folder, images) = (here.folder.path(), temp_dir_on_disk());
     chain(images.path());
     let made = initramfs(DISK_SCRIPT, images.path()).expect("the test bed");
     copy_for_qemu(&made, &folder.join("initrd"));
@@ -185,7 +187,7 @@ fn domain_moves_with_backing_chain() {
     there.virsh(&["destroy", "web"]);
     here.larder(&["libvirt", "detach", "web", "--apply"]);
     assert!(here.xml("web").contains("system.qcow2"), "{}", here.xml("web"));
-    tool(
+    run_tool(
         "qemu-img",
         &["check", "-q", &images.path().join("system.qcow2").display().to_string()],
     );
@@ -208,7 +210,7 @@ fn libvirt_watches_and_cancels_move() {
         processed().is_some_and(|now| before.as_ref() != Some(&now))
     });
     here.virsh(&["domjobabort", "web"]);
-    let status = virsh.wait(LIMIT).expect("ends");
+    let status = virsh.wait(TEST_TIMEOUT).expect("ends");
     // The error message varies: QEMU 7.2 shuts its socket before it handles the cancellation, and may report a
     // failure.
     assert!(!status.success(), "{}", virsh.output());

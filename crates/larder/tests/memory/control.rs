@@ -1,6 +1,6 @@
 //! The control socket of the pager, with curl as the client.
 
-use crate::support::tool;
+use crate::support::run_tool;
 use crate::{Fixture, MIB};
 
 const GET: &str = "http://x/v1/memory";
@@ -10,7 +10,7 @@ const DETACH: &str = "http://x/v1/memory/detach";
 fn curl(fixture: &Fixture, arguments: &[&str]) -> (u32, String) {
     let socket = fixture.path("control").display().to_string();
     let how = ["-sS", "--unix-socket", &socket, "-w", "\n%{http_code}"];
-    let said = tool("curl", &[&how, arguments].concat());
+    let said = run_tool("curl", &[&how, arguments].concat());
     let (body, status) = said.rsplit_once('\n').expect("the status is on a line of its own");
     (status.parse().expect("a number"), body.to_owned())
 }
@@ -88,7 +88,13 @@ fn control_socket_reports_changes_and_detaches() {
     let (status, said) = curl(&fixture, &["-X", "POST", DETACH]);
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!((status, &told["detached"]), (200, &true.into()));
-    assert!(pager.process.wait(crate::support::LIMIT).expect("ends").success());
+    assert!(
+        pager
+            .process
+            .wait(crate::support::TEST_TIMEOUT)
+            .expect("ends")
+            .success()
+    );
     fixture.works();
     fixture.verify();
 }

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::{LIMIT, need_root};
+use crate::support::{TEST_TIMEOUT, require_root};
 
 /// A control group; on drop it is removed, and its processes return to the parent group.
 pub(crate) struct ControlGroup {
@@ -15,7 +15,7 @@ pub(crate) struct ControlGroup {
 
 impl ControlGroup {
     pub(crate) fn new(controller: &str) -> Self {
-        need_root("to make a control group");
+        require_root("to make a control group");
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let above = Path::new("/sys/fs/cgroup");
@@ -86,7 +86,7 @@ impl ControlGroup {
             true => self.read("cgroup.events").contains(&format!("frozen {text}")),
             false => self.read(file).trim() == text,
         };
-        let give_up = Instant::now() + LIMIT;
+        let give_up = Instant::now() + TEST_TIMEOUT;
         loop {
             // The freezer of version 1 misses a process that is just being stopped, unless the state is written
             // again.
@@ -106,7 +106,7 @@ impl Drop for ControlGroup {
         let _ = write("freezer.state", "THAWED").or_else(|_| write("cgroup.freeze", "0"));
         let _ = write("memory.limit_in_bytes", "-1");
         let above = self.folder.parent().expect("a group").join("cgroup.procs");
-        let give_up = Instant::now() + LIMIT;
+        let give_up = Instant::now() + TEST_TIMEOUT;
         while std::fs::remove_dir(&self.folder).is_err() && Instant::now() < give_up {
             let inside = std::fs::read_to_string(self.folder.join("cgroup.procs")).unwrap_or_default();
             for pid in inside.lines() {

@@ -6,10 +6,10 @@ use std::path::Path;
 
 use larder_bench::campaign::Random;
 use larder_bench::campaign::memory::Pager;
-use larder_bench::campaign::memory_kills::{self, Kills};
+use larder_bench::campaign::memory_kills::{self, KillPlan};
 
 use crate::holder::{Holder, NONE, readable};
-use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
+use crate::support::{TEST_TIMEOUT, larder_path, run_command, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{BUDGET, Fixture, MIB, verifier_command};
 
 /// Offset of the key in the state (docs/memory.md).
@@ -38,7 +38,7 @@ fn swap_disk_is_readable_only_unencrypted() {
         (&["--encrypt", "on"], false),
         (&[], false),
     ] {
-        let (folder, disk) = (on_tmpfs(), on_disk());
+        let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
         let mut holder = Holder::start();
         let path = disk.path().join("swap");
         let swap = path.display().to_string();
@@ -73,7 +73,7 @@ fn swap_disk_is_readable_only_unencrypted() {
 /// A successor uses the state's key, whatever its `--encrypt` option, also for the pages that move to the slow store.
 #[test]
 fn successor_keeps_encryption_key() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let mut holder = Holder::start();
     let (fast, slow) = (disk.path().join("fast"), disk.path().join("slow"));
     let (fast_name, slow_name) = (fast.display().to_string(), slow.display().to_string());
@@ -109,7 +109,7 @@ fn successor_keeps_encryption_key() {
 /// A successor of a pager without encryption does not encrypt; a new attach does.
 #[test]
 fn unencrypted_state_changes_only_on_reattach() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let mut holder = Holder::start();
     let swap = disk.path().join("swap").display().to_string();
     let disks = ["--swap-cache", &swap, "--swap-size", "128MiB"];
@@ -120,7 +120,7 @@ fn unencrypted_state_changes_only_on_reattach() {
     let attach = holder.attach(folder.path(), &disks);
     let mut pager = attach.start().expect("it takes the place");
     let told = "data on the disks is not encrypted, as the previous pager was configured";
-    pager.process.wait_for(told, LIMIT).expect("it is logged");
+    pager.process.wait_for(told, TEST_TIMEOUT).expect("it is logged");
     assert!(!pager.state().expect("answers").disks[0].encrypted);
     assert_eq!(holder.check(), NONE);
     pager.detach().expect("lets go");
@@ -132,7 +132,7 @@ fn unencrypted_state_changes_only_on_reattach() {
 
 #[test]
 fn damaged_key_loses_pages_never_corrupts() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let mut holder = Holder::start();
     let swap = disk.path().join("swap").display().to_string();
     let words = ["--swap-cache", &swap, "--swap-size", "128MiB"];
@@ -156,7 +156,7 @@ fn damaged_key_loses_pages_never_corrupts() {
     assert_eq!(told, lost.len() as u64);
     let logged = pager
         .process
-        .wait_for(" is lost, because its stored copy is damaged", LIMIT);
+        .wait_for(" is lost, because its stored copy is damaged", TEST_TIMEOUT);
     logged.expect("it is logged");
     pager.detach().expect("lets go");
 }
@@ -164,15 +164,15 @@ fn damaged_key_loses_pages_never_corrupts() {
 /// A process whose pager has an encrypted swap cache sees no wrong page when pagers are killed.
 #[test]
 fn process_survives_kills_with_encryption() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let words = ["--compressed", "2MiB", "--swap-cache", &swap, "--swap-size", "256MiB"];
     let report = memory_kills::of_verifier(
-        larder(),
+        larder_path(),
         verifier_command("mixed"),
         &words,
         folder.path(),
-        Kills {
+        KillPlan {
             count: 15,
             burst_every: 4,
         },
@@ -185,7 +185,7 @@ fn process_survives_kills_with_encryption() {
 #[test]
 fn encrypt_without_disk_is_refused() {
     let fixture = Fixture::new();
-    let (code, said) = run(fixture.attach(&["--budget", BUDGET, "--encrypt", "on"]).command());
+    let (code, said) = run_command(fixture.attach(&["--budget", BUDGET, "--encrypt", "on"]).command());
     let why = "--encrypt on: there is nothing to encrypt without --swap-cache or --slow-store";
     assert!(code == Some(2) && said.contains(why), "{said}");
     fixture.verify();

@@ -1,7 +1,7 @@
 //! Processes that end while their memory is managed.
 
 use crate::Fixture;
-use crate::support::LIMIT;
+use crate::support::TEST_TIMEOUT;
 
 fn ends_with(how: impl FnOnce(&mut Fixture)) {
     let mut fixture = Fixture::new();
@@ -12,7 +12,7 @@ fn ends_with(how: impl FnOnce(&mut Fixture)) {
     let number = std::fs::read_to_string(&pidfile).expect("a pid file");
     assert_eq!(number.trim(), pager.process.id().to_string());
     how(&mut fixture);
-    let ended = pager.process.wait(LIMIT).expect("ends");
+    let ended = pager.process.wait(TEST_TIMEOUT).expect("ends");
     let said = pager.process.output();
     assert!(
         ended.success() && said.contains("the process has ended"),
@@ -26,7 +26,7 @@ fn ends_with(how: impl FnOnce(&mut Fixture)) {
 fn process_exits_while_managed() {
     ends_with(|fixture| {
         fixture.verifier.process.say("stop").expect("reads");
-        let ended = fixture.verifier.process.wait(LIMIT).expect("ends");
+        let ended = fixture.verifier.process.wait(TEST_TIMEOUT).expect("ends");
         let said = fixture.verifier.process.output();
         assert!(ended.success() && said.contains("verified "), "{said}");
     });

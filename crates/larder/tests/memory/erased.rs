@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::failures::Server;
 use crate::holder::{Holder, NONE, readable};
-use crate::support::{LoopDevice, on_disk, on_tmpfs, run};
+use crate::support::{LoopDevice, run_command, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{BUDGET, Fixture, MIB};
 
 /// Size of each disk, in MiB.
@@ -27,7 +27,7 @@ struct Disk {
 
 impl Disk {
     fn empty() -> (TempDir, PathBuf) {
-        let folder = on_disk();
+        let folder = temp_dir_on_disk();
         let path = folder.path().join("disk");
         let file = File::create_new(&path).expect("a file");
         file.set_len(DISK_MIB * MIB).expect("a size");
@@ -79,7 +79,7 @@ fn plain_pages(holder: &Holder, folder: &Path, swap: &str, more: &[&str]) -> Pag
 fn refusal(swap: &str, size: &str) -> String {
     let other = Fixture::new();
     let words = ["--budget", BUDGET, "--swap-cache", swap, "--swap-size", size];
-    let (code, said) = run(other.attach(&words).command());
+    let (code, said) = run_command(other.attach(&words).command());
     assert_eq!(code, Some(2), "{said}");
     other.verify();
     said
@@ -89,7 +89,7 @@ fn refusal(swap: &str, size: &str) -> String {
 #[test]
 fn detach_erases_plain_swap_disk() {
     for disk in [Disk::device(), Disk::export()] {
-        let (mut holder, folder) = (Holder::start(), on_tmpfs());
+        let (mut holder, folder) = (Holder::start(), temp_dir_on_tmpfs());
         let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
         assert!(readable(&disk.bytes).len() > 4000);
         pager.detach().expect("it detaches");
@@ -109,10 +109,16 @@ fn detach_erases_plain_swap_disk() {
 /// The end of the process also erases its pages.
 #[test]
 fn process_end_erases_plain_swap_disk() {
-    let (disk, holder, folder) = (Disk::device(), Holder::start(), on_tmpfs());
+    let (disk, holder, folder) = (Disk::device(), Holder::start(), temp_dir_on_tmpfs());
     let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
     holder.stop();
-    assert!(pager.process.wait(crate::support::LIMIT).expect("it ends").success());
+    assert!(
+        pager
+            .process
+            .wait(crate::support::TEST_TIMEOUT)
+            .expect("it ends")
+            .success()
+    );
     assert!(readable(&disk.bytes).is_empty());
 }
 
@@ -121,7 +127,7 @@ fn process_end_erases_plain_swap_disk() {
 fn pages_of_ended_process_are_erased() {
     for is_refused in [true, false] {
         for disk in [Disk::device(), Disk::export()] {
-            let (holder, folder) = (Holder::start(), on_tmpfs());
+            let (holder, folder) = (Holder::start(), temp_dir_on_tmpfs());
             let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
             // The second pager learns only from the disk how far the first has written.
             pager.process.kill();
@@ -159,7 +165,7 @@ fn plain_pages_again(holder: &Holder, folder: &Path, swap: &str) -> Pager {
 #[test]
 fn swap_file_of_ended_process_emptied() {
     for size in ["1000TiB", "32MiB"] {
-        let (holder, folder, disk) = (Holder::start(), on_tmpfs(), on_disk());
+        let (holder, folder, disk) = (Holder::start(), temp_dir_on_tmpfs(), temp_dir_on_disk());
         let path = disk.path().join("swap");
         let name = path.display().to_string();
         let mut pager = plain_pages(&holder, folder.path(), &name, &["--swap-size", "128MiB"]);
@@ -176,7 +182,7 @@ fn swap_file_of_ended_process_emptied() {
                 assert!(!path.exists(), "the file is left");
             }
             _ => {
-                let (code, said) = run(attach.command());
+                let (code, said) = run_command(attach.command());
                 assert!(code == Some(2) && said.contains("there is space for"), "{said}");
                 assert!(!path.exists(), "the file is left");
             }
@@ -189,7 +195,7 @@ fn swap_file_of_ended_process_emptied() {
 #[test]
 fn pages_of_living_process_survive_refusals() {
     let disk = Disk::device();
-    let (mut holder, folder, file) = (Holder::start(), on_tmpfs(), on_disk());
+    let (mut holder, folder, file) = (Holder::start(), temp_dir_on_tmpfs(), temp_dir_on_disk());
     let path = file.path().join("swap");
     let name = path.display().to_string();
     for (swap, size) in [(&disk.name, &[][..]), (&name, &["--swap-size", "128MiB"][..])] {

@@ -9,18 +9,18 @@ use std::process::Command;
 use std::time::Instant;
 
 use larder_bench::campaign::memory::Attach;
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use larder_vm::control::memory::MemoryProblem;
 use tempfile::TempDir;
 
 use crate::holder::{Holder, NONE, readable};
-use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run};
+use crate::support::{TEST_TIMEOUT, larder_path, require_root, run_command, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{Fixture, MIB};
 
 /// A page whose copy on the disk is damaged gives a memory error when it is touched; all other pages are right.
 #[test]
 fn damaged_page_on_disk_is_poisoned() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let mut holder = Holder::start();
     let path = disk.path().join("swap");
     let swap = path.display().to_string();
@@ -50,7 +50,7 @@ fn damaged_page_on_disk_is_poisoned() {
     let each = " is lost, because its stored copy is damaged: a thread that touches it gets a memory error";
     // At least the first hundred are reported individually.
     let first = 100;
-    let told = pager.process.wait_for_count(each, first, LIMIT);
+    let told = pager.process.wait_for_count(each, first, TEST_TIMEOUT);
     told.expect("each is told");
     let told = pager.process.output().matches(each).count();
     assert!((first..=lost.len()).contains(&told), "{told}");
@@ -63,7 +63,7 @@ fn damaged_page_on_disk_is_poisoned() {
     assert_eq!(holder.check(), lost);
     assert_eq!(pager.state().expect("answers").lost_pages, lost.len() as u64);
     assert_eq!(holder.touch(lost[0]).signal(), Some(libc::SIGBUS));
-    assert!(pager.process.wait(LIMIT).expect("ends").success());
+    assert!(pager.process.wait(TEST_TIMEOUT).expect("ends").success());
 }
 
 /// An NBD server on its own socket.
@@ -78,10 +78,10 @@ impl Server {
         let socket = folder.path().join("nbd");
         // A killed server leaves its socket.
         let _ = std::fs::remove_file(&socket);
-        let mut command = mortal("nbdkit");
+        let mut command = killed_with_parent("nbdkit");
         command.args(["--foreground", "--unix"]).arg(&socket).args(words);
         let process = Process::start(command).expect("starts");
-        let give_up = Instant::now() + LIMIT;
+        let give_up = Instant::now() + TEST_TIMEOUT;
         while UnixStream::connect(&socket).is_err() {
             assert!(!process.has_ended() && Instant::now() < give_up, "{}", process.output());
             std::thread::yield_now();
@@ -108,25 +108,25 @@ fn failing(kind: &str, rate: &str, switch: &Path) -> [String; 6] {
 }
 
 fn limit(folder: &TempDir, words: &[&str]) {
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.args(["memory", "limit", "--control"]);
     command.arg(folder.path().join("control")).args(words);
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert_eq!(code, Some(0), "{said}");
 }
 
 fn status(folder: &TempDir) -> String {
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.args(["memory", "status", "--control"]);
     command.arg(folder.path().join("control"));
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert_eq!(code, Some(0), "{said}");
     said
 }
 
 #[test]
 fn failed_reads_are_retried() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
     let server = Server::start(&folder, &failing("pread", "2%", &switch).each_ref().map(String::as_str));
@@ -140,7 +140,7 @@ fn failed_reads_are_retried() {
     for _ in 0..2 {
         assert_eq!(holder.check(), NONE);
     }
-    let logged = pager.process.wait_for(": the read is retried", LIMIT);
+    let logged = pager.process.wait_for(": the read is retried", TEST_TIMEOUT);
     logged.expect("it is logged");
     std::fs::remove_file(&switch).expect("was there");
     assert_eq!(pager.state().expect("answers").lost_pages, 0);
@@ -152,7 +152,7 @@ fn failed_reads_are_retried() {
 /// Pages that the disk fails to read for good are lost and reported; all others are right.
 #[test]
 fn unreadable_pages_are_lost_and_reported() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
     let server = Server::start(
@@ -181,7 +181,7 @@ fn unreadable_pages_are_lost_and_reported() {
     assert!(lost.len() >= 3 && state.lost_pages == lost.len() as u64, "{state:#?}");
     let told = pager
         .process
-        .wait_for(" is lost, because it cannot be read from the disk", LIMIT);
+        .wait_for(" is lost, because it cannot be read from the disk", TEST_TIMEOUT);
     told.expect("it is told");
     let said = status(&folder);
     assert!(said.contains(&format!("{} pages\n", lost.len())), "{said}");
@@ -193,7 +193,7 @@ fn unreadable_pages_are_lost_and_reported() {
 /// A disk that fails writes loses no page and is reported, and the next pager tries it again.
 #[test]
 fn unwritable_disk_loses_nothing() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
     let server = Server::start(
@@ -202,7 +202,7 @@ fn unwritable_disk_loses_nothing() {
     );
     let uri = server.uri();
     let words = ["--budget", "128MiB", "--compressed", "2MiB", "--swap-cache", &uri];
-    let attach = Attach::new(larder(), folder.path(), holder.pid(), &words);
+    let attach = Attach::new(larder_path(), folder.path(), holder.pid(), &words);
     let mut pager = attach.start().expect("it attaches");
     std::fs::write(&switch, "").expect("a file");
     limit(&folder, &["--budget", "20MiB", "--compressed", "2MiB"]);
@@ -211,7 +211,7 @@ fn unwritable_disk_loses_nothing() {
         "nothing is lost; another segment is tried",
         "the disk is not written to any more",
     ] {
-        pager.process.wait_for(text, LIMIT).expect("it is told");
+        pager.process.wait_for(text, TEST_TIMEOUT).expect("it is told");
     }
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::DiskFailed));
     is_told.expect("a problem");
@@ -235,7 +235,7 @@ fn unwritable_disk_loses_nothing() {
 /// A disk whose server is unreachable is reported and waited for, and no page is lost.
 #[test]
 fn unreachable_server_is_awaited() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let mut holder = Holder::start();
     let path = disk.path().join("export");
     let file = std::fs::File::create(&path).expect("a file");
@@ -254,10 +254,10 @@ fn unreachable_server_is_awaited() {
     let said = status(&folder);
     assert!(said.contains(", cannot be reached: faults on its pages wait"), "{said}");
     let said = " cannot be reached: threads that need a page from it wait until it can";
-    pager.process.wait_for(said, LIMIT).expect("it is logged");
+    pager.process.wait_for(said, TEST_TIMEOUT).expect("it is logged");
     // Waits for as many failures as would disable a disk that answers with errors.
     let failed = "cannot reconnect";
-    pager.process.wait_for(failed, LIMIT).expect("it is tried again");
+    pager.process.wait_for(failed, TEST_TIMEOUT).expect("it is tried again");
     let before = state.time_ns;
     let waited = pager.wait_until(|state| state.time_ns > before + 10_000_000_000);
     let state = waited.expect("it waits on");
@@ -284,7 +284,7 @@ struct Group {
 
 impl Group {
     fn new() -> Self {
-        need_root("to make a control group");
+        require_root("to make a control group");
         let name = format!("larder-test-{}", std::process::id());
         let first = Path::new("/sys/fs/cgroup/memory");
         let (path, usage, limit, swap) = match first.is_dir() {
@@ -336,7 +336,7 @@ fn oom_killed_pager_loses_nothing() {
     std::fs::write(group.path.join(group.limit), (usage + 3 * MIB).to_string()).expect("a limit");
     // The pager may be killed before it answers.
     let _ = fixture.ask("limit --budget 20MiB");
-    let ended = pager.process.wait(LIMIT).expect("it is killed");
+    let ended = pager.process.wait(TEST_TIMEOUT).expect("it is killed");
     assert_eq!(ended.signal(), Some(libc::SIGKILL), "{}", pager.process.output());
     let mut pager = fixture.start();
     fixture.works();

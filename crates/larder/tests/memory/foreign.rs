@@ -5,23 +5,23 @@ use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 
 use larder_bench::campaign::memory::Attach;
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::MIB;
 use crate::holder::{Holder, NONE, PAGE, PAGES};
-use crate::support::{LIMIT, larder, on_disk, on_tmpfs, pattern};
+use crate::support::{TEST_TIMEOUT, larder_path, temp_dir_on_disk, temp_dir_on_tmpfs, test_pattern};
 
 /// No page of an ivshmem region is evicted, since a host program may map it at any time.
 #[test]
 fn ivshmem_region_keeps_its_pages() {
     const REGION_MIB: u64 = 32;
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let region = folder.path().join("region");
-    let content = pattern(7, (REGION_MIB * MIB) as usize);
+    let content = test_pattern(7, (REGION_MIB * MIB) as usize);
     std::fs::write(&region, &content).expect("room in tmpfs");
     let ram = folder.path().join("ram");
-    let mut qemu = mortal("qemu-system-x86_64");
+    let mut qemu = killed_with_parent("qemu-system-x86_64");
     qemu.args("-accel tcg -m 64 -nodefaults -display none -S".split(' '));
     let file = |id: &str, path: &std::path::Path, mib: u64| {
         format!(
@@ -47,7 +47,7 @@ fn ivshmem_region_keeps_its_pages() {
         "--swap-size",
         "256MiB",
     ];
-    let attach = Attach::new(larder(), folder.path(), qemu.id(), &words);
+    let attach = Attach::new(larder_path(), folder.path(), qemu.id(), &words);
     let mut pager = attach.start().expect("it attaches");
     let state = pager.wait_for_budget().expect("within the budget");
     assert_eq!(state.size, 64 * MIB, "more than the RAM is managed");
@@ -69,7 +69,7 @@ fn ivshmem_region_keeps_its_pages() {
 /// A program that maps a VM's memory gets zero pages where pages were evicted; the guest still gets its own pages.
 #[test]
 fn page_touched_externally_keeps_its_content() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let mut holder = Holder::start();
     let attach = holder.attach(folder.path(), &["--swap-cache", &swap, "--swap-size", "256MiB"]);
@@ -102,7 +102,7 @@ fn page_touched_externally_keeps_its_content() {
         .process
         .wait_for(
             "found in memory, filled with zeros, which its stored copy replaces",
-            LIMIT,
+            TEST_TIMEOUT,
         )
         .expect("it is reported");
     pager.detach().expect("it detaches");

@@ -14,7 +14,7 @@ use larder_bench::campaign::process::Process;
 use rustix::fs::{FallocateFlags, MemfdFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::support::{LIMIT, larder, on_tmpfs};
+use crate::support::{TEST_TIMEOUT, larder_path, temp_dir_on_tmpfs};
 
 const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
@@ -179,7 +179,7 @@ impl Memory {
 
 /// Starts `program` of this test program, lets `meanwhile` manage it, and returns its output once it has ended.
 fn go_through(program: &str, meanwhile: impl FnOnce(&Attach, &mut Process)) -> String {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
     let swap = disk.path().join("swap");
     let mut command = std::process::Command::new(std::env::current_exe().expect("this program"));
@@ -187,7 +187,7 @@ fn go_through(program: &str, meanwhile: impl FnOnce(&Attach, &mut Process)) -> S
         .args(["--ignored", "--exact", program, "--nocapture"])
         .env(PROGRAM, "1");
     let mut program = Process::start(command).expect("a program to manage");
-    let said = program.wait_for("ready ", LIMIT).expect("it works");
+    let said = program.wait_for("ready ", TEST_TIMEOUT).expect("it works");
     let pid = said
         .split_once("ready ")
         .expect("its number")
@@ -197,8 +197,8 @@ fn go_through(program: &str, meanwhile: impl FnOnce(&Attach, &mut Process)) -> S
         .expect("a number");
     let swap = swap.display().to_string();
     let words = ["--budget", "20MiB", "--swap-cache", &swap, "--swap-size", "128MiB"];
-    meanwhile(&Attach::new(larder(), folder.path(), pid, &words), &mut program);
-    let ended = program.wait(LIMIT).expect("it ends");
+    meanwhile(&Attach::new(larder_path(), folder.path(), pid, &words), &mut program);
+    let ended = program.wait(TEST_TIMEOUT).expect("it ends");
     let said = program.output();
     assert!(ended.success(), "{ended}: {said}");
     said
@@ -249,7 +249,7 @@ fn detach_waits_for_report_of_discard() {
         let mut pager = attach.start().expect("it attaches");
         pager.wait_for_budget().expect("it evicts");
         program.say("punch").expect("it reads");
-        program.wait_for("punched", LIMIT).expect("a page was evicted");
+        program.wait_for("punched", TEST_TIMEOUT).expect("a page was evicted");
         pager.detach().expect("lets go");
         program.say("end").expect("it reads");
     });

@@ -2,10 +2,10 @@
 
 use larder_bench::campaign::guest::Monitor;
 use larder_bench::campaign::memory::Attach;
-use larder_bench::campaign::memory_guest::{DiskIo, MemoryGuest, Options, disk_image, disk_socket, make_disk};
+use larder_bench::campaign::memory_guest::{DiskIo, MemoryGuest, Options, create_disk, disk_image, disk_socket};
 use larder_bench::campaign::server::Server;
 
-use crate::support::{larder, on_disk, on_tmpfs};
+use crate::support::{larder_path, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{Alone, MIB};
 
 const MEMORY_MIB: u64 = 384;
@@ -41,13 +41,13 @@ fn balloon(monitor: &mut Monitor, mib: u64) {
 /// A guest works within a budget below its memory use, with a balloon, and after a reset.
 #[test]
 fn guest_survives_small_budget_balloon_reset() {
-    let (folder, images) = (on_tmpfs(), on_disk());
+    let (folder, images) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let guest = MemoryGuest::start(options(None), images.path()).expect("a guest");
     let before = Alone::of(guest.pid());
     // Compressed pages count towards the budget, so that half of the memory would stall the guest without a swap
     // cache.
     let budget = (guest.used().expect("a guest") / 5 * 4).to_string();
-    let attach = Attach::new(larder(), folder.path(), guest.pid(), &["--budget", &budget]);
+    let attach = Attach::new(larder_path(), folder.path(), guest.pid(), &["--budget", &budget]);
     let mut pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     // The pager also works with QEMU's own sandbox.
@@ -70,7 +70,7 @@ fn guest_survives_small_budget_balloon_reset() {
     monitor.run("system_reset", "{}").expect("resets");
     guest
         .process
-        .wait_for_after(told, "ROUND 1", crate::support::LIMIT)
+        .wait_for_after(told, "ROUND 1", crate::support::TEST_TIMEOUT)
         .expect("boots again");
     pager.wait_for_budget().expect("within the budget");
     guest.works(0).expect("goes on");
@@ -88,7 +88,7 @@ fn guest_survives_small_budget_balloon_reset() {
 #[test]
 fn hotplugged_memory_is_managed() {
     const MORE_MIB: u64 = 128;
-    let (folder, images) = (on_tmpfs(), on_disk());
+    let (folder, images) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let options = Options {
         pluggable: true,
         ..options(None)
@@ -97,7 +97,7 @@ fn hotplugged_memory_is_managed() {
     let budget = (guest.used().expect("a guest") / 5 * 4).to_string();
     let swap = images.path().join("swap").display().to_string();
     let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
-    let attach = Attach::new(larder(), folder.path(), guest.pid(), &words);
+    let attach = Attach::new(larder_path(), folder.path(), guest.pid(), &words);
     let mut pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     let mut monitor = guest.monitor().expect("a monitor");
@@ -107,7 +107,7 @@ fn hotplugged_memory_is_managed() {
     monitor.run("object-add", &backend).expect("memory");
     let module = "{\"driver\": \"pc-dimm\", \"id\": \"dimm\", \"memdev\": \"more\"}";
     monitor.run("device_add", module).expect("a memory module");
-    let limit = crate::support::LIMIT;
+    let limit = crate::support::TEST_TIMEOUT;
     pager
         .process
         .wait_for("memory was hotplugged", limit)
@@ -129,7 +129,7 @@ fn hotplugged_memory_is_managed() {
 
 /// Checks disk I/O of a guest whose pager finds it by its QMP socket, across a kill of the pager.
 fn with_a_disk(io: DiskIo) {
-    let (folder, images) = (on_tmpfs(), on_disk());
+    let (folder, images) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let guest = MemoryGuest::start(options(Some(io)), images.path()).expect("a guest");
     let (qmp, budget) = (guest.qmp(), (guest.used().expect("a guest") / 2).to_string());
     let swap = images.path().join("swap").display().to_string();
@@ -143,7 +143,7 @@ fn with_a_disk(io: DiskIo) {
         "--swap-size",
         "1GiB",
     ];
-    let attach = Attach::of(larder(), folder.path(), &words);
+    let attach = Attach::of(larder_path(), folder.path(), &words);
     let mut pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     guest.works(0).expect("goes on");
@@ -172,18 +172,18 @@ fn direct_io_uring_into_evicted_memory() {
 /// I/O of a disk that Larder serves into evicted memory is right, also after kills of the server and the pager.
 #[test]
 fn served_disk_io_into_evicted_memory() {
-    let (folder, images) = (on_tmpfs(), on_disk());
-    make_disk(images.path()).expect("an image");
+    let (folder, images) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
+    create_disk(images.path()).expect("an image");
     let serve = || {
         let (image, socket) = (disk_image(images.path()), disk_socket(images.path()));
-        Server::start(larder(), &image, &socket, &["--format", "raw"]).expect("it serves")
+        Server::start(larder_path(), &image, &socket, &["--format", "raw"]).expect("it serves")
     };
     let mut server = serve();
     let guest = MemoryGuest::start(options(Some(DiskIo::Larder)), images.path()).expect("a guest");
     let budget = (guest.used().expect("a guest") / 2).to_string();
     let swap = images.path().join("swap").display().to_string();
     let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
-    let attach = Attach::new(larder(), folder.path(), guest.pid(), &words);
+    let attach = Attach::new(larder_path(), folder.path(), guest.pid(), &words);
     let pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     guest.works(0).expect("goes on");

@@ -15,7 +15,7 @@ use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::control_group::ControlGroup;
-use crate::support::{LIMIT, larder};
+use crate::support::{TEST_TIMEOUT, larder_path};
 
 pub(crate) const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
@@ -171,7 +171,9 @@ impl Holder {
     pub(crate) fn map_more(&mut self) {
         let told = self.process.lines();
         self.process.say("map more").expect("it reads");
-        self.process.wait_for_after(told, "mapped", LIMIT).expect("it has more");
+        self.process
+            .wait_for_after(told, "mapped", TEST_TIMEOUT)
+            .expect("it has more");
     }
 
     fn command() -> Command {
@@ -183,7 +185,7 @@ impl Holder {
 
     fn start_by(command: Command) -> Self {
         let process = Process::start(command).expect("a program to manage");
-        let said = process.wait_for("ready ", LIMIT).expect("it works");
+        let said = process.wait_for("ready ", TEST_TIMEOUT).expect("it works");
         let pid = said.split_once("ready ").expect("its number").1.trim().parse();
         let pid = pid.expect("a number");
         Self { process, pid }
@@ -196,7 +198,7 @@ impl Holder {
     /// Returns a pager for the program, with a budget below its memory.
     pub(crate) fn attach(&self, folder: &Path, words: &[&str]) -> Attach {
         Attach::new(
-            larder(),
+            larder_path(),
             folder,
             self.pid,
             &[&["--budget", "20MiB", "--compressed", "2MiB"], words].concat(),
@@ -214,7 +216,7 @@ impl Holder {
     pub(crate) fn end_check(&mut self, told: usize) -> Vec<usize> {
         let line = self
             .process
-            .wait_for_after(told, "checked ", LIMIT)
+            .wait_for_after(told, "checked ", TEST_TIMEOUT)
             .expect("it goes on");
         let (_, found) = line.split_once("wrong=").expect("what was found");
         let (wrong, lost) = found.split_once(" lost=").expect("what was found");
@@ -231,12 +233,12 @@ impl Holder {
     /// Makes the program touch a page that cannot be read, which ends it.
     pub(crate) fn touch(mut self, page: usize) -> ExitStatus {
         self.process.say(&format!("touch {page}")).expect("it reads");
-        self.process.wait(LIMIT).expect("it ends")
+        self.process.wait(TEST_TIMEOUT).expect("it ends")
     }
 
     pub(crate) fn stop(mut self) {
         self.process.say("stop").expect("it reads");
-        let ended = self.process.wait(LIMIT).expect("it ends");
+        let ended = self.process.wait(TEST_TIMEOUT).expect("it ends");
         assert!(ended.success(), "{ended}: {}", self.process.output());
     }
 

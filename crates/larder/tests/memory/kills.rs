@@ -3,12 +3,12 @@
 use larder_bench::campaign::Random;
 use larder_bench::campaign::memory::{Attach, Verifier};
 use larder_bench::campaign::memory_attach;
-use larder_bench::campaign::memory_kills::{self, Kills};
+use larder_bench::campaign::memory_kills::{self, KillPlan};
 
-use crate::support::{larder, on_disk, on_tmpfs};
+use crate::support::{larder_path, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{Alone, BUDGET, verifier_command};
 
-const KILLS: Kills = Kills {
+const KILLS: KillPlan = KillPlan {
     count: 15,
     burst_every: 4,
 };
@@ -16,9 +16,9 @@ const KILLS: Kills = Kills {
 /// A process sees no wrong page when pagers are killed, only pauses.
 #[test]
 fn process_survives_pager_kills() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let report = memory_kills::of_verifier(
-        larder(),
+        larder_path(),
         verifier_command("mixed"),
         &[],
         folder.path(),
@@ -35,11 +35,11 @@ fn process_survives_pager_kills() {
 
 #[test]
 fn process_survives_kills_with_swap() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let words = ["--compressed", "2MiB", "--swap-cache", &swap, "--swap-size", "256MiB"];
     let report = memory_kills::of_verifier(
-        larder(),
+        larder_path(),
         verifier_command("mixed"),
         &words,
         folder.path(),
@@ -52,10 +52,10 @@ fn process_survives_kills_with_swap() {
 
 #[test]
 fn successor_of_killed_pager_detaches_cleanly() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
     let before = Alone::of(verifier.pid());
-    let attach = Attach::new(larder(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
+    let attach = Attach::new(larder_path(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
     for _ in 0..2 {
         let mut pager = attach.start().expect("it attaches");
         pager.wait_for_budget().expect("within the budget");
@@ -73,10 +73,10 @@ fn successor_of_killed_pager_detaches_cleanly() {
 
 #[test]
 fn kill_during_attach_hinders_no_successor() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
     let before = Alone::of(verifier.pid());
-    let attach = Attach::new(larder(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
+    let attach = Attach::new(larder_path(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
     let mut random = Random::new(3);
     for _ in 0..10 {
         for _ in 0..2 {
@@ -108,9 +108,9 @@ fn kill_during_attach_hinders_no_successor() {
 /// A process that is attached to and detached from again and again sees only pauses.
 #[test]
 fn process_survives_attach_and_detach() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let command = verifier_command("mixed");
-    let report = memory_attach::of_verifier(larder(), command, folder.path(), 10, &mut Random::new(4));
+    let report = memory_attach::of_verifier(larder_path(), command, folder.path(), 10, &mut Random::new(4));
     let report = report.expect("nothing was noticed");
     assert_eq!(report.pauses.len(), 10);
     assert!(report.evicted > 0, "{report:?}");
@@ -118,10 +118,10 @@ fn process_survives_attach_and_detach() {
 
 #[test]
 fn killed_detach_is_resumed() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
     let before = Alone::of(verifier.pid());
-    let attach = Attach::new(larder(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
+    let attach = Attach::new(larder_path(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
     let mut random = Random::new(5);
     for _ in 0..6 {
         let mut pager = attach.start().expect("it attaches");

@@ -2,7 +2,7 @@
 
 use larder_vm::control::memory::MemoryProblem;
 
-use crate::support::LIMIT;
+use crate::support::TEST_TIMEOUT;
 use crate::{BUDGET, Fixture, MIB};
 
 #[test]
@@ -88,7 +88,7 @@ fn incompressible_memory_is_reported() {
     let state = is_told.expect("a problem");
     assert!(state.used > state.budget, "{state:#?}");
     let told = "the pages in memory cannot be compressed, and there is no swap cache";
-    pager.process.wait_for(told, LIMIT).expect("it is logged");
+    pager.process.wait_for(told, TEST_TIMEOUT).expect("it is logged");
     let (_, said) = fixture.ask("status");
     assert!(said.contains(told), "{said}");
     fixture.works();
@@ -136,7 +136,7 @@ fn full_tiers_are_reported_without_loss() {
         "{state:#?}"
     );
     let told = "there is no space left for evicted pages";
-    pager.process.wait_for(told, LIMIT).expect("it is logged");
+    pager.process.wait_for(told, TEST_TIMEOUT).expect("it is logged");
     fixture.works();
     pager.detach().expect("lets go");
     fixture.works();

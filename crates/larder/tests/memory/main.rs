@@ -29,7 +29,7 @@ use std::process::Command;
 
 use larder_bench::campaign::memory::{Attach, Pager, Verifier};
 use larder_bench::campaign::verifier;
-use support::{larder, on_disk, on_tmpfs, run};
+use support::{larder_path, run_command, temp_dir_on_disk, temp_dir_on_tmpfs};
 use tempfile::TempDir;
 
 /// Variable that selects the memory content of the program below.
@@ -80,7 +80,7 @@ impl Fixture {
     fn with(kind: &str) -> Self {
         Self {
             verifier: Verifier::start(verifier_command(kind)).expect("a program to manage"),
-            folder: on_tmpfs(),
+            folder: temp_dir_on_tmpfs(),
         }
     }
 
@@ -89,7 +89,7 @@ impl Fixture {
         let command = group.with(&verifier_command(kind));
         Self {
             verifier: Verifier::start(command).expect("a program to manage"),
-            folder: on_tmpfs(),
+            folder: temp_dir_on_tmpfs(),
         }
     }
 
@@ -102,7 +102,7 @@ impl Fixture {
     }
 
     fn attach(&self, words: &[&str]) -> Attach {
-        Attach::new(larder(), self.folder.path(), self.pid(), words)
+        Attach::new(larder_path(), self.folder.path(), self.pid(), words)
     }
 
     fn start(&self) -> Pager {
@@ -111,10 +111,10 @@ impl Fixture {
 
     /// Runs `larder memory` with these arguments and the control socket; returns the exit status and the output.
     fn ask(&self, words: &str) -> (Option<i32>, String) {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("memory").args(words.split(' ')).arg("--control");
         command.arg(self.path("control"));
-        run(command)
+        run_command(command)
     }
 
     /// Returns the names of the files in the directory.
@@ -201,7 +201,7 @@ fn budget_is_kept_and_detach_restores() {
     let (code, said) = fixture.ask("detach");
     let alone = format!("process {} is no longer managed", fixture.pid());
     assert_eq!((code, said.trim_end()), (Some(0), alone.as_str()));
-    let ended = pager.process.wait(support::LIMIT).expect("ends");
+    let ended = pager.process.wait(support::TEST_TIMEOUT).expect("ends");
     assert!(ended.success(), "{}", pager.process.output());
     assert_eq!(fixture.alone(), before);
     assert_eq!(fixture.left(), [""; 0]);
@@ -227,7 +227,7 @@ fn process_can_be_reattached() {
 #[test]
 fn sigterm_detaches_only_with_room() {
     let mut fixture = Fixture::new();
-    support::need_root("to have the pager see another /proc/meminfo");
+    support::require_root("to have the pager see another /proc/meminfo");
     let before = fixture.alone();
     // The pager sees a /proc/meminfo in which no memory is free.
     let (full, real) = (fixture.path("meminfo"), "/proc/meminfo");
@@ -253,7 +253,7 @@ fn sigterm_detaches_only_with_room() {
     pager.process.signal(libc::SIGTERM);
     let refused = pager
         .process
-        .wait_for("not detached, and the memory is still managed: ", support::LIMIT);
+        .wait_for("not detached, and the memory is still managed: ", support::TEST_TIMEOUT);
     assert!(refused.expect("is refused").contains("but the host has "));
     let (code, said) = fixture.ask("detach");
     assert!(
@@ -272,7 +272,7 @@ fn sigterm_detaches_only_with_room() {
 #[test]
 fn file_with_two_mappings_is_managed() {
     let mut holder = holder::Holder::start_in_halves();
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let words = ["--swap-cache", &swap, "--swap-size", "128MiB"];
     let mut pager = holder.attach(folder.path(), &words).start().expect("it attaches");

@@ -6,12 +6,14 @@ use std::process::Command;
 use larder_bench::campaign::memory::Attach;
 use larder_bench::campaign::process::{Process, install_program};
 
-use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
+use crate::support::{
+    TEST_TIMEOUT, larder_path, require_root, run_command, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs,
+};
 use crate::{BUDGET, Fixture};
 
 /// Returns the error of an attach that must be refused.
 fn refusal(attach: &Attach) -> String {
-    let (code, said) = run(attach.command());
+    let (code, said) = run_command(attach.command());
     assert_eq!(code, Some(2), "{said}");
     assert!(!attach.control().exists(), "the control socket is left");
     said
@@ -19,8 +21,8 @@ fn refusal(attach: &Attach) -> String {
 
 /// Returns the error of an attach to the process with this PID, which must be refused.
 fn refusal_of(pid: u32) -> String {
-    let folder = on_tmpfs();
-    refusal(&Attach::new(larder(), folder.path(), pid, &["--budget", BUDGET]))
+    let folder = temp_dir_on_tmpfs();
+    refusal(&Attach::new(larder_path(), folder.path(), pid, &["--budget", BUDGET]))
 }
 
 #[test]
@@ -31,11 +33,11 @@ fn second_pager_is_refused() {
         "larder: process {} is already managed by another larder: detach or stop that one",
         fixture.pid()
     );
-    let other = on_tmpfs();
-    let attach = Attach::new(larder(), other.path(), fixture.pid(), &["--budget", BUDGET]);
+    let other = temp_dir_on_tmpfs();
+    let attach = Attach::new(larder_path(), other.path(), fixture.pid(), &["--budget", BUDGET]);
     assert!(refusal(&attach).contains(&wanted));
     // The first pager's socket is not taken over either.
-    let (code, said) = run(fixture.attach(&["--budget", BUDGET]).command());
+    let (code, said) = run_command(fixture.attach(&["--budget", BUDGET]).command());
     assert!(code == Some(2) && said.contains(&wanted), "{said}");
     pager.state().expect("answers");
     fixture.works();
@@ -69,7 +71,7 @@ fn impossible_control_socket_changes_nothing() {
     let mut fixture = Fixture::new();
     let before = fixture.alone();
     std::fs::write(fixture.path("control"), "a file").expect("writes");
-    let (code, said) = run(fixture.attach(&["--budget", BUDGET]).command());
+    let (code, said) = run_command(fixture.attach(&["--budget", BUDGET]).command());
     assert!(code == Some(2) && said.contains("control"), "{said}");
     assert_eq!(fixture.alone(), before);
     fixture.works();
@@ -86,8 +88,8 @@ fn unsuitable_processes_are_refused() {
     );
     sleep.kill();
     // Larder itself is refused as well.
-    let folder = on_tmpfs();
-    let attach = Attach::of(larder(), folder.path(), &["--budget", BUDGET]);
+    let folder = temp_dir_on_tmpfs();
+    let attach = Attach::of(larder_path(), folder.path(), &["--budget", BUDGET]);
     let attach = attach.by(&["sh", "-c", "exec \"$@\" --pid $$", "sh"]);
     let said = refusal(&attach);
     assert!(said.contains("(larder): its memory cannot be managed:"), "{said}");
@@ -107,10 +109,10 @@ fn kernel_thread() -> u32 {
 
 #[test]
 fn private_memory_error_advises_sharing() {
-    let mut qemu = larder_bench::campaign::process::mortal("qemu-system-x86_64");
+    let mut qemu = larder_bench::campaign::process::killed_with_parent("qemu-system-x86_64");
     qemu.args("-accel tcg -m 128 -nodefaults -display none -S -qmp stdio".split(' '));
     let mut qemu = Process::start(qemu).expect("starts");
-    qemu.wait_for("QMP", LIMIT).expect("runs");
+    qemu.wait_for("QMP", TEST_TIMEOUT).expect("runs");
     let said = refusal_of(qemu.id());
     assert!(
         said.contains("its memory is private") && said.contains("memory-backend-memfd,id=m"),
@@ -121,12 +123,12 @@ fn private_memory_error_advises_sharing() {
 
 #[test]
 fn attach_without_rights_is_refused() {
-    need_root("to have processes of two users");
+    require_root("to have processes of two users");
     let fixture = Fixture::new();
     // A copy of the program at a path where any user may run it.
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let program = Path::new("/dev/shm").join(format!("larder-{}", std::process::id()));
-    install_program(larder(), &program);
+    install_program(larder_path(), &program);
     let mut command = Command::new("setpriv");
     command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
     command.arg(&program).args([
@@ -137,7 +139,7 @@ fn attach_without_rights_is_refused() {
         "--pid",
         &fixture.pid().to_string(),
     ]);
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     std::fs::remove_file(&program).expect("was there");
     drop(folder);
     assert!(
@@ -182,14 +184,14 @@ said: .ascii "ready\n"
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn process_of_32_bits_is_refused() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let path = |name: &str| folder.path().join(name).display().to_string();
     std::fs::write(path("narrow.s"), NARROW).expect("writes");
-    tool("as", &["--32", "-o", &path("narrow.o"), &path("narrow.s")]);
-    tool("ld", &["-m", "elf_i386", "-o", &path("narrow"), &path("narrow.o")]);
+    run_tool("as", &["--32", "-o", &path("narrow.o"), &path("narrow.s")]);
+    run_tool("ld", &["-m", "elf_i386", "-o", &path("narrow"), &path("narrow.o")]);
     let mut narrow = Process::start(Command::new(path("narrow"))).expect("starts");
     narrow
-        .wait_for("ready", LIMIT)
+        .wait_for("ready", TEST_TIMEOUT)
         .expect("runs; it takes a kernel with CONFIG_IA32_EMULATION");
     let before = crate::Alone::of(narrow.id());
     let said = refusal_of(narrow.id());

@@ -12,7 +12,9 @@ use tempfile::TempDir;
 use crate::control_group::ControlGroup;
 use crate::failures::Server;
 use crate::holder::{Holder, NONE};
-use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
+use crate::support::{
+    TEST_TIMEOUT, larder_path, require_root, run_command, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs,
+};
 use crate::{BUDGET, Fixture, MIB};
 
 /// A program whose pages are on a slow disk, so that a detach takes many seconds.
@@ -25,7 +27,7 @@ struct Slow {
 
 impl Slow {
     fn start(group: Option<&ControlGroup>, before: &[&str]) -> Self {
-        let (holder, folder) = (Holder::start_in(group), on_tmpfs());
+        let (holder, folder) = (Holder::start_in(group), temp_dir_on_tmpfs());
         let words = ["--filter=delay", "memory", "160M", "rdelay=20ms"];
         let server = Server::start(&folder, &words);
         let attach = holder.attach(folder.path(), &["--swap-cache", &server.uri()]);
@@ -41,7 +43,7 @@ impl Slow {
     }
 
     fn command(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.args(["memory", "detach"]).args(words).arg("--control");
         command.arg(self.folder.path().join("control"));
         command
@@ -87,7 +89,7 @@ fn detach_beyond_group_limit_is_refused() {
     pager.process.signal(libc::SIGTERM);
     let refused = pager
         .process
-        .wait_for("not detached, and the memory is still managed: ", LIMIT);
+        .wait_for("not detached, and the memory is still managed: ", TEST_TIMEOUT);
     assert!(refused.expect("is refused").contains(&place));
     fixture.works();
     group.limit(None);
@@ -104,14 +106,14 @@ fn detach_stops_when_room_runs_out() {
     let mut detach = slow.begin_detach();
     group.limit(Some(group.used() + 4 * MIB));
     // An answer within two seconds is an error, a later one is a negative result.
-    let code = detach.wait(LIMIT).expect("ends").code();
+    let code = detach.wait(TEST_TIMEOUT).expect("ends").code();
     assert!(matches!(code, Some(1 | 2)), "{code:?}");
     let said = detach.output();
     let wanted = "stopped, and its memory is limited to the budget again";
     assert!(said.contains(wanted) && said.contains("control group"), "{said}");
     slow.is_managed();
-    let (_, status) = run({
-        let mut command = Command::new(larder());
+    let (_, status) = run_command({
+        let mut command = Command::new(larder_path());
         command.args(["memory", "status", "--control"]);
         command.arg(slow.folder.path().join("control"));
         command
@@ -131,19 +133,19 @@ fn signal_or_command_cancels_detach() {
     let mut slow = Slow::start(None, &[]);
     let mut detach = slow.begin_detach();
     detach.signal(libc::SIGINT);
-    assert_eq!(detach.wait(LIMIT).expect("ends").code(), Some(1));
+    assert_eq!(detach.wait(TEST_TIMEOUT).expect("ends").code(), Some(1));
     let said = detach.output();
     assert!(said.contains("is still managed: cancelled"), "{said}");
     slow.is_managed();
     slow.pager.process.signal(libc::SIGTERM);
     slow.is_detaching();
-    let (code, said) = run(slow.command(&["--cancel"]));
+    let (code, said) = run_command(slow.command(&["--cancel"]));
     assert!(
         code == Some(0) && said.contains("is still managed: cancelled"),
         "{said}"
     );
     slow.is_managed();
-    let (code, said) = run(slow.command(&["--cancel"]));
+    let (code, said) = run_command(slow.command(&["--cancel"]));
     assert!(code == Some(2) && said.contains("no detach is running"), "{said}");
     assert_eq!(slow.holder.check(), NONE);
     drop(slow.server);
@@ -153,7 +155,7 @@ fn signal_or_command_cancels_detach() {
 /// Returns the arguments that start a process with a fake /proc/meminfo, with these sizes in MiB, and with `run` as
 /// /run.
 fn host_of(folder: &Path, total: u64, available: u64, run: &Path) -> Vec<String> {
-    need_root("to have the pager see another /proc/meminfo");
+    require_root("to have the pager see another /proc/meminfo");
     let meminfo = folder.join("meminfo");
     let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", total << 10, available << 10);
     std::fs::write(&meminfo, text).expect("writes");
@@ -167,7 +169,7 @@ fn host_of(folder: &Path, total: u64, available: u64, run: &Path) -> Vec<String>
 /// Two concurrent detaches do not count the same free memory; the claim of a killed pager ends.
 #[test]
 fn concurrent_detaches_share_free_memory() {
-    let shared = on_tmpfs();
+    let shared = temp_dir_on_tmpfs();
     let host = host_of(shared.path(), 1024, 52, shared.path());
     let host: Vec<&str> = host.iter().map(String::as_str).collect();
     let mut fixture = Fixture::new();
@@ -201,10 +203,10 @@ struct Tmpfs(TempDir);
 
 impl Tmpfs {
     fn mount(options: &str) -> Self {
-        need_root("to mount a tmpfs");
-        let folder = on_disk();
+        require_root("to mount a tmpfs");
+        let folder = temp_dir_on_disk();
         let at = folder.path().display().to_string();
-        tool("mount", &["-t", "tmpfs", "-o", options, "tmpfs", &at]);
+        run_tool("mount", &["-t", "tmpfs", "-o", options, "tmpfs", &at]);
         Self(folder)
     }
 
@@ -225,7 +227,7 @@ impl Drop for Tmpfs {
 /// other pages of the process make room.
 #[test]
 fn full_tmpfs_refuses_detach_logging_once() {
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let tmpfs = Tmpfs::mount("size=64M");
     let mut holder = Holder::start_at(&tmpfs.path().join("ram"));
     let swap = disk.path().join("swap").display().to_string();
@@ -239,7 +241,7 @@ fn full_tmpfs_refuses_detach_logging_once() {
     pager.process.signal(libc::SIGTERM);
     let refused = pager
         .process
-        .wait_for("not detached, and the memory is still managed: ", LIMIT)
+        .wait_for("not detached, and the memory is still managed: ", TEST_TIMEOUT)
         .expect("is refused");
     let place = format!("the tmpfs {} that contains its memory's file", tmpfs.path().display());
     assert!(refused.contains(&place), "{refused}");
@@ -262,7 +264,7 @@ fn attach_ignores_foreign_huge_pages() {
         true => "ShmemHugePages:     4096 kB\n".to_owned(),
         false => format!("{line}\n"),
     });
-    need_root("to have the pager see another /proc/meminfo");
+    require_root("to have the pager see another /proc/meminfo");
     let path = fixture.path("meminfo");
     std::fs::write(&path, lines.collect::<String>()).expect("writes");
     let bind = format!("mount --bind {} /proc/meminfo && exec \"$@\"", path.display());
@@ -280,10 +282,10 @@ fn attach_ignores_foreign_huge_pages() {
 /// Memory in a tmpfs that allows huge pages, or that has some from before, is refused.
 #[test]
 fn attach_refuses_memory_in_huge_pages() {
-    let (folder, tmpfs) = (on_tmpfs(), Tmpfs::mount("size=64M,huge=always"));
+    let (folder, tmpfs) = (temp_dir_on_tmpfs(), Tmpfs::mount("size=64M,huge=always"));
     let holder = Holder::start_at(&tmpfs.path().join("ram"));
     let refusal = || {
-        let (code, said) = run(holder.attach(folder.path(), &[]).command());
+        let (code, said) = run_command(holder.attach(folder.path(), &[]).command());
         assert_eq!(code, Some(2), "{said}");
         said
     };
@@ -292,7 +294,7 @@ fn attach_refuses_memory_in_huge_pages() {
         said.contains(&format!("its tmpfs {at} is mounted with huge=always")),
         "{said}"
     );
-    tool("mount", &["-o", "remount,huge=never", &at]);
+    run_tool("mount", &["-o", "remount,huge=never", &at]);
     let said = refusal();
     assert!(
         said.contains("are in huge pages, of which no part can be removed safely"),

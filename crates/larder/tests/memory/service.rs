@@ -5,15 +5,15 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-use larder_bench::campaign::memory::{ATTACHED, Verifier};
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::memory::{ATTACHED_TEXT, Verifier};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use larder_vm::control::memory::MemoryState;
 use larder_vm::control::{cancel_detach, fetch_memory};
-use larder_vm::vm::find::memory_control_of;
+use larder_vm::vm::find::memory_control_path;
 use tempfile::TempDir;
 
 use crate::control_group::ControlGroup;
-use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
+use crate::support::{TEST_TIMEOUT, larder_path, run_command, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{Alone, MIB, verifier_command};
 
 /// A VM with a unique name, and with a program in place of its QEMU.
@@ -28,7 +28,7 @@ impl Vm {
     fn new(name: &str) -> Self {
         let vm = Self {
             name: format!("test-{name}-{}", std::process::id()),
-            folder: on_tmpfs(),
+            folder: temp_dir_on_tmpfs(),
         };
         vm.write(FILE);
         vm
@@ -52,9 +52,9 @@ impl Vm {
     }
 
     fn command(&self) -> Command {
-        let mut command = mortal("env");
+        let mut command = killed_with_parent("env");
         command
-            .arg(larder())
+            .arg(larder_path())
             .args(["memory", "attach", "--vm"])
             .arg(self.file());
         command
@@ -65,12 +65,12 @@ impl Vm {
     }
 
     fn state(&self) -> Option<MemoryState> {
-        Some(fetch_memory(&memory_control_of(&self.name)).ok()?.1)
+        Some(fetch_memory(&memory_control_path(&self.name)).ok()?.1)
     }
 
     /// Waits until the state of the memory satisfies `is_so`.
     fn wait_until(&self, service: &Process, is_so: impl Fn(&MemoryState) -> bool) -> MemoryState {
-        let give_up = Instant::now() + LIMIT;
+        let give_up = Instant::now() + TEST_TIMEOUT;
         loop {
             match self.state() {
                 Some(state) if is_so(&state) => return state,
@@ -88,15 +88,15 @@ impl Vm {
 
     /// Runs `larder memory` with these arguments and the VM's name.
     fn ask(&self, words: &str) -> (Option<i32>, String) {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("memory").args(words.split(' ')).arg(&self.name);
-        run(command)
+        run_command(command)
     }
 }
 
 fn ends(mut service: Process) {
     service.signal(libc::SIGTERM);
-    let ended = service.wait(LIMIT).expect("ends");
+    let ended = service.wait(TEST_TIMEOUT).expect("ends");
     assert!(ended.success(), "{}", service.output());
 }
 
@@ -121,7 +121,7 @@ fn service_manages_successive_qemus_through_kills() {
     // A second service changes nothing.
     let second_service = vm.serve();
     second_service
-        .wait_for("is already managed by another larder", LIMIT)
+        .wait_for("is already managed by another larder", TEST_TIMEOUT)
         .expect("is refused");
     ends(second_service);
     first.works().expect("it works");
@@ -134,14 +134,16 @@ fn service_manages_successive_qemus_through_kills() {
     service.kill();
     // The guest is stalled by now, and its next pager takes over at once.
     let service = vm.serve();
-    service.wait_for("in place of another pager", LIMIT).expect("attaches");
+    service
+        .wait_for("in place of another pager", TEST_TIMEOUT)
+        .expect("attaches");
     second.works().expect("it works");
     vm.wait_for_budget(&service, &second);
     let before_end = Alone::of(second.pid()).watched;
     assert!(before_end > 0);
     ends(service);
     assert_eq!(Alone::of(second.pid()).watched, 0);
-    assert!(!memory_control_of(&vm.name).exists(), "the control socket is left");
+    assert!(!memory_control_path(&vm.name).exists(), "the control socket is left");
     second.stop().expect("all is as it was written");
 }
 
@@ -159,7 +161,7 @@ fn reload_applies_budget_and_reports_rest() {
     let state = vm.wait_until(&service, |state| state.budget == 40 * MIB);
     assert_eq!(state.compressed.limit, 9 * MIB);
     for left in ["quarantine-ms: takes effect when", "prefetch: takes effect when"] {
-        service.wait_for(left, LIMIT).expect("is told");
+        service.wait_for(left, TEST_TIMEOUT).expect("is told");
     }
     // An invalid file changes nothing, and neither does an impossible setting.
     for (wrong, why) in [
@@ -174,7 +176,7 @@ fn reload_applies_budget_and_reports_rest() {
         vm.write(&FILE.replace("budget = \"32MiB", wrong));
         service.signal(libc::SIGHUP);
         let said = service
-            .wait_for_after(told, "nothing has changed: ", LIMIT)
+            .wait_for_after(told, "nothing has changed: ", TEST_TIMEOUT)
             .expect("is told");
         assert!(said.contains(why), "{said}");
     }
@@ -222,24 +224,24 @@ fn stop_outlives_cancelled_detach_of_another() {
     vm.wait_for_budget(&service, &verifier);
     group.add(verifier.pid());
     group.freeze(true);
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.args(["memory", "detach", &vm.name]);
     let _detach = Process::start(command).expect("starts");
     vm.wait_until(&service, |state| state.detach_problem.is_some());
     service.signal(libc::SIGTERM);
     service
-        .wait_for("detaching: all pages are being paged in", LIMIT)
+        .wait_for("detaching: all pages are being paged in", TEST_TIMEOUT)
         .expect("begins");
     // By the time this is answered, the service's own detach has been refused.
     let (code, said) = vm.ask("status");
     assert_eq!(code, Some(0), "{said}");
-    cancel_detach(&memory_control_of(&vm.name)).expect("answers");
+    cancel_detach(&memory_control_path(&vm.name)).expect("answers");
     service
-        .wait_for("the detach was stopped: cancelled", LIMIT)
+        .wait_for("the detach was stopped: cancelled", TEST_TIMEOUT)
         .expect("is logged");
     group.freeze(false);
     let mut service = service;
-    let ended = service.wait(LIMIT).expect("ends");
+    let ended = service.wait(TEST_TIMEOUT).expect("ends");
     assert!(ended.success(), "{}", service.output());
     assert_eq!(Alone::of(verifier.pid()).watched, 0);
     verifier.stop().expect("all is as it was written");
@@ -248,7 +250,7 @@ fn stop_outlives_cancelled_detach_of_another() {
 /// A successor uses the swap cache that has the pages, even if the VM's file names another one by now.
 #[test]
 fn successor_uses_swap_cache_of_pages() {
-    let (vm, disk) = (Vm::new("swap"), on_disk());
+    let (vm, disk) = (Vm::new("swap"), temp_dir_on_disk());
     let swap = |name: &str| {
         let path = disk.path().join(name).display().to_string();
         format!("{FILE}compressed = \"2MiB\"\nswap-cache = \"{path}\"\nswap-size = \"128MiB\"\n")
@@ -260,12 +262,14 @@ fn successor_uses_swap_cache_of_pages() {
     let told = service.lines();
     service.signal(libc::SIGHUP);
     let left = service
-        .wait_for_after(told, "swap-cache: takes", LIMIT)
+        .wait_for_after(told, "swap-cache: takes", TEST_TIMEOUT)
         .expect("is told");
     assert!(left.contains("when this service is restarted"), "{left}");
     service.kill();
     let service = vm.serve();
-    service.wait_for("in place of another pager", LIMIT).expect("attaches");
+    service
+        .wait_for("in place of another pager", TEST_TIMEOUT)
+        .expect("attaches");
     verifier.works().expect("it works");
     let state = vm.state().expect("answers");
     assert!(state.disks.iter().all(|disk| disk.name.ends_with("/one")), "{state:#?}");
@@ -291,7 +295,9 @@ fn stalled_guest_tolerates_impossible_config() {
     service.kill();
     vm.write(&FILE.replace("32MiB", "16MiB\"\nswap-size = \"64MiB\"\nswap-cache = \"/nosuch/swap"));
     let service = vm.serve();
-    service.wait_for("in place of another pager", LIMIT).expect("attaches");
+    service
+        .wait_for("in place of another pager", TEST_TIMEOUT)
+        .expect("attaches");
     for told in [
         "a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB",
         "/nosuch/swap",
@@ -331,7 +337,7 @@ fn other_users_pid_file_is_refused() {
     of(OTHER);
     let service = vm.serve();
     let why = format!("user {OTHER} can replace it");
-    service.wait_for(&why, LIMIT).expect("it says why");
+    service.wait_for(&why, TEST_TIMEOUT).expect("it says why");
     assert!(vm.state().is_none(), "it is not managed");
     of(0);
     vm.wait_for_budget(&service, &qemu);
@@ -369,25 +375,25 @@ fn qemu_goes_on(vm: &Vm, qemu: &mut Verifier) {
 
 #[test]
 fn attach_waits_for_starting_qemu() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let (qmp, control) = (folder.path().join("qmp"), folder.path().join("control"));
-    let mut command = mortal("env");
+    let mut command = killed_with_parent("env");
     command
-        .arg(larder())
+        .arg(larder_path())
         .args(["memory", "attach", "--wait", "--budget", "64MiB", "--qmp"]);
     command.arg(&qmp).arg("--control").arg(&control);
     let mut pager = Process::start(command).expect("starts");
-    let mut qemu = mortal("qemu-system-x86_64");
+    let mut qemu = killed_with_parent("qemu-system-x86_64");
     qemu.args("-accel tcg -m 128 -nodefaults -display none -S -qmp".split(' '));
     qemu.arg(format!("unix:{},server=on,wait=off", qmp.display()));
     qemu.args(["-object", "memory-backend-memfd,id=m,size=128M,share=on,prealloc=on"]);
     qemu.args(["-machine", "q35,memory-backend=m"]);
     let mut qemu = Process::start(qemu).expect("starts");
-    pager.wait_for(ATTACHED, LIMIT).expect("attaches");
+    pager.wait_for(ATTACHED_TEXT, TEST_TIMEOUT).expect("attaches");
     assert_eq!(fetch_memory(&control).expect("answers").1.pid as u32, qemu.id());
     assert!(!pager.output().contains("ERROR"), "{}", pager.output());
     qemu.kill();
-    let ended = pager.wait(LIMIT).expect("ends");
+    let ended = pager.wait(TEST_TIMEOUT).expect("ends");
     assert!(
         ended.success() && pager.output().contains("the process has ended"),
         "{}",
@@ -400,16 +406,21 @@ fn attach_waits_for_starting_qemu() {
 #[test]
 fn waiting_attach_reports_unmanageable_process() {
     let mut cat = Process::start(Command::new("cat")).expect("starts");
-    let mut command = mortal("env");
+    let mut command = killed_with_parent("env");
     command
-        .arg(larder())
+        .arg(larder_path())
         .args(["memory", "attach", "--wait", "--budget", "64MiB", "--pid"]);
     command.arg(cat.id().to_string());
     let mut pager = Process::start(command).expect("starts");
-    pager.wait_for("its memory cannot be managed", LIMIT).expect("is told");
     pager
-        .wait_for("is this the process that runs the VM? (Larder will try again)", LIMIT)
+        .wait_for("its memory cannot be managed", TEST_TIMEOUT)
+        .expect("is told");
+    pager
+        .wait_for(
+            "is this the process that runs the VM? (Larder will try again)",
+            TEST_TIMEOUT,
+        )
         .expect("is told");
     cat.kill();
-    assert!(pager.wait(LIMIT).expect("ends").success(), "{}", pager.output());
+    assert!(pager.wait(TEST_TIMEOUT).expect("ends").success(), "{}", pager.output());
 }

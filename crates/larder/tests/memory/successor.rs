@@ -11,7 +11,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::control_group::ControlGroup;
 use crate::holder::{Holder, NONE};
-use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
+use crate::support::{TEST_TIMEOUT, larder_path, run_command, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{BUDGET, Fixture, VERIFIED_MIB};
 
 /// A tracer of all threads of a process, like strace.
@@ -110,11 +110,11 @@ fn successor_ignores_tracer_and_external_mapping() {
     assert!(state.detaching, "{state:#?}");
     fixture.works();
     tracer.stop();
-    let ended = pager.process.wait(LIMIT).expect("ends");
+    let ended = pager.process.wait(TEST_TIMEOUT).expect("ends");
     assert!(ended.success(), "{}", pager.process.output());
     assert_eq!(fixture.alone(), before);
     // A first attach is still refused.
-    let (code, said) = run(fixture.attach(&["--budget", BUDGET]).command());
+    let (code, said) = run_command(fixture.attach(&["--budget", BUDGET]).command());
     assert!(code == Some(2) && said.contains("is also mapped by process"), "{said}");
     drop(mapped);
     fixture.verify();
@@ -125,7 +125,7 @@ fn successor_ignores_tracer_and_external_mapping() {
 #[test]
 fn successor_ignores_memory_without_descriptor() {
     let mut holder = Holder::start();
-    let (folder, disk) = (on_tmpfs(), on_disk());
+    let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
     let swap = disk.path().join("swap").display().to_string();
     let words = ["--swap-cache", &swap, "--swap-size", "128MiB"];
     let kept = "--bounding-set=-all,+sys_ptrace,+dac_override";
@@ -150,7 +150,7 @@ fn frozen_process_is_refused_at_once() {
     group.add(fixture.pid());
     fixture.verifier.process.signal(libc::SIGSTOP);
     group.freeze(true);
-    let (code, said) = run(fixture.attach(&["--budget", BUDGET]).command());
+    let (code, said) = run_command(fixture.attach(&["--budget", BUDGET]).command());
     let wanted = format!("is frozen by the control group {}: thaw it", group.folder().display());
     assert!(code == Some(2) && said.contains(&wanted), "{said}");
     group.freeze(false);
@@ -185,7 +185,7 @@ fn frozen_process_detaches_after_thaw() {
     );
     let refused = pager
         .process
-        .wait_for("not detached, and the memory is still managed: cancelled", LIMIT);
+        .wait_for("not detached, and the memory is still managed: cancelled", TEST_TIMEOUT);
     refused.expect("it is logged");
     pager.wait_for_budget().expect("within the budget");
     pager.process.signal(libc::SIGTERM);
@@ -193,7 +193,7 @@ fn frozen_process_detaches_after_thaw() {
         .wait_until(|state| is_frozen(&state.detach_problem))
         .expect("it waits");
     group.freeze(false);
-    let ended = pager.process.wait(LIMIT).expect("ends");
+    let ended = pager.process.wait(TEST_TIMEOUT).expect("ends");
     assert!(ended.success(), "{}", pager.process.output());
     assert_eq!(fixture.alone(), before, "{}", pager.process.output());
     fixture.works();
@@ -210,14 +210,16 @@ fn detach_reports_killed_pager() {
     let mut pager = fixture.start();
     pager.wait_for_budget().expect("within the budget");
     group.freeze(true);
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command
         .args(["memory", "detach", "--control"])
         .arg(fixture.path("control"));
     let mut detach = Process::start(command).expect("starts");
-    detach.wait_for("is frozen by the control group", LIMIT).expect("waits");
+    detach
+        .wait_for("is frozen by the control group", TEST_TIMEOUT)
+        .expect("waits");
     pager.process.kill();
-    let ended = detach.wait(LIMIT).expect("ends");
+    let ended = detach.wait(TEST_TIMEOUT).expect("ends");
     let said = detach.output();
     assert!(
         ended.code() == Some(2) && said.contains("its pager has ended, and the guest waits"),
@@ -228,7 +230,7 @@ fn detach_reports_killed_pager() {
     fixture.works();
     let (code, said) = fixture.ask("detach");
     assert!(code == Some(0) && said.contains("is no longer managed"), "{said}");
-    pager.process.wait(LIMIT).expect("ends");
+    pager.process.wait(TEST_TIMEOUT).expect("ends");
     fixture.verify();
 }
 

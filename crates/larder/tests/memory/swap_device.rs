@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use larder_bench::campaign::memory::Attach;
 use tempfile::TempDir;
 
-use crate::support::{LoopDevice, need_root, on_disk, raid_member, run, serve};
+use crate::support::{LoopDevice, require_root, run_command, start_server, temp_dir_on_disk, write_raid_label};
 use crate::{BUDGET, Fixture, MIB};
 
 fn sparse(path: &Path, mib: u64) {
@@ -19,7 +19,7 @@ fn sparse(path: &Path, mib: u64) {
 /// Returns the error of an attach whose `option` names `disk`.
 fn refusal(fixture: &Fixture, option: &str, disk: &str) -> String {
     let attach = fixture.attach(&["--budget", BUDGET, option, disk]);
-    let (code, said) = run(attach.command());
+    let (code, said) = run_command(attach.command());
     assert_eq!(code, Some(2), "{said}");
     said
 }
@@ -31,7 +31,7 @@ fn claim(device: &Path) -> std::io::Result<File> {
 
 /// Returns an empty block device over a sparse file in a directory.
 fn empty_device() -> (TempDir, PathBuf, LoopDevice) {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let path = folder.path().join("disk");
     sparse(&path, 64);
     let device = LoopDevice::new(&path, 512);
@@ -107,10 +107,10 @@ fn successor_uses_swap_device_claimed_meanwhile() {
 /// A RAID member with its label at the end is not overwritten, on a device, in a file or behind an NBD server.
 #[test]
 fn raid_member_cannot_be_swap_cache() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let path = folder.path().join("disk");
     sparse(&path, 64);
-    raid_member(&path);
+    write_raid_label(&path);
     let fixture = Fixture::new();
     let before = std::fs::read(&path).expect("the file");
     {
@@ -122,7 +122,7 @@ fn raid_member_cannot_be_swap_cache() {
             }
         }
     }
-    let server = serve(&path, folder.path(), &["--nbd", &nbd(folder.path())]);
+    let server = start_server(&path, folder.path(), &["--nbd", &nbd(folder.path())]);
     let said = refusal(&fixture, "--slow-store", &nbd(folder.path()));
     assert!(said.contains("linux_raid_member"), "{said}");
     drop(server);
@@ -134,7 +134,7 @@ fn raid_member_cannot_be_swap_cache() {
 /// file of zeros that takes space is used.
 #[test]
 fn file_with_later_data_is_refused() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let path = folder.path().join("disk");
     sparse(&path, 64);
     let data = File::options().write(true).open(&path).expect("a file");
@@ -156,8 +156,8 @@ fn file_with_later_data_is_refused() {
 /// Root follows no link of another user to a disk for evicted pages: nothing is emptied, and nothing is created.
 #[test]
 fn foreign_link_is_no_swap_cache() {
-    need_root("links of another user");
-    let folder = on_disk();
+    require_root("links of another user");
+    let folder = temp_dir_on_disk();
     let at = |name: &str| folder.path().join(name);
     sparse(&at("disk"), 64);
     std::fs::create_dir(at("d")).expect("a folder");
@@ -171,7 +171,7 @@ fn foreign_link_is_no_swap_cache() {
             for more in [&[][..], &[size, "32MiB"]] {
                 let path = at(path);
                 let words = [&["--budget", BUDGET, option, text(&path)], more].concat();
-                let (code, said) = run(fixture.attach(&words).command());
+                let (code, said) = run_command(fixture.attach(&words).command());
                 assert_eq!(code, Some(2), "{said}");
                 assert!(said.contains("on the way belongs to user 65534"), "{said}");
             }
@@ -194,7 +194,7 @@ fn nbd(folder: &Path) -> String {
 /// A file that existed before is not removed: it keeps its size, has no pages any more, and can be used again.
 #[test]
 fn existing_swap_file_is_kept_erased() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let path: PathBuf = folder.path().join("given");
     sparse(&path, 80);
     let fixture = Fixture::new();
@@ -219,7 +219,7 @@ fn existing_swap_file_is_kept_erased() {
 /// away, its pages are erased.
 #[test]
 fn only_made_swap_file_is_removed() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let path = folder.path().join("made");
     let fixture = Fixture::new();
     let size = ["--swap-size", "64MiB"];

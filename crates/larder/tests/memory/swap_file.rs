@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use larder_bench::campaign::memory::{ATTACHED, Attach, Pager};
+use larder_bench::campaign::memory::{ATTACHED_TEXT, Attach, Pager};
 use larder_bench::campaign::process::Process;
 
-use crate::support::{LIMIT, disk_serve, larder, on_disk, run};
+use crate::support::{TEST_TIMEOUT, disk_serve_command, larder_path, run_command, temp_dir_on_disk};
 use crate::{BUDGET, Fixture};
 
 /// Returns an attach with little compressed RAM, so that pages go to `swap`.
@@ -25,7 +25,7 @@ fn managed(swap: &Path) -> (Fixture, Pager) {
 }
 
 fn refusal(attach: &Attach) -> String {
-    let (code, said) = run(attach.command());
+    let (code, said) = run_command(attach.command());
     assert_eq!(code, Some(2), "{said}");
     said
 }
@@ -33,7 +33,7 @@ fn refusal(attach: &Attach) -> String {
 /// A swap cache in use is refused to another process, and not changed.
 #[test]
 fn swap_cache_in_use_is_unchanged() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let swap = disk.path().join("swap");
     let (mut fixture, mut pager) = managed(&swap);
     let len = || swap.metadata().expect("the file").len();
@@ -52,7 +52,7 @@ fn swap_cache_in_use_is_unchanged() {
 /// A killed pager's swap cache is kept for its successor while the process lives, and is free after that.
 #[test]
 fn killed_pagers_swap_cache_is_reserved() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let swap = disk.path().join("swap");
     let (mut fixture, mut pager) = managed(&swap);
     pager.process.kill();
@@ -62,7 +62,7 @@ fn killed_pagers_swap_cache_is_reserved() {
     // It cannot be served as a disk either.
     let socket = disk.path().join("nbd");
     let uri = format!("nbd+unix:///?socket={}", socket.display());
-    let (code, said) = run(disk_serve(&[
+    let (code, said) = run_command(disk_serve_command(&[
         &swap.display().to_string(),
         "--format",
         "raw",
@@ -86,16 +86,18 @@ fn killed_pagers_swap_cache_is_reserved() {
 /// A swap cache's file that its owner removes while an attach waits for it is created again.
 #[test]
 fn vanished_swap_cache_is_recreated() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let swap = disk.path().join("swap");
     let (fixture, mut first) = managed(&swap);
     let mut other = Fixture::new();
     let attach = attach(&other, &swap, "64MiB");
     let waiting = Process::start(attach.command()).expect("starts");
-    waiting.wait_for("in use by another process", LIMIT).expect("it waits");
+    waiting
+        .wait_for("in use by another process", TEST_TIMEOUT)
+        .expect("it waits");
     first.detach().expect("it detaches");
     fixture.verify();
-    waiting.wait_for(ATTACHED, LIMIT).expect("it attaches");
+    waiting.wait_for(ATTACHED_TEXT, TEST_TIMEOUT).expect("it attaches");
     assert!(swap.exists(), "its file is one that was removed");
     drop(waiting);
     let mut pager = attach.start().expect("it goes on after a kill");
@@ -107,7 +109,7 @@ fn vanished_swap_cache_is_recreated() {
 
 #[test]
 fn swap_cache_without_space_takes_none() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let fixture = Fixture::new();
     let new = disk.path().join("new");
     let empty = disk.path().join("empty");
@@ -135,7 +137,7 @@ fn swap_cache_without_space_takes_none() {
 /// One file cannot be swap cache and slow store, and is not created then.
 #[test]
 fn swap_cache_cannot_be_slow_store() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let fixture = Fixture::new();
     let path = disk.path().join("both");
     let words = path.display().to_string();
@@ -150,7 +152,7 @@ fn swap_cache_cannot_be_slow_store() {
         "64MiB",
     ];
     let said = refusal(&Attach::new(
-        larder(),
+        larder_path(),
         disk.path(),
         fixture.pid(),
         &[&["--budget", BUDGET], &both[..]].concat(),
@@ -166,7 +168,7 @@ fn swap_cache_cannot_be_slow_store() {
 /// A swap file beyond RLIMIT_FSIZE is refused; the kernel's signal for that would be no usable report.
 #[test]
 fn swap_file_beyond_rlimit_is_refused() {
-    let disk = on_disk();
+    let disk = temp_dir_on_disk();
     let swap = disk.path().join("swap");
     let mut fixture = Fixture::new();
     let said = refusal(&attach(&fixture, &swap, "64MiB").by(&["prlimit", "--fsize=8388608"]));

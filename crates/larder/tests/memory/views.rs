@@ -19,7 +19,7 @@ use larder_bench::campaign::memory::{Attach, Pager, Verifier};
 use larder_bench::campaign::server::Server;
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, larder, on_disk, on_tmpfs};
+use crate::support::{TEST_TIMEOUT, larder_path, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{Alone, MIB};
 
 /// Size of a read, in bytes.
@@ -107,7 +107,7 @@ fn writes() {
         }
         guest.queue().go();
         if !is_write {
-            (0..DEPTH).for_each(|_| assert_eq!(guest.queue().complete(LIMIT).expect("an answer").status, 0));
+            (0..DEPTH).for_each(|_| assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("an answer").status, 0));
             println!("\nhas read");
         }
     }
@@ -180,7 +180,7 @@ impl Reader {
     fn wait_for_one(&mut self) {
         let queue = self.guest.queue();
         queue.go();
-        let done = queue.complete(LIMIT).expect("an answer");
+        let done = queue.complete(TEST_TIMEOUT).expect("an answer");
         assert_eq!(done.status, 0, "a read failed");
         let (place, block) = self.under_way.remove(&done.id).expect("it was asked for");
         self.held[place] = Some(block);
@@ -231,14 +231,14 @@ struct Bed {
 
 impl Bed {
     fn new() -> Self {
-        let images = on_disk();
+        let images = temp_dir_on_disk();
         let (image, socket) = (images.path().join("disk.raw"), images.path().join("disk.sock"));
         let disk = File::create(&image).expect("an image");
         for block in 0..BLOCKS {
             disk.write_all_at(&bytes(block), block * BLOCK as u64).expect("room");
         }
         disk.sync_all().expect("a disk");
-        let server = Server::start(larder(), &image, &socket, &["--format", "raw"]).expect("it serves");
+        let server = Server::start(larder_path(), &image, &socket, &["--format", "raw"]).expect("it serves");
         Self { images, server }
     }
 
@@ -254,7 +254,7 @@ impl Bed {
         let budget = (40 * MIB).to_string();
         let swap = self.images.path().join("swap").display().to_string();
         let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
-        let attach = Attach::new(larder(), folder.path(), program.pid(), &words);
+        let attach = Attach::new(larder_path(), folder.path(), program.pid(), &words);
         let pager = attach.start().expect("it attaches");
         pager.wait_for_budget().expect("within the budget");
         pager
@@ -264,11 +264,11 @@ impl Bed {
 /// Direct I/O that bypasses the program's page tables, into pages that are clean or being evicted, is not lost.
 #[test]
 fn direct_reads_into_evicted_pages_survive() {
-    let (folder, bed) = (on_tmpfs(), Bed::new());
+    let (folder, bed) = (temp_dir_on_tmpfs(), Bed::new());
     let mut reader = bed.program("reads");
     let mut pager = bed.pager(&folder, &reader);
     let goal = reader.report().expect("it reads").accesses + READS;
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while reader.report().expect("all is as it was read").accesses < goal {
         assert!(Instant::now() < give_up, "it stands still");
         std::thread::sleep(Duration::from_millis(50));
@@ -286,22 +286,22 @@ fn direct_reads_into_evicted_pages_survive() {
 /// Requests in flight when a VM is killed are completed, although they may wait for pages on the swap cache.
 #[test]
 fn requests_of_killed_process_are_completed() {
-    let (folder, bed) = (on_tmpfs(), Bed::new());
+    let (folder, bed) = (temp_dir_on_tmpfs(), Bed::new());
     let mut writer = bed.program("writes");
     let mut pager = bed.pager(&folder, &writer);
     writer.process.say("read").expect("it lives");
-    writer.process.wait_for("has read", LIMIT).expect("it reads");
+    writer.process.wait_for("has read", TEST_TIMEOUT).expect("it reads");
     pager.process.signal(libc::SIGSTOP);
     writer.process.say("write").expect("it lives");
     let server = bed.server.process.id();
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while !waits_for_memory(server) {
         assert!(Instant::now() < give_up, "no request waits for memory");
         std::thread::sleep(Duration::from_millis(5));
     }
     writer.process.kill();
     pager.process.signal(libc::SIGCONT);
-    let ended = pager.process.wait(LIMIT).expect("ends");
+    let ended = pager.process.wait(TEST_TIMEOUT).expect("ends");
     let said = pager.process.output();
     assert!(
         ended.success() && said.contains("the process has ended"),
@@ -318,7 +318,7 @@ fn requests_of_killed_process_are_completed() {
         }];
         let id = guest.queue().add(&Request::read(block * BLOCK as u64 / 512, &into));
         guest.queue().go();
-        let done = guest.queue().complete(LIMIT).expect("the server serves others");
+        let done = guest.queue().complete(TEST_TIMEOUT).expect("the server serves others");
         assert_eq!((done.id, done.status), (id, 0));
         let found = guest.memory.read_vec(address, BLOCK);
         let (old, new) = (bytes(block), bytes(BLOCKS + block));

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::MEMORY_MIB;
 use crate::ends::{Between, Received, Waiting, carries, carries_on, main_channel, was_closed, write};
-use crate::support::{LIMIT, larder, pattern};
+use crate::support::{TEST_TIMEOUT, larder_path, test_pattern};
 use crate::tls::Authority;
 use crate::wire::{END, OPEN};
 
@@ -26,11 +26,11 @@ fn goes_on(mut between: Between, held_at: u64, happens: impl FnOnce(&Between)) -
     let stream = main_channel(PAGES);
     between.relay.hold_at(held_at);
     let writer = write(between.source(), stream.clone());
-    between.relay.wait_until_held(LIMIT).expect("it carries so much");
+    between.relay.wait_until_held(TEST_TIMEOUT).expect("it carries so much");
     happens(&between);
     between.relay.release();
     for side in [&between.sender, &between.receiver] {
-        side.process.wait_for(IS_BACK, LIMIT).expect("it says so");
+        side.process.wait_for(IS_BACK, TEST_TIMEOUT).expect("it says so");
     }
     carries_on(&mut between, &stream, || writer.join().expect("written"))
 }
@@ -45,7 +45,9 @@ fn session_survives_cut_connections() {
 #[test]
 fn session_survives_one_cut_connection() {
     for number in 0..3 {
-        goes_on(Between::start(), 1_000_000, |between| between.relay.cut_one(number));
+        goes_on(Between::start(), 1_000_000, |between| {
+            between.relay.cut_connection(number)
+        });
     }
 }
 
@@ -55,7 +57,7 @@ fn idle_session_survives_cuts() {
     for number in 1..=3 {
         between.relay.cut();
         for side in [&between.sender, &between.receiver] {
-            let back = side.process.wait_for_count(IS_BACK, number, LIMIT);
+            let back = side.process.wait_for_count(IS_BACK, number, TEST_TIMEOUT);
             back.expect("the session goes on");
         }
     }
@@ -105,8 +107,12 @@ fn over_and_over(words: [&[&str]; 2], seed: u64, cuts: usize) {
         is_cut.then(|| Box::new(Cutter(bytes + 1)) as Box<dyn Tamper>)
     };
     let mut between = Waiting::start(words[1]).joined_by(words[0], tamper);
-    let streams = [main_channel(PAGES), pattern(5, 6_000_000), pattern(6, 300_001)];
-    let answers = pattern(9, 400_000);
+    let streams = [
+        main_channel(PAGES),
+        test_pattern(5, 6_000_000),
+        test_pattern(6, 300_001),
+    ];
+    let answers = test_pattern(9, 400_000);
     let sources = streams.clone().map(|_| between.source());
     let destinations = streams.clone().map(|_| between.destination());
     let written: Vec<_> = sources
@@ -223,7 +229,7 @@ fn lost_link_fails_after_patience() {
     let _writer = write(between.source(), stream.clone());
     let source = between.source();
     let received = Received::from(between.destination());
-    between.relay.wait_until_held(LIMIT).expect("so much");
+    between.relay.wait_until_held(TEST_TIMEOUT).expect("so much");
     between.relay.stall();
     let [sender, receiver] = between.fail();
     assert!(sender.contains("and could not be restored within 1 s: "), "{sender}");
@@ -257,7 +263,7 @@ fn restarted_receiver_rejects_old_session() {
     let address = between.receiver.address().to_string();
     between.relay.stall();
     between.receiver.process.kill();
-    let second = receive_command(larder(), &address, &between.path("qemu"), &[]);
+    let second = receive_command(larder_path(), &address, &between.path("qemu"), &[]);
     let second = Side::listening(second).expect("it listens");
     between.relay.release();
     let (code, said) = between.sender.end().expect("it ends");
@@ -267,24 +273,24 @@ fn restarted_receiver_rejects_old_session() {
     assert!(was_closed(&source));
     second
         .process
-        .wait_for("refused: there is no such session here", LIMIT)
+        .wait_for("refused: there is no such session here", TEST_TIMEOUT)
         .expect("it says so");
 }
 
 #[test]
 fn lost_link_is_shown_in_status() {
     let waiting = Waiting::start(&[]);
-    let folder = crate::support::on_tmpfs();
+    let folder = crate::support::temp_dir_on_tmpfs();
     let control = folder.path().join("control");
     let control = control.to_str().expect("UTF-8");
     let mut between = waiting.joined(&["--control", control]);
     let status = |words: &[&str]| {
-        let mut command = std::process::Command::new(larder());
+        let mut command = std::process::Command::new(larder_path());
         command.args(["migrate", "status", control]).args(words);
-        crate::support::run(command).1
+        crate::support::run_command(command).1
     };
     let when = |text: &str| {
-        let give_up = std::time::Instant::now() + LIMIT;
+        let give_up = std::time::Instant::now() + TEST_TIMEOUT;
         while !status(&[]).contains(text) {
             assert!(std::time::Instant::now() < give_up, "no {text}: {}", status(&[]));
         }
@@ -298,7 +304,11 @@ fn lost_link_is_shown_in_status() {
         "{state}"
     );
     between.relay.release();
-    between.sender.process.wait_for(IS_BACK, LIMIT).expect("it says so");
+    between
+        .sender
+        .process
+        .wait_for(IS_BACK, TEST_TIMEOUT)
+        .expect("it says so");
     when("lost once");
     assert!(!status(&[]).contains("link lost"));
     carries(&mut between, 200);
@@ -323,10 +333,15 @@ fn goes_over_by_post_copy(release: Release) {
         vm.prepare(&settings).expect("QEMU takes it");
     }
     destination.listen(&path("qemu")).expect("QEMU waits");
-    let mut receiver = Side::receiver(larder(), &path("qemu"), &[]).expect("it listens");
+    let mut receiver = Side::receiver(larder_path(), &path("qemu"), &[]).expect("it listens");
     let relay = Relay::start(receiver.address()).expect("a port");
-    let mut sender =
-        Side::sender(larder(), &path("sender"), relay.address(), &["--bandwidth", "48MiB"]).expect("it connects");
+    let mut sender = Side::sender(
+        larder_path(),
+        &path("sender"),
+        relay.address(),
+        &["--bandwidth", "48MiB"],
+    )
+    .expect("it connects");
     source.migrate(&path("sender")).expect("QEMU begins");
     source.wait_for_migration(&["active"]).expect("it goes on");
     source.ask("migrate-start-postcopy", &json!({})).expect("it may");

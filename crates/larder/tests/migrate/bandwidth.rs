@@ -3,13 +3,13 @@
 use std::time::Instant;
 
 use crate::ends::{Waiting, carries_on, write};
-use crate::support::pattern;
+use crate::support::test_pattern;
 
 #[test]
 fn bandwidth_limit_is_kept() {
     const MIB: usize = 1 << 20;
     let mut between = Waiting::start(&[]).joined(&["--bandwidth", "4MiB"]);
-    let stream = pattern(3, 8 * MIB);
+    let stream = test_pattern(3, 8 * MIB);
     let begun = Instant::now();
     let writer = write(between.source(), stream.clone());
     carries_on(&mut between, &stream, || writer.join().expect("written"));

@@ -5,7 +5,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
 use crate::ends::{Between, Received, Waiting, main_channel, was_closed, write};
-use crate::support::{LIMIT, pattern};
+use crate::support::{TEST_TIMEOUT, test_pattern};
 
 /// Progress of a session at which something fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,7 @@ impl Session {
             between: Waiting::start(&[]).joined(&["--patience", "0"]),
             stream: match stage {
                 // Incompressible, and more than the window.
-                Stage::Full => pattern(1, 48 << 20),
+                Stage::Full => test_pattern(1, 48 << 20),
                 _ => main_channel(2000),
             },
             qemu: None,
@@ -77,10 +77,10 @@ impl Session {
         let destination = between.destination();
         let received = (*stage != Stage::Full).then(|| Received::from(destination.try_clone().expect("a socket")));
         match (*stage, &received) {
-            (Stage::Middle, _) => between.relay.wait_until_held(LIMIT).expect("it carries so much"),
+            (Stage::Middle, _) => between.relay.wait_until_held(TEST_TIMEOUT).expect("it carries so much"),
             (Stage::Full, _) => between
                 .relay
-                .wait_until_full(WINDOW - (600 << 10), LIMIT)
+                .wait_until_full(WINDOW - (600 << 10), TEST_TIMEOUT)
                 .expect("so much"),
             (_, Some(received)) => received.wait_for(len),
             _ => {}
@@ -156,14 +156,24 @@ fn killed_receiver_is_noticed_at_once() {
 fn cut_connections_fail_both_ends() {
     let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
     breaks(&STAGES, |session| session.between.relay.cut(), &texts, &texts);
-    breaks(&STAGES, |session| session.between.relay.cut_one(0), &texts, &texts);
+    breaks(
+        &STAGES,
+        |session| session.between.relay.cut_connection(0),
+        &texts,
+        &texts,
+    );
 }
 
 #[test]
 fn cut_idle_lane_is_noticed() {
     let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
     for lane in [1, 2] {
-        breaks(&STAGES, |session| session.between.relay.cut_one(lane), &texts, &texts);
+        breaks(
+            &STAGES,
+            |session| session.between.relay.cut_connection(lane),
+            &texts,
+            &texts,
+        );
     }
 }
 

@@ -4,7 +4,7 @@ use larder_bench::campaign::guest::project;
 use larder_bench::campaign::process::install_script;
 
 use crate::ends::{Waiting, carries_on, write};
-use crate::support::{larder, on_tmpfs};
+use crate::support::{larder_path, temp_dir_on_tmpfs};
 
 /// Returns compressible text of `pages` distinct pages, which is no guest's stream.
 fn text(pages: usize) -> Vec<u8> {
@@ -22,12 +22,12 @@ fn text(pages: usize) -> Vec<u8> {
 /// Carries the text by a sender with these arguments, and returns the sender's output.
 fn carried(words: &[&str]) -> String {
     // The sender runs in the chroot, and loads the library there.
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let in_chroot = folder.path().join("larder");
     let script = format!(
         "#!/bin/sh\nexec {}/testbed/debian13.sh {} \"$@\"\n",
         project().display(),
-        larder().display()
+        larder_path().display()
     );
     install_script(&script, &in_chroot);
     let words = [&["--bandwidth", "8MiB"], words].concat();

@@ -8,15 +8,17 @@ use std::time::Instant;
 
 use larder_bench::campaign::Random;
 use larder_bench::campaign::disk::Format;
-use larder_bench::campaign::migrate_kills::{DiskChoice, Fault, campaign};
-use larder_bench::campaign::migration::host::{Host, PLACES, WRITE_AND_LOOK};
+use larder_bench::campaign::migrate_kills::{DiskOptions, Fault, campaign};
+use larder_bench::campaign::migration::host::{Host, PLACES, WRITE_AND_VERIFY_SCRIPT};
 use larder_bench::campaign::migration::larder::Side;
 use larder_bench::campaign::migration::vm::{Machine, Release, Vm, counted};
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use larder_vm::control::state::DiskState;
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
+use crate::support::{
+    TEST_TIMEOUT, larder_path, require_root, run_command, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs,
+};
 
 /// Memory of the guests in MiB: their file system takes half of it.
 const MEMORY_MIB: u64 = 288;
@@ -36,7 +38,14 @@ done
 /// Returns a host that serves this image, with a cache in this mode.
 pub(crate) fn host(image: &Path, mode: &str) -> Host {
     let image = image.to_str().expect("UTF-8");
-    Host::new(larder(), (image, "qcow2"), mode, on_tmpfs(), on_disk()).expect("its folders are there")
+    Host::new(
+        larder_path(),
+        (image, "qcow2"),
+        mode,
+        temp_dir_on_tmpfs(),
+        temp_dir_on_disk(),
+    )
+    .expect("its folders are there")
 }
 
 pub(crate) fn disk(of: &Host) -> DiskState {
@@ -56,13 +65,13 @@ pub(crate) fn send(of: &Host, source: &Vm, receiver: &Side, words: &[&str]) -> C
 }
 
 fn machine(release: Release) -> Machine {
-    Machine::running(release, MEMORY_MIB, &[WRITE_AND_LOOK, SCRIPT].concat()).expect("the test bed is set up")
+    Machine::running(release, MEMORY_MIB, &[WRITE_AND_VERIFY_SCRIPT, SCRIPT].concat()).expect("the test bed is set up")
 }
 
 pub(crate) fn image(folder: &TempDir) -> PathBuf {
     let path = folder.path().join("web.qcow2");
     let text = path.to_str().expect("UTF-8");
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text, "64M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text, "64M"]);
     path
 }
 
@@ -78,12 +87,12 @@ pub(crate) fn moves(machine: &Machine, (from, source): (&Host, Vm), to: &Host, c
     let destination = to.incoming(machine).expect("QEMU starts");
     let mut receiver = receive(to, &destination);
     assert!(disk(to).away && !disk(from).away);
-    let (code, said) = run(send(from, &source, &receiver, &[]));
+    let (code, said) = run_command(send(from, &source, &receiver, &[]));
     assert_eq!(code, Some(0), "{said}");
     let (code, heard) = receiver.end().expect("it ends");
     assert_eq!(code, Some(0), "{heard}");
     assert!(!disk(to).away && disk(from).away);
-    source.process.wait(LIMIT).expect("it ends");
+    source.process.wait(TEST_TIMEOUT).expect("it ends");
     consoles.push(source.console());
     destination
 }
@@ -91,7 +100,7 @@ pub(crate) fn moves(machine: &Machine, (from, source): (&Host, Vm), to: &Host, c
 /// A disk moves along and back, no cache serves stale data, and the caches are warm at the destination.
 #[test]
 fn disk_moves_both_ways_without_staleness() {
-    let storage = on_disk();
+    let storage = temp_dir_on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wt"));
     let machine = machine(Release::Host);
@@ -106,7 +115,7 @@ fn disk_moves_both_ways_without_staleness() {
     let guest = moves(&machine, (&here, guest), &there, &mut consoles);
     works_for_a_round(&guest);
     // The destination prefetches data that was hot at the source, beyond the guest's own reads.
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while disk(&there).cache.expect("it has one").warmed == 0 {
         assert!(Instant::now() < give_up, "{}", server_there.output());
     }
@@ -115,7 +124,7 @@ fn disk_moves_both_ways_without_staleness() {
     server_here.kill();
     server_here = serve(&here, &[]);
     assert!(disk(&here).away);
-    let (code, said) = run(here.vm(&["--take"]));
+    let (code, said) = run_command(here.vm(&["--take"]));
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("web.qcow2"), "{said}");
     assert!(disk(&here).away, "{}", server_here.output());
@@ -130,16 +139,16 @@ fn disk_moves_both_ways_without_staleness() {
     counted(&consoles).expect("it has counted on");
     for mut server in [server_here, server_there] {
         server.signal(libc::SIGTERM);
-        let status = server.wait(LIMIT).expect("it ends");
+        let status = server.wait(TEST_TIMEOUT).expect("it ends");
         assert!(status.success(), "{}", server.output());
     }
-    tool("qemu-img", &["check", "-q", image.to_str().expect("UTF-8")]);
+    run_tool("qemu-img", &["check", "-q", image.to_str().expect("UTF-8")]);
 }
 
 /// A VM continues to run at the source if no server at the destination can open its disk.
 #[test]
 fn failed_disk_move_keeps_vm_here() {
-    let storage = on_disk();
+    let storage = temp_dir_on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
     let machine = machine(Release::Host);
@@ -149,7 +158,7 @@ fn failed_disk_move_keeps_vm_here() {
     // No server at the destination waits for the disk.
     let destination = machine.incoming().expect("QEMU starts");
     let receiver = receive(&there, &destination);
-    let (code, said) = run(send(&here, &source, &receiver, &[]));
+    let (code, said) = run_command(send(&here, &source, &receiver, &[]));
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("nothing was changed: "), "{said}");
     assert!(said.contains("no `larder vm` serves it at the destination"), "{said}");
@@ -160,7 +169,7 @@ fn failed_disk_move_keeps_vm_here() {
     std::fs::write(there.cache(), vec![7; 16 << 20]).expect("writes");
     let destination = there.incoming(&machine).expect("QEMU starts");
     let receiver = receive(&there, &destination);
-    let (code, said) = run(send(&here, &source, &receiver, &[]));
+    let (code, said) = run_command(send(&here, &source, &receiver, &[]));
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("its disks cannot be opened at the destination"), "{said}");
     assert!(said.contains("it is not a cache, and not empty"), "{said}");
@@ -173,7 +182,7 @@ fn failed_disk_move_keeps_vm_here() {
 
 #[test]
 fn move_survives_kills_of_its_processes() {
-    let storage = on_disk();
+    let storage = temp_dir_on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
     // QEMU 7.2 never notices again that a server has exited, once one has while QEMU waited for its VM.
@@ -185,7 +194,7 @@ fn move_survives_kills_of_its_processes() {
     let mut receiver = receive(&there, &destination);
 
     let mut mover = Process::start(send(&here, &source, &receiver, &["--bandwidth", "64MiB"])).expect("starts");
-    mover.wait_for("round 1", LIMIT).expect("it has begun");
+    mover.wait_for("round 1", TEST_TIMEOUT).expect("it has begun");
     // Kills either server while the guest's memory is being transferred.
     server_there.kill();
     server_there = serve(&there, &[]);
@@ -194,13 +203,15 @@ fn move_survives_kills_of_its_processes() {
     server_here = serve(&here, &[]);
     assert!(!disk(&here).away);
     // Kills the mover and the server once the disk is open nowhere, or already at the destination.
-    server_here.wait_for("its image is closed", LIMIT).expect("it leaves");
+    server_here
+        .wait_for("its image is closed", TEST_TIMEOUT)
+        .expect("it leaves");
     mover.kill();
     server_here.kill();
     let _server_here = serve(&here, &[]);
     assert!(disk(&here).away);
 
-    let (code, said) = run(send(&here, &source, &receiver, &[]));
+    let (code, said) = run_command(send(&here, &source, &receiver, &[]));
     assert_eq!(code, Some(0), "{said}");
     let (code, heard) = receiver.end().expect("it ends");
     assert_eq!(code, Some(0), "{heard}");
@@ -210,17 +221,17 @@ fn move_survives_kills_of_its_processes() {
     server_there.kill();
     let _server_there = serve(&there, &[]);
     works_for_a_round(&destination);
-    assert!(source.process.wait(LIMIT).is_ok());
+    assert!(source.process.wait(TEST_TIMEOUT).is_ok());
     counted(&[source.console(), destination.console()]).expect("it has counted on");
 }
 
 /// After a power cycle, the source opens the disk if the move had not handed it over, and leaves it alone if it had.
 #[test]
 fn restarted_host_knows_whose_disk() {
-    need_root("each host has a boot ID of its own");
-    let storage = on_disk();
+    require_root("each host has a boot ID of its own");
+    let storage = temp_dir_on_disk();
     let image = image(&storage);
-    let [mut here, there] = [(); 2].map(|()| host(&image, "wb").with_boots().expect("it has a folder"));
+    let [mut here, there] = [(); 2].map(|()| host(&image, "wb").with_boot_ids().expect("it has a folder"));
     let machine = machine(Release::Host);
     let mut server_here = serve(&here, &[]);
     let mut guest = here.boot(&machine).expect("the guest boots");
@@ -230,7 +241,7 @@ fn restarted_host_knows_whose_disk() {
     let gone = there.incoming(&machine).expect("QEMU starts");
     let receiver = receive(&there, &gone);
     let mut mover = Process::start(send(&here, &guest, &receiver, &["--bandwidth", "8MiB"])).expect("starts");
-    mover.wait_for("round 1", LIMIT).expect("it has begun");
+    mover.wait_for("round 1", TEST_TIMEOUT).expect("it has begun");
     [&mut mover, &mut guest.process, &mut server_here]
         .into_iter()
         .for_each(Process::kill);
@@ -245,7 +256,9 @@ fn restarted_host_knows_whose_disk() {
     let destination = there.incoming(&machine).expect("QEMU starts");
     let receiver = receive(&there, &destination);
     mover = Process::start(send(&here, &guest, &receiver, &[])).expect("starts");
-    server_there.wait_for("its image is open", LIMIT).expect("it takes it");
+    server_there
+        .wait_for("its image is open", TEST_TIMEOUT)
+        .expect("it takes it");
     [&mut mover, &mut guest.process, &mut server_here]
         .into_iter()
         .for_each(Process::kill);
@@ -254,7 +267,7 @@ fn restarted_host_knows_whose_disk() {
     works_for_a_round(&destination);
     assert!(disk(&here).away && !disk(&there).away, "{}", server_here.output());
     counted(&[guest.console(), destination.console()]).expect("it has counted on");
-    let (code, said) = run(here.vm(&["--take"]));
+    let (code, said) = run_command(here.vm(&["--take"]));
     assert_eq!(code, Some(2), "{said}");
     assert!(disk(&here).away);
 }
@@ -262,24 +275,32 @@ fn restarted_host_knows_whose_disk() {
 /// A disk on an NBD server is written by one host at a time, whichever process is killed.
 #[test]
 fn nbd_disk_has_one_writing_host() {
-    let storage = on_disk();
+    let storage = temp_dir_on_disk();
     let file = storage.path().join("web.raw");
     File::create(&file)
         .expect("makes it")
         .set_len(64 << 20)
         .expect("makes room");
     let (socket, log) = (storage.path().join("nbd"), storage.path().join("log"));
-    let mut export = mortal("nbdkit");
+    let mut export = killed_with_parent("nbdkit");
     export.args(["-f", "-U"]).arg(&socket).args(["--filter=log", "file"]);
     export.arg(&file).arg(format!("logfile={}", log.display()));
     let mut export = Process::start(export).expect("nbdkit starts");
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while !socket.exists() {
         assert!(Instant::now() < give_up, "{}", export.output());
     }
     let uri = format!("nbd+unix:///?socket={}", socket.display());
-    let [here, there] = ["wb", "wt"]
-        .map(|mode| Host::new(larder(), (&uri, "raw"), mode, on_tmpfs(), on_disk()).expect("its folders are there"));
+    let [here, there] = ["wb", "wt"].map(|mode| {
+        Host::new(
+            larder_path(),
+            (&uri, "raw"),
+            mode,
+            temp_dir_on_tmpfs(),
+            temp_dir_on_disk(),
+        )
+        .expect("its folders are there")
+    });
     // QEMU 7.2 never notices again that a server has exited, once one has while QEMU waited for its VM.
     let machine = machine(Release::Debian13);
     let mut server_here = serve(&here, &[]);
@@ -290,14 +311,16 @@ fn nbd_disk_has_one_writing_host() {
     let destination = there.incoming(&machine).expect("QEMU starts");
     let mut receiver = receive(&there, &destination);
     let mut mover = Process::start(send(&here, &guest, &receiver, &["--bandwidth", "64MiB"])).expect("starts");
-    mover.wait_for("round 1", LIMIT).expect("it has begun");
+    mover.wait_for("round 1", TEST_TIMEOUT).expect("it has begun");
     server_here.kill();
     server_here = serve(&here, &[]);
-    server_here.wait_for("its image is closed", LIMIT).expect("it leaves");
+    server_here
+        .wait_for("its image is closed", TEST_TIMEOUT)
+        .expect("it leaves");
     mover.kill();
     server_there.kill();
     server_there = serve(&there, &[]);
-    let (code, said) = run(send(&here, &guest, &receiver, &[]));
+    let (code, said) = run_command(send(&here, &guest, &receiver, &[]));
     assert_eq!(code, Some(0), "{said}");
     let (code, heard) = receiver.end().expect("it ends");
     assert_eq!(code, Some(0), "{heard}");
@@ -314,11 +337,11 @@ fn nbd_disk_has_one_writing_host() {
     consoles.push(guest.console());
     counted(&consoles).expect("it has counted on");
     // Dirty data of the write-back cache is written, too.
-    let (code, said) = run(here.vm(&["--expect"]));
+    let (code, said) = run_command(here.vm(&["--expect"]));
     assert_eq!(code, Some(0), "{said}");
     drop((server_here, server_there));
     export.signal(libc::SIGTERM);
-    export.wait(LIMIT).expect("it ends");
+    export.wait(TEST_TIMEOUT).expect("it ends");
     let log = std::fs::read_to_string(log).expect("is there");
     assert_eq!(writers_in_turn(&log), Ok(5), "{log}");
 }
@@ -345,7 +368,7 @@ fn writers_in_turn(log: &str) -> Result<usize, String> {
 /// A move by post-copy of a VM with a served disk is refused before anything is changed.
 #[test]
 fn postcopy_with_served_disk_is_refused() {
-    let storage = on_disk();
+    let storage = temp_dir_on_disk();
     let image = image(&storage);
     let (here, there) = (host(&image, "wb"), host(&image, "wb"));
     for release in [Release::Host, Release::Debian13] {
@@ -355,7 +378,7 @@ fn postcopy_with_served_disk_is_refused() {
         let _waits = serve(&there, &["--incoming"]);
         let destination = there.incoming(&machine).expect("QEMU starts");
         let receiver = receive(&there, &destination);
-        let (code, said) = run(send(&here, &source, &receiver, &["--postcopy"]));
+        let (code, said) = run_command(send(&here, &source, &receiver, &["--postcopy"]));
         assert_eq!(code, Some(1), "{said}");
         assert!(said.contains("nothing was changed: "), "{said}");
         assert!(said.contains("leave out --postcopy"), "{said}");
@@ -364,12 +387,12 @@ fn postcopy_with_served_disk_is_refused() {
         assert!(!is.away && disk(&there).away);
         assert_eq!(is.cache.expect("it has one").mode, "wb", "as before");
         // Without post-copy the VM moves to the same place.
-        let (code, said) = run(send(&here, &source, &receiver, &[]));
+        let (code, said) = run_command(send(&here, &source, &receiver, &[]));
         assert_eq!(code, Some(0), "{said}");
         works_for_a_round(&destination);
         drop((source, destination));
         for (host, option) in [(&there, "--expect"), (&here, "--take")] {
-            let (code, said) = run(host.vm(&[option]));
+            let (code, said) = run_command(host.vm(&[option]));
             assert_eq!(code, Some(0), "{said}");
         }
     }
@@ -378,8 +401,8 @@ fn postcopy_with_served_disk_is_refused() {
 /// Whatever is killed while a disk moves, it is open on one host with all flushed data.
 #[test]
 fn disk_move_campaign_finds_no_loss() {
-    let storage = on_disk();
-    let choice = DiskChoice {
+    let storage = temp_dir_on_disk();
+    let choice = DiskOptions {
         format: Some(Format::Qcow2),
         nbd: false,
         folder: storage.path().to_owned(),
@@ -394,6 +417,7 @@ fn disk_move_campaign_finds_no_loss() {
     // With this seed most kills come while the disk is open nowhere, or just opened at the destination. QEMU's
     // multifd channels are not used, because QEMU 10 sometimes hangs with them when a move fails.
     let mut random = Random::new(7003);
-    let report = campaign(larder(), Release::Debian13, Some(&choice), &faults, 5, &mut random).expect("all is well");
+    let report =
+        campaign(larder_path(), Release::Debian13, Some(&choice), &faults, 5, &mut random).expect("all is well");
     assert_eq!(report.moves, 5);
 }

@@ -15,7 +15,7 @@ use rustix::process::Uid;
 use rustix::thread::set_thread_res_uid;
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, larder, on_tmpfs, pattern, run};
+use crate::support::{TEST_TIMEOUT, larder_path, run_command, temp_dir_on_tmpfs, test_pattern};
 
 const PAGE: usize = 4096;
 
@@ -48,13 +48,13 @@ pub(crate) fn main_channel(pages: usize) -> Vec<u8> {
             match page % 5 {
                 0 => out.push(0),
                 1 => out.extend_from_slice(&[page as u8; PAGE]),
-                _ => out.extend_from_slice(&pattern(page as u64, PAGE)),
+                _ => out.extend_from_slice(&test_pattern(page as u64, PAGE)),
             }
         }
         records_end(&mut out);
     }
     out.extend_from_slice(b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x02");
-    out.extend_from_slice(&pattern(7, 20_000));
+    out.extend_from_slice(&test_pattern(7, 20_000));
     out.extend_from_slice(&[0x7e, 0, 0, 0, 3, 0]);
     out
 }
@@ -69,10 +69,10 @@ pub(crate) struct Waiting {
 impl Waiting {
     /// Starts a receiver with further arguments.
     pub(crate) fn start(words: &[&str]) -> Self {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let incoming = UnixListener::bind(folder.path().join("qemu")).expect("a socket");
         incoming.set_nonblocking(true).expect("a socket");
-        let receiver = Side::receiver(larder(), &folder.path().join("qemu"), words).expect("it listens");
+        let receiver = Side::receiver(larder_path(), &folder.path().join("qemu"), words).expect("it listens");
         Self {
             folder,
             incoming,
@@ -83,7 +83,7 @@ impl Waiting {
     /// Starts a receiver that gives up root for this user, with further arguments. QEMU runs as the user if `is_his`
     /// is set.
     pub(crate) fn start_as(user: u32, is_his: bool, words: &[&str]) -> Self {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777)).expect("ours");
         let path = folder.path().join("qemu");
         let listens = || {
@@ -99,7 +99,7 @@ impl Waiting {
         incoming.set_nonblocking(true).expect("a socket");
         let user = user.to_string();
         let words = [&["--user", &user], words].concat();
-        let receiver = Side::receiver(larder(), &path, &words).expect("it listens");
+        let receiver = Side::receiver(larder_path(), &path, &words).expect("it listens");
         Self {
             folder,
             incoming,
@@ -120,7 +120,12 @@ impl Waiting {
     /// Returns the output of a sender with these arguments, which must be refused.
     pub(crate) fn refuses(&self, words: &[&str]) -> String {
         let to = self.receiver.address().to_string();
-        let (code, said) = run(send_command(larder(), &self.folder.path().join("refused"), &to, words));
+        let (code, said) = run_command(send_command(
+            larder_path(),
+            &self.folder.path().join("refused"),
+            &to,
+            words,
+        ));
         assert_eq!(code, Some(2), "{said}");
         assert!(!said.contains("ready to send"), "{said}");
         said
@@ -137,8 +142,8 @@ impl Waiting {
         words: &[&str],
         tamper: impl Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync + 'static,
     ) -> Between {
-        let relay = Relay::tampering(self.receiver.address(), tamper).expect("a port");
-        self.joined_over(relay, larder(), words)
+        let relay = Relay::start_with_tamper(self.receiver.address(), tamper).expect("a port");
+        self.joined_over(relay, larder_path(), words)
     }
 
     /// Starts a sender like [`Self::joined`], without a relay.
@@ -146,12 +151,12 @@ impl Waiting {
         // The relay is not used.
         let relay = Relay::start(self.receiver.address()).expect("a port");
         let to = self.receiver.address();
-        self.joined_to(to, relay, larder(), words)
+        self.joined_to(to, relay, larder_path(), words)
     }
 
     /// Starts a sender like [`Self::joined`], with this program as the sender.
     pub(crate) fn joined_with(self, larder: &Path, words: &[&str]) -> Between {
-        let relay = Relay::tampering(self.receiver.address(), |_, _| None).expect("a port");
+        let relay = Relay::start_with_tamper(self.receiver.address(), |_, _| None).expect("a port");
         self.joined_over(relay, larder, words)
     }
 
@@ -175,7 +180,7 @@ impl Waiting {
 
 /// Returns the connection that a receiver makes to QEMU; `None` if it ends before.
 fn connected(incoming: &UnixListener, receiver: &Side) -> Option<UnixStream> {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
         // Checked before accepting: the receiver may have connected and ended.
         let has_ended = receiver.process.has_ended();
@@ -295,7 +300,7 @@ impl Received {
         let waited = self
             .state
             .1
-            .wait_timeout_while(bytes, LIMIT, |bytes| bytes.len() < count);
+            .wait_timeout_while(bytes, TEST_TIMEOUT, |bytes| bytes.len() < count);
         let (bytes, timeout) = waited.expect("whole");
         assert!(!timeout.timed_out(), "{} of {count} bytes came", bytes.len());
     }
@@ -309,7 +314,7 @@ impl Received {
 
 /// Waits until Larder has closed a socket of QEMU's, in either way.
 pub(crate) fn was_closed(mut socket: &UnixStream) -> bool {
-    socket.set_read_timeout(Some(LIMIT)).expect("a socket");
+    socket.set_read_timeout(Some(TEST_TIMEOUT)).expect("a socket");
     match socket.read(&mut [0]) {
         Ok(len) => len == 0,
         Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,

@@ -7,7 +7,7 @@ use larder_bench::campaign::migration::vm::{Load, Machine, Release, Settings, Vm
 use serde_json::json;
 
 use crate::MEMORY_MIB;
-use crate::support::{LIMIT, larder};
+use crate::support::{TEST_TIMEOUT, larder_path};
 
 /// Progress of a migration at which something fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,11 +40,11 @@ impl Way {
         destination.prepare(settings).expect("QEMU takes it");
         let qemu = machine.folder().join("qemu");
         destination.listen(&qemu).expect("QEMU waits");
-        let receiver = Side::receiver(larder(), &qemu, &[]).expect("it listens");
+        let receiver = Side::receiver(larder_path(), &qemu, &[]).expect("it listens");
         let relay = Relay::start(receiver.address()).expect("a port");
         // Without patience, so that a failure is final.
         let words = [&["--lanes", "2", "--patience", "0"], words].concat();
-        let sender = Side::sender(larder(), &machine.folder().join("sender"), relay.address(), &words);
+        let sender = Side::sender(larder_path(), &machine.folder().join("sender"), relay.address(), &words);
         Self {
             destination,
             receiver,
@@ -67,7 +67,7 @@ impl Way {
         }
         source.migrate(&machine.folder().join("sender")).expect("QEMU begins");
         match stage {
-            Stage::Begun | Stage::Middle => way.relay.wait_until_held(LIMIT).expect("so much comes"),
+            Stage::Begun | Stage::Middle => way.relay.wait_until_held(TEST_TIMEOUT).expect("so much comes"),
             Stage::Stopped | Stage::Sent => {
                 source
                     .wait_for_migration(&["pre-switchover"])
@@ -79,7 +79,7 @@ impl Way {
             let go_on = json!({"state": "pre-switchover"});
             // QEMU may answer only once the rest has been sent.
             source.begin("migrate-continue", &go_on).expect("it goes on");
-            way.relay.wait_until_held(LIMIT).expect("it sends the rest");
+            way.relay.wait_until_held(TEST_TIMEOUT).expect("it sends the rest");
         }
         way
     }
@@ -226,8 +226,8 @@ fn interrupted_postcopy_resumes_through_new_pair() {
     way.destination
         .ask("migrate-recover", &json!({"uri": uri(&again)}))
         .expect("it may");
-    let mut receiver = Side::receiver(larder(), &again, &[]).expect("it listens");
-    let mut other = Side::sender(larder(), &sender, receiver.address(), &[]).expect("it connects");
+    let mut receiver = Side::receiver(larder_path(), &again, &[]).expect("it listens");
+    let mut other = Side::sender(larder_path(), &sender, receiver.address(), &[]).expect("it connects");
     source
         .ask("migrate", &json!({"uri": uri(&sender), "resume": true}))
         .expect("it may");

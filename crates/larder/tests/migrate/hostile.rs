@@ -8,7 +8,7 @@ use larder_bench::campaign::migration::larder::send_command;
 use larder_bench::campaign::process::Process;
 
 use crate::ends::{Received, Waiting, was_closed};
-use crate::support::{LIMIT, larder, on_tmpfs};
+use crate::support::{TEST_TIMEOUT, larder_path, temp_dir_on_tmpfs};
 use crate::wire::{
     ALIVE, CLOSE, CLOSED, DELIVERED, END, FAILED, Frame, HELLO_BYTES, NOTE, OPEN, RECEIVED, RETURN, WELCOME_BYTES,
     crc32c, hello, message, next_message, put, say, seal, welcome,
@@ -296,15 +296,15 @@ fn malformed_messages_are_refused() {
 
 /// Runs a fake receiver that answers each connection's greeting with `answer`, and returns the sender's final output.
 fn greets(answer: impl Fn() -> Vec<u8>) -> String {
-    let (folder, listener) = (on_tmpfs(), TcpListener::bind("127.0.0.1:0").expect("a port"));
+    let (folder, listener) = (temp_dir_on_tmpfs(), TcpListener::bind("127.0.0.1:0").expect("a port"));
     let to = listener.local_addr().expect("bound").to_string();
-    let command = send_command(larder(), &folder.path().join("sender"), &to, &["--lanes", "1"]);
+    let command = send_command(larder_path(), &folder.path().join("sender"), &to, &["--lanes", "1"]);
     let mut process = Process::start(command).expect("starts");
     let (socket, _) = listener.accept().expect("it connects");
     let _: [u8; HELLO_BYTES] = read(&socket);
     say(&socket, &answer());
     drop(socket);
-    let status = process.wait(LIMIT).expect("it ends");
+    let status = process.wait(TEST_TIMEOUT).expect("it ends");
     assert_eq!(status.code(), Some(2), "{}", process.output());
     process.output()
 }
@@ -393,17 +393,17 @@ const ONE_LANE: [&str; 4] = ["--lanes", "1", "--patience", "0"];
 
 /// Asserts that a receiver which begins correctly and then sends this ends the sender with this error.
 fn bad_receiver(text: &str, says: &[Vec<u8>]) {
-    let (folder, listener) = (on_tmpfs(), TcpListener::bind("127.0.0.1:0").expect("a port"));
+    let (folder, listener) = (temp_dir_on_tmpfs(), TcpListener::bind("127.0.0.1:0").expect("a port"));
     let to = listener.local_addr().expect("bound").to_string();
     let path = folder.path().join("sender");
-    let mut process = Process::start(send_command(larder(), &path, &to, &ONE_LANE)).expect("starts");
+    let mut process = Process::start(send_command(larder_path(), &path, &to, &ONE_LANE)).expect("starts");
     let sockets = [(); 2].map(|()| {
         let (socket, _) = listener.accept().expect("it connects");
         let _: [u8; HELLO_BYTES] = read(&socket);
         say(&socket, &welcome());
         socket
     });
-    process.wait_for("ready to send", LIMIT).expect("it is content");
+    process.wait_for("ready to send", TEST_TIMEOUT).expect("it is content");
     let source = UnixStream::connect(&path).expect("it listens");
     assert_eq!(next_message(&sockets[0]).expect("a message").0, OPEN);
     std::io::Write::write_all(&mut &source, FIRST).expect("it takes it");
@@ -414,7 +414,7 @@ fn bad_receiver(text: &str, says: &[Vec<u8>]) {
     // The sender first reports the reason, unless the receiver sent it, and then closes the connection.
     while next_message(&sockets[0]).is_ok() {}
     drop(sockets);
-    let status = process.wait(LIMIT).expect("it ends");
+    let status = process.wait(TEST_TIMEOUT).expect("it ends");
     let said = process.output();
     assert!(
         status.code() == Some(2) && said.contains(text),

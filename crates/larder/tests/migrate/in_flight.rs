@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use super::disks::{disk, host, image, moves, receive, send, serve};
 use crate::MEMORY_MIB;
-use crate::support::{LIMIT, on_disk, run};
+use crate::support::{TEST_TIMEOUT, run_command, temp_dir_on_disk};
 
 /// Reads overtake writes, of which the server executes one per second: requests are not answered in order.
 const SLOW: &str = "iops-write = 1";
@@ -58,7 +58,7 @@ struct Bed {
 
 impl Bed {
     fn new(release: Release) -> (Self, Vm) {
-        let storage = on_disk();
+        let storage = temp_dir_on_disk();
         let image = image(&storage);
         let [here, there] = ["wb", "wt"].map(|mode| host(&image, mode));
         let here = here.with_lines(SLOW).expect("its VM's file can be written");
@@ -102,13 +102,13 @@ fn writes(guest: &Vm) {
 
 fn mover(bed: &Bed, source: &Vm, receiver: &larder_bench::campaign::migration::larder::Side) -> Process {
     let mover = Process::start(send(&bed.here, source, receiver, &["--bandwidth", "64MiB"])).expect("starts");
-    mover.wait_for("round 1", LIMIT).expect("it has begun");
+    mover.wait_for("round 1", TEST_TIMEOUT).expect("it has begun");
     mover
 }
 
 /// Asserts that the move failed because QEMU does not know the position of the queue.
 fn stayed(mover: &mut Process, destination: &Vm) {
-    let code = mover.wait(LIMIT).expect("it ends").code();
+    let code = mover.wait(TEST_TIMEOUT).expect("it ends").code();
     let said = mover.output();
     if code == Some(0) {
         panic!("it was moved, and then: {:#?}", writes_on(destination));
@@ -124,7 +124,7 @@ fn stayed(mover: &mut Process, destination: &Vm) {
 /// Waits until some of the guest's writes are pending. On a busy machine that need not be all of them, because a
 /// writer takes seconds between two writes.
 fn is_asked_for_much(host: &Host) {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while disk(host).requests.under_way < 2 {
         assert!(Instant::now() < give_up, "its writers do not wait");
         std::thread::sleep(Duration::from_millis(5));
@@ -133,12 +133,12 @@ fn is_asked_for_much(host: &Host) {
 
 /// Waits until QEMU has sent a message to the server of a disk that does not read it.
 fn is_spoken_to(host: &Host) {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     let socket = host.socket();
     loop {
         let mut ss = Command::new("ss");
         ss.args(["-xH", "src"]).arg(&socket);
-        let (code, listed) = run(ss);
+        let (code, listed) = run_command(ss);
         assert_eq!(code, Some(0), "{listed}");
         let waits =
             |line: &&str| line.contains("ESTAB") && line.split_whitespace().nth(2).is_some_and(|bytes| bytes != "0");

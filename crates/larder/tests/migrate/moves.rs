@@ -8,7 +8,7 @@ use larder_bench::campaign::migration::vm::{Load, Machine, Release, Settings, Vm
 use serde_json::{Value, json};
 
 use crate::MEMORY_MIB;
-use crate::support::{LIMIT, larder};
+use crate::support::{TEST_TIMEOUT, larder_path};
 
 /// Moves a guest with this load, by post-copy if the settings say so, with further arguments for the sender. Checks
 /// that the guest continues with its memory, and that each QEMU received exactly the other's stream. QEMU sends
@@ -27,9 +27,9 @@ fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&st
     }
     destination.listen(&path("qemu")).expect("QEMU waits");
     let there = Tap::start(&path("receiver"), &path("qemu")).expect("listens");
-    let mut receiver = Side::receiver(larder(), &path("receiver"), &[]).expect("it listens");
+    let mut receiver = Side::receiver(larder_path(), &path("receiver"), &[]).expect("it listens");
     let words = [&["--lanes", "3", "--output", "json"], words].concat();
-    let mut sender = Side::sender(larder(), &path("sender"), receiver.address(), &words).expect("it connects");
+    let mut sender = Side::sender(larder_path(), &path("sender"), receiver.address(), &words).expect("it connects");
     let here = Tap::start(&path("source"), &path("sender")).expect("listens");
     if until_round.is_some() {
         may_pause_for(&mut source, 1);
@@ -77,7 +77,7 @@ fn may_pause_for(source: &mut Vm, milliseconds: u64) {
 
 /// Waits until QEMU begins that round.
 fn wait_for_round(source: &mut Vm, round: u64) {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
         let is = source.ask("query-migrate", &json!({})).expect("it answers");
         if is["status"] == "completed" || is["ram"]["dirty-sync-count"].as_u64() >= Some(round) {

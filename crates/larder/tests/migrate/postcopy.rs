@@ -3,11 +3,11 @@
 use std::process::Command;
 
 use larder_bench::campaign::memory::Attach;
-use larder_bench::campaign::migration::larder::{Side, move_command, receive_whole_command};
+use larder_bench::campaign::migration::larder::{Side, whole_move_command, whole_receive_command};
 use larder_bench::campaign::migration::vm::{Load, Machine, Release, Vm};
 use larder_bench::campaign::process::Process;
 
-use crate::support::{LIMIT, larder, on_tmpfs, run};
+use crate::support::{TEST_TIMEOUT, larder_path, run_command, temp_dir_on_tmpfs};
 
 /// Memory of the guests in MiB.
 const MEMORY_MIB: u64 = 320;
@@ -15,15 +15,15 @@ const MEMORY_MIB: u64 = 320;
 const BUDGET: [&str; 2] = ["--budget", "192MiB"];
 
 fn receiver(vm: &Vm) -> Side {
-    let command = receive_whole_command(larder(), "127.0.0.1:0", vm.qmp_for_others(), &[]);
+    let command = whole_receive_command(larder_path(), "127.0.0.1:0", vm.external_qmp(), &[]);
     Side::listening(command).expect("it listens")
 }
 
 fn post_copy(source: &Vm, receiver: &Side, words: &[&str]) -> Command {
     let to = receiver.address().to_string();
-    move_command(
-        larder(),
-        source.qmp_for_others(),
+    whole_move_command(
+        larder_path(),
+        source.external_qmp(),
         &to,
         &[&["--postcopy"], words].concat(),
     )
@@ -38,11 +38,11 @@ fn postcopy_and_pager_exclude_each_other() {
     let source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
     let mut waits = receiver(&destination);
-    let folder = on_tmpfs();
-    let attach = Attach::new(larder(), folder.path(), destination.process.id(), &BUDGET);
+    let folder = temp_dir_on_tmpfs();
+    let attach = Attach::new(larder_path(), folder.path(), destination.process.id(), &BUDGET);
 
     let mut pager = attach.start().expect("it attaches");
-    let (code, output) = run(post_copy(&source, &waits, &[]));
+    let (code, output) = run_command(post_copy(&source, &waits, &[]));
     assert_eq!(code, Some(1), "{output}");
     assert!(
         output.contains("nothing was changed: a pager manages the memory"),
@@ -51,7 +51,7 @@ fn postcopy_and_pager_exclude_each_other() {
     source.works().expect("it runs");
     // A killed pager leaves its userfaultfd in QEMU.
     pager.process.kill();
-    let (code, output) = run(post_copy(&source, &waits, &[]));
+    let (code, output) = run_command(post_copy(&source, &waits, &[]));
     assert!(
         code == Some(1) && output.contains("a pager manages the memory"),
         "{output}"
@@ -60,8 +60,8 @@ fn postcopy_and_pager_exclude_each_other() {
     pager.detach().expect("it detaches");
 
     let mover = Process::start(post_copy(&source, &waits, &["--bandwidth", "1MiB"])).expect("larder starts");
-    mover.wait_for("round 1: ", LIMIT).expect("it is under way");
-    let (code, output) = run(attach.command());
+    mover.wait_for("round 1: ", TEST_TIMEOUT).expect("it is under way");
+    let (code, output) = run_command(attach.command());
     assert_eq!(code, Some(2), "{output}");
     assert!(output.contains("to receive a VM by post-copy"), "{output}");
     let mut mover = Side {
@@ -81,9 +81,9 @@ fn postcopy_into_disk_file_is_refused() {
     let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a file");
-    let destination = machine.incoming_in_file(file.path()).expect("QEMU starts");
+    let destination = machine.start_incoming_in_file(file.path()).expect("QEMU starts");
     let waits = receiver(&destination);
-    let (code, output) = run(post_copy(&source, &waits, &[]));
+    let (code, output) = run_command(post_copy(&source, &waits, &[]));
     assert_eq!(code, Some(1), "{output}");
     assert!(output.contains("neither in a tmpfs nor in a hugetlbfs"), "{output}");
     source.works().expect("it runs");

@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, TcpStream};
 
 use crate::ends::{Between, Waiting, carries, carries_on, main_channel, write};
-use crate::support::{LIMIT, larder, run};
+use crate::support::{TEST_TIMEOUT, larder_path, run_command};
 use crate::wire::{hello, say};
 
 /// More connections than a receiver greets at a time.
@@ -45,7 +45,7 @@ fn strangers_do_not_disturb_session() {
     let stream = main_channel(2000);
     between.relay.hold_at(1_000_000);
     let writer = write(between.source(), stream.clone());
-    between.relay.wait_until_held(LIMIT).expect("so much comes");
+    between.relay.wait_until_held(TEST_TIMEOUT).expect("so much comes");
     let to = between.receiver.address();
     let mut others = strangers(to);
     // A lane of another session, and another session.
@@ -56,17 +56,21 @@ fn strangers_do_not_disturb_session() {
         "the other side speaks version 9 of Larder's migration protocol, this one 1: use the same version",
         "the greeting of a sender: its checksum is",
     ] {
-        between.receiver.process.wait_for(text, LIMIT).expect("it says so");
+        between
+            .receiver
+            .process
+            .wait_for(text, TEST_TIMEOUT)
+            .expect("it says so");
     }
     // Messages about so many connections are limited.
     others.extend(silent(to, MANY));
     let second = larder_bench::campaign::migration::larder::send_command(
-        larder(),
+        larder_path(),
         &between.path("second"),
         &to.to_string(),
         &[],
     );
-    let (code, said) = run(second);
+    let (code, said) = run_command(second);
     assert_eq!(code, Some(2), "{said}");
     assert!(
         said.contains("larder: the receiver refuses: it is in the middle of a migration"),

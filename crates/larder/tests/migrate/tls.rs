@@ -8,14 +8,14 @@ use larder_bench::campaign::migration::relay::{Tamper, Way};
 use tempfile::TempDir;
 
 use crate::ends::{Waiting, carries};
-use crate::support::{LIMIT, certificates, on_tmpfs, run};
+use crate::support::{TEST_TIMEOUT, certificates, run_command, temp_dir_on_tmpfs};
 
 /// A certificate authority, with certificates for a sender and for receivers.
 pub(crate) struct Authority(TempDir);
 
 impl Authority {
     pub(crate) fn new() -> Self {
-        let this = Self(on_tmpfs());
+        let this = Self(temp_dir_on_tmpfs());
         certificates::authority(this.0.path());
         this.sign("client", "clientAuth", "DNS:source.example");
         this.sign("server", "serverAuth", certificates::LOCALHOST);
@@ -72,7 +72,7 @@ impl Authority {
 
     /// Copies the files to another directory, as of a host that remembers no other one.
     pub(crate) fn copy(&self) -> Self {
-        let copy = Self(on_tmpfs());
+        let copy = Self(temp_dir_on_tmpfs());
         for entry in std::fs::read_dir(self.0.path()).expect("a folder").flatten() {
             if entry.file_type().is_ok_and(|kind| kind.is_file()) {
                 std::fs::copy(entry.path(), copy.path().join(entry.file_name())).expect("a copy");
@@ -112,7 +112,7 @@ fn refused([sender, receiver]: [&[&str]; 2], [by_sender, by_receiver]: [&str; 2]
     waiting
         .receiver
         .process
-        .wait_for(by_receiver, LIMIT)
+        .wait_for(by_receiver, TEST_TIMEOUT)
         .expect("it says so");
     assert!(waiting.is_untouched());
     carries(&mut waiting.joined(right), 200);
@@ -166,12 +166,12 @@ fn sender_without_certificate_is_refused() {
     command.current_dir(right.path());
     command.args(["s_client", "-CAfile", "ca-cert.pem", "-verify_return_error", "-connect"]);
     command.arg(waiting.receiver.address().to_string());
-    let (_, said) = run(command);
+    let (_, said) = run_command(command);
     assert!(said.contains("alert certificate required"), "{said}");
     let said = waiting
         .receiver
         .process
-        .wait_for("the TLS handshake failed: peer sent no certificates", LIMIT);
+        .wait_for("the TLS handshake failed: peer sent no certificates", TEST_TIMEOUT);
     said.expect("it says so");
     carries(&mut waiting.joined(&right.words()), 200);
 }
@@ -203,7 +203,7 @@ fn receiver_with_wrong_name_is_refused() {
     let said = waiting
         .receiver
         .process
-        .wait_for("the TLS handshake failed: received fatal alert", LIMIT);
+        .wait_for("the TLS handshake failed: received fatal alert", TEST_TIMEOUT);
     said.expect("it says so");
     assert!(waiting.is_untouched());
 }
@@ -233,7 +233,11 @@ fn only_given_fingerprints_are_accepted() {
         )),
         "{said}"
     );
-    waiting.receiver.process.wait_for(none, LIMIT).expect("it says so");
+    waiting
+        .receiver
+        .process
+        .wait_for(none, TEST_TIMEOUT)
+        .expect("it says so");
     assert!(waiting.is_untouched());
 }
 
@@ -313,7 +317,11 @@ fn changed_certificate_is_refused_until_given() {
         "{}:2 has {old} for it. If that host has a new key, give --peer {new} once",
         file.display()
     );
-    waiting.receiver.process.wait_for(&why, LIMIT).expect("it says so");
+    waiting
+        .receiver
+        .process
+        .wait_for(&why, TEST_TIMEOUT)
+        .expect("it says so");
     assert!(waiting.is_untouched());
     let [tls, folder] = destination.words();
     let waiting = Waiting::start(&[tls, folder, "--peer", &new]);

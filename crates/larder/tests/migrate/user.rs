@@ -5,7 +5,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::process::Command;
 
 use crate::ends::{Waiting, carries};
-use crate::support::{larder, need_root, run};
+use crate::support::{larder_path, require_root, run_command};
 use crate::tls::Authority;
 
 /// The user ID of `nobody`, which has no supplementary group.
@@ -13,8 +13,8 @@ const USER: u32 = 65534;
 
 #[test]
 fn receiver_drops_root_and_reaches_qemu() {
-    need_root("to give it up");
-    let folder = crate::support::on_tmpfs();
+    require_root("to give it up");
+    let folder = crate::support::temp_dir_on_tmpfs();
     std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("ours");
     let control = folder.path().join("control");
     let control = control.to_str().expect("UTF-8");
@@ -43,9 +43,9 @@ fn receiver_drops_root_and_reaches_qemu() {
             assert_eq!(of(name).trim(), "0000000000000000", "{status}");
         }
     }
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.args(["migrate", "status", control]);
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     assert!(code == Some(0) && said.contains("preparing"), "{said}");
     let mut between = waiting.joined(&[]);
     carries(&mut between, 200);
@@ -54,7 +54,7 @@ fn receiver_drops_root_and_reaches_qemu() {
 
 #[test]
 fn receiver_refuses_other_users_qemu() {
-    need_root("to give it up");
+    require_root("to give it up");
     let mut between = Waiting::start_as(USER, false, &[]).joined(&[]);
     let _source = between.source();
     let said = between.fail();
@@ -68,7 +68,7 @@ fn receiver_refuses_other_users_qemu() {
 /// A receiver that gives up root remembers senders as its new user, in a directory that root has created for that.
 #[test]
 fn receiver_without_root_remembers_senders() {
-    need_root("to give it up");
+    require_root("to give it up");
     let source = Authority::new();
     let destination = source.copy();
     // Like /var/lib.

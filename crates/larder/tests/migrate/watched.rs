@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::ends::{Between, Waiting, carries_on, main_channel, write};
-use crate::support::{LIMIT, larder, run};
+use crate::support::{TEST_TIMEOUT, larder_path, run_command};
 
 fn migrate(words: &[&str], control: &Path, more: &[&str]) -> (Option<i32>, String) {
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.arg("migrate").args(words).arg(control).args(more);
-    run(command)
+    run_command(command)
 }
 
 /// Returns the state from the control socket.
@@ -25,7 +25,7 @@ fn state(control: &Path) -> Value {
 
 /// Returns the state once it satisfies `is_so`.
 fn state_when(control: &Path, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
         let state = state(control);
         if is_so(&state) {
@@ -44,7 +44,7 @@ struct Sockets {
 
 /// Starts both sides, each with a control socket, and the sender with further arguments.
 fn between(words: &[&str]) -> (Between, Sockets) {
-    let folder = crate::support::on_tmpfs();
+    let folder = crate::support::temp_dir_on_tmpfs();
     let path = |name: &str| folder.path().join(name);
     let (source, destination) = (path("source"), path("destination"));
     let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
@@ -208,7 +208,7 @@ fn invalid_limit_requests_change_nothing() {
             "-d",
             body,
         ];
-        let said = crate::support::tool("curl", &[&words[..], &["http://x/v1/migration"]].concat());
+        let said = crate::support::run_tool("curl", &[&words[..], &["http://x/v1/migration"]].concat());
         assert_eq!(said, status.to_string(), "{body}");
         assert_eq!(state(&sockets.source)["limits"], before, "{body}");
     }

@@ -8,32 +8,30 @@ use std::time::{Duration, Instant};
 
 use larder_bench::campaign::Random;
 use larder_bench::campaign::migrate_kills::{Fault, campaign};
-use larder_bench::campaign::migration::larder::{Side, move_command, receive_whole_command, verdict};
+use larder_bench::campaign::migration::larder::{Side, verdict, whole_move_command, whole_receive_command};
 use larder_bench::campaign::migration::vm::{Load, Machine, Release, Vm, counted};
 use larder_bench::campaign::process::Process;
 use serde_json::{Value, json};
 
-use crate::support::{LIMIT, fill, larder, run, tmpfs};
+use crate::support::{TEST_TIMEOUT, fill_file_system, larder_path, mount_tmpfs, run_command};
 
 /// Memory of the guests in MiB: their file system takes half of it.
 const MEMORY_MIB: u64 = 320;
 
 fn receiver(vm: &Vm) -> Side {
-    let command = receive_whole_command(larder(), "127.0.0.1:0", vm.qmp_for_others(), &[]);
+    let command = whole_receive_command(larder_path(), "127.0.0.1:0", vm.external_qmp(), &[]);
     Side::listening(command).expect("it listens")
 }
 
 fn moves(source: &Vm, receiver: &Side, words: &[&str]) -> (Option<i32>, String) {
     let to = receiver.address().to_string();
-    run(move_command(larder(), source.qmp_for_others(), &to, words))
+    run_command(whole_move_command(larder_path(), source.external_qmp(), &to, words))
 }
 
 fn take_back(vm: &Vm) -> (Option<i32>, String) {
-    let mut command = Command::new(larder());
-    command
-        .args(["migrate", "--take-back", "--qmp"])
-        .arg(vm.qmp_for_others());
-    run(command)
+    let mut command = Command::new(larder_path());
+    command.args(["migrate", "--take-back", "--qmp"]).arg(vm.external_qmp());
+    run_command(command)
 }
 
 /// Unsuitable destinations are refused, an aborted move restores QEMU's settings, and then the VM moves.
@@ -56,8 +54,8 @@ fn refusals_and_abort_precede_successful_move() {
     assert!(said.contains("there is nothing to take back"), "{said}");
 
     // A QEMU that runs a VM cannot receive another one.
-    let busy = receive_whole_command(larder(), "127.0.0.1:0", source.qmp_for_others(), &[]);
-    let (code, said) = run(busy);
+    let busy = whole_receive_command(larder_path(), "127.0.0.1:0", source.external_qmp(), &[]);
+    let (code, said) = run_command(busy);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("-incoming defer"), "{said}");
 
@@ -129,14 +127,14 @@ exec guest-load mixed --size {PLUGGED_MIB} --rate 10 --check 1
 }
 
 fn ask(words: &[&str]) -> (Option<i32>, String) {
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.arg("migrate").args(words);
-    run(command)
+    run_command(command)
 }
 
 /// Returns the state from a control socket once it satisfies `is_so`.
 fn state_when(control: &str, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
         let (code, said) = ask(&["status", control, "--output", "json"]);
         if let Some(state) = serde_json::from_str::<Value>(&said).ok().filter(|_| code == Some(0))
@@ -157,7 +155,8 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
     let at = control.to_str().expect("UTF-8");
     let words = ["--bandwidth", "1MiB", "--control", at];
     let to = waits.address().to_string();
-    let mover = Process::start(move_command(larder(), source.qmp_for_others(), &to, &words)).expect("larder starts");
+    let mover =
+        Process::start(whole_move_command(larder_path(), source.external_qmp(), &to, &words)).expect("larder starts");
     let mut mover = Side {
         process: mover,
         address: None,
@@ -228,7 +227,9 @@ fn unsuitable_destination_keeps_vm_here() {
         ("-device virtio-rng-pci", " 1af4:1005 is missing at the source"),
         ("-uuid 9a8b7c6d-0000-1111-2222-333344445555", "UUID (-uuid): "),
     ] {
-        let other = machine.incoming_by(&words(&with(options))).expect("QEMU starts");
+        let other = machine
+            .start_incoming_with_prefix(&words(&with(options)))
+            .expect("QEMU starts");
         let waits = receiver(&other);
         let (code, heard) = moves(&source, &waits, &[]);
         let is_told = heard.contains("the VM cannot be moved, and nothing was changed: ") && heard.contains(said);
@@ -236,7 +237,7 @@ fn unsuitable_destination_keeps_vm_here() {
         assert_eq!(verdict(&heard).expect("JSON")["vm"], "here", "{options}");
     }
     // A receiver of a stream alone and a sender of a complete move do not fit, nor the reverse.
-    let stream_alone = Side::receiver(larder(), &machine.folder().join("nothing"), &[]).expect("it listens");
+    let stream_alone = Side::receiver(larder_path(), &machine.folder().join("nothing"), &[]).expect("it listens");
     let (code, heard) = moves(&source, &stream_alone, &[]);
     assert!(
         code == Some(1) && heard.contains("start it with --qmp instead of --connect"),
@@ -244,10 +245,12 @@ fn unsuitable_destination_keeps_vm_here() {
     );
     source.works().expect("it goes on");
     // A destination with additional CPU features is accepted.
-    let destination = machine.incoming_by(&words(&with("-cpu max"))).expect("QEMU starts");
+    let destination = machine
+        .start_incoming_with_prefix(&words(&with("-cpu max")))
+        .expect("QEMU starts");
     let mut waits = receiver(&destination);
     let sender = machine.folder().join("sender");
-    let mut side = Side::sender(larder(), &sender, waits.address(), &[]).expect("it connects");
+    let mut side = Side::sender(larder_path(), &sender, waits.address(), &[]).expect("it connects");
     let _qemu = UnixStream::connect(&sender).expect("it listens");
     let (code, heard) = side.end().expect("it ends");
     assert!(
@@ -255,15 +258,15 @@ fn unsuitable_destination_keeps_vm_here() {
         "{heard}"
     );
     // The source cannot write its record of the move and gives up; the receiver waits for another source.
-    let full = tmpfs(&machine.folder().join("full"), "size=64k");
+    let full = mount_tmpfs(&machine.folder().join("full"), "size=64k");
     std::fs::create_dir(full.0.join("migrations")).expect("a folder");
     std::fs::set_permissions(full.0.join("migrations"), PermissionsExt::from_mode(0o700)).expect("ours");
     std::fs::set_permissions(&full.0, PermissionsExt::from_mode(0o755)).expect("ours");
-    fill(&full.0.join("all"));
+    fill_file_system(&full.0.join("all"));
     let to = waits.address().to_string();
-    let mut command = move_command(larder(), source.qmp_for_others(), &to, &[]);
+    let mut command = whole_move_command(larder_path(), source.external_qmp(), &to, &[]);
     command.env("RUNTIME_DIRECTORY", &full.0);
-    let (code, heard) = run(command);
+    let (code, heard) = run_command(command);
     let is_told = heard.contains("the VM continues here: the record of the move cannot be saved: ");
     assert!(code == Some(1) && is_told, "{heard}");
     source.works().expect("it goes on");
@@ -299,7 +302,7 @@ fn stays_paused(release: Release) {
         after == "postmigrate",
         "{said}"
     );
-    let destination = machine.incoming_by(&words(&more)).expect("QEMU starts");
+    let destination = machine.start_incoming_with_prefix(&words(&more)).expect("QEMU starts");
     if after == "postmigrate" {
         let waits = receiver(&destination);
         let (code, said) = moves(&source, &waits, &[]);
@@ -342,17 +345,18 @@ fn both_hosts_report_postcopy_phase() {
     let destination = machine.incoming().expect("QEMU starts");
     let at = ["here", "there"].map(|name| machine.folder().join(name));
     let controls = at.each_ref().map(|path| path.to_str().expect("UTF-8"));
-    let command = receive_whole_command(
-        larder(),
+    let command = whole_receive_command(
+        larder_path(),
         "127.0.0.1:0",
-        destination.qmp_for_others(),
+        destination.external_qmp(),
         &["--control", controls[1]],
     );
     let mut waits = Side::listening(command).expect("it listens");
     // Slow enough that the post-copy phase is seen while most of the memory is missing.
     let words = ["--bandwidth", "8MiB", "--postcopy", "--control", controls[0]];
     let to = waits.address().to_string();
-    let mover = Process::start(move_command(larder(), source.qmp_for_others(), &to, &words)).expect("larder starts");
+    let mover =
+        Process::start(whole_move_command(larder_path(), source.external_qmp(), &to, &words)).expect("larder starts");
     let mut mover = Side {
         process: mover,
         address: None,
@@ -378,16 +382,17 @@ fn both_hosts_report_postcopy_phase() {
 /// Whatever is cut or killed during a move, the VM runs on at most one host, and is not lost.
 #[test]
 fn vm_runs_on_one_host_always() {
-    let report = campaign(larder(), Release::Host, None, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
+    let report =
+        campaign(larder_path(), Release::Host, None, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
     assert_eq!(report.moves, 9);
 }
 
 /// Starts a mover whose VM has most of its memory still to be transferred.
 fn slow_mover(source: &Vm, receiver: &Side) -> Process {
     let to = receiver.address().to_string();
-    let command = move_command(larder(), source.qmp_for_others(), &to, &["--bandwidth", "1MiB"]);
+    let command = whole_move_command(larder_path(), source.external_qmp(), &to, &["--bandwidth", "1MiB"]);
     let mover = Process::start(command).expect("larder starts");
-    mover.wait_for("round 1: ", LIMIT).expect("it is under way");
+    mover.wait_for("round 1: ", TEST_TIMEOUT).expect("it is under way");
     mover
 }
 
@@ -399,8 +404,8 @@ fn killed_mover_needs_new_destination_qemu() {
     let destination = machine.incoming().expect("QEMU starts");
     let mut waits = receiver(&destination);
     let mut mover = slow_mover(&source, &waits);
-    let again = || receive_whole_command(larder(), "127.0.0.1:0", destination.qmp_for_others(), &[]);
-    for (code, said) in [moves(&source, &waits, &[]), take_back(&source), run(again())] {
+    let again = || whole_receive_command(larder_path(), "127.0.0.1:0", destination.external_qmp(), &[]);
+    for (code, said) in [moves(&source, &waits, &[]), take_back(&source), run_command(again())] {
         assert!(code == Some(2) && said.contains(" is already being moved: "), "{said}");
     }
     mover.kill();
@@ -415,14 +420,14 @@ fn killed_mover_needs_new_destination_qemu() {
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(waits.end().expect("it ends").0, Some(0));
     destination.works().expect("it runs there");
-    let other = Process::start(receive_whole_command(
-        larder(),
+    let other = Process::start(whole_receive_command(
+        larder_path(),
         "127.0.0.1:0",
-        destination.qmp_for_others(),
+        destination.external_qmp(),
         &[],
     ));
     let other = other.expect("larder starts");
-    other.wait_for(" accepts no other: ", LIMIT).expect("it says so");
+    other.wait_for(" accepts no other: ", TEST_TIMEOUT).expect("it says so");
 }
 
 /// If the source's QEMU is killed before everything was sent, both sides report that the VM is lost.
@@ -434,7 +439,9 @@ fn killed_source_qemu_is_reported_lost() {
     let mut waits = receiver(&destination);
     let mover = slow_mover(&source, &waits);
     source.process.kill();
-    mover.wait_for("whether it has all of the VM", LIMIT).expect("it asks");
+    mover
+        .wait_for("whether it has all of the VM", TEST_TIMEOUT)
+        .expect("it asks");
     let (code, heard) = waits.end().expect("it ends");
     assert!(code == Some(2) && heard.contains("did not arrive"), "{heard}");
     mover.signal(libc::SIGTERM);

@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
 
-use crate::support::{larder, on_tmpfs, run};
+use crate::support::{larder_path, run_command, temp_dir_on_tmpfs};
 
 /// Command lines and their errors. LONG is a path of 120 bytes, PORT a port in use, `taken` a socket with a listener,
 /// and `stale` one without. The sockets with other names answer with something that is not QMP.
@@ -246,16 +246,16 @@ const WRONG: [(&str, &str); 60] = [
 
 #[test]
 fn full_monitor_backlog_is_not_awaited() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("q");
     let listener = UnixListener::bind(&path).expect("a socket");
     // With a full backlog, a further client would block until a connection is accepted.
     rustix::net::listen(&listener, 0).expect("so few may wait");
     let _waits = UnixStream::connect(&path).expect("it may wait");
     for line in ["--to 127.0.0.1:1", "--take-back", "receive --listen 127.0.0.1:0"] {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("migrate").args(line.split(' ')).arg("--qmp").arg(&path);
-        let (code, said) = run(command);
+        let (code, said) = run_command(command);
         assert!(
             code == Some(2) && said.contains("does it have another client?"),
             "{line}: {said}"
@@ -278,7 +278,7 @@ fn says(folder: &Path, name: &str, said: &'static [u8]) {
 
 #[test]
 fn invalid_command_lines_are_explained() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     std::fs::write(folder.path().join("file"), "").expect("a file");
     let _taken = UnixListener::bind(folder.path().join("taken")).expect("a socket");
     drop(UnixListener::bind(folder.path().join("stale")).expect("a socket"));
@@ -296,12 +296,12 @@ fn invalid_command_lines_are_explained() {
         } else {
             text.to_owned()
         };
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command
             .current_dir(folder.path())
             .arg("migrate")
             .args(filled(line).split(' '));
-        let (code, said) = run(command);
+        let (code, said) = run_command(command);
         assert!(code == Some(2) && said.contains(&wanted), "{line}: {code:?} {said}");
         assert!(!folder.path().join("s").exists(), "{line}: a socket is left");
     }

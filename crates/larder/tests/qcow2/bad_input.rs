@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 use crate::served::{Health, Served, health, qemu_io, refused, text};
-use crate::support::{LIMIT, on_tmpfs, tool};
+use crate::support::{TEST_TIMEOUT, run_tool, temp_dir_on_tmpfs};
 
 const CLUSTER: u64 = 64 << 10;
 /// The incompatible feature bit of dirty images.
@@ -59,7 +59,7 @@ impl Bytes {
 /// Creates an image with clusters of 64 KiB, of which the first two have data.
 pub(crate) fn sound(folder: &TempDir, name: &str) -> PathBuf {
     let image = folder.path().join(name);
-    tool("qemu-img", &["create", "-f", "qcow2", text(&image), "8M"]);
+    run_tool("qemu-img", &["create", "-f", "qcow2", text(&image), "8M"]);
     let (success, said) = qemu_io("qcow2", text(&image), &["write -P 17 0 128k"]);
     assert!(success, "{said}");
     image
@@ -89,7 +89,7 @@ fn is_refused(image: &Path, says: &[&str]) {
 
 #[test]
 fn file_of_other_format_is_refused() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("image");
     for bytes in [
         vec![],
@@ -110,7 +110,7 @@ fn file_of_other_format_is_refused() {
 
 #[test]
 fn truncated_image_is_refused() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     for (len, says) in [
         (10, ""),
         (90, "header"),
@@ -132,7 +132,7 @@ fn truncated_image_is_refused() {
 
 #[test]
 fn invalid_header_is_refused() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let header = |change: &dyn Fn(&mut Bytes), says: &str| {
         is_refused(&broken(&folder, change), &[says]);
     };
@@ -212,7 +212,7 @@ fn invalid_header_is_refused() {
 
 #[test]
 fn unknown_features_are_refused_by_name() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     for bit in [5, 31, 63] {
         let image = broken(&folder, |bytes| {
             let bits = bytes.u64_at(72);
@@ -247,7 +247,7 @@ fn unknown_features_are_refused_by_name() {
 
 #[test]
 fn dirty_image_is_repaired_before_use() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = broken(&folder, |bytes| {
         bytes.put_u64(72, DIRTY);
         // Simulates stale refcounts, which say that clusters with data are free.
@@ -255,7 +255,7 @@ fn dirty_image_is_repaired_before_use() {
         bytes.put(block + 10, &[0; 4]);
     });
     let mut served = Served::unchecked(&image, &[]);
-    match served.process.wait_for("serving", LIMIT) {
+    match served.process.wait_for("serving", TEST_TIMEOUT) {
         Ok(_) => {
             assert_eq!(Bytes::of(&image).u64_at(72) & DIRTY, 0);
             served.io(&["read -P 17 0 128k", "write -P 1 1M 1M", "read -P 17 0 128k"]);
@@ -263,7 +263,7 @@ fn dirty_image_is_repaired_before_use() {
             assert_eq!(health(&image), Health::Clean);
         }
         Err(_) => {
-            served.process.wait(LIMIT).expect("ends");
+            served.process.wait(TEST_TIMEOUT).expect("ends");
             let said = served.process.output();
             assert!(
                 said.contains(text(&image)) && said.contains("refcounts may be wrong"),
@@ -275,12 +275,12 @@ fn dirty_image_is_repaired_before_use() {
 
 #[test]
 fn encrypted_images_are_refused() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("encrypted.qcow2");
     for (format, more) in [("luks", ",encrypt.iter-time=10"), ("aes", "")] {
         let options = format!("encrypt.format={format},encrypt.key-secret=key{more}");
         let secret = "secret,id=key,data=any";
-        tool(
+        run_tool(
             "qemu-img",
             &[
                 "create",
@@ -301,10 +301,10 @@ fn encrypted_images_are_refused() {
 
 #[test]
 fn unopenable_backing_files_are_named() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let front = folder.path().join("front.qcow2");
     let over = |base: &str, format: &str| {
-        tool(
+        run_tool(
             "qemu-img",
             &[
                 "create",
@@ -337,7 +337,7 @@ fn unopenable_backing_files_are_named() {
     // A loop of two images, and damage further down: the damaged file is named.
     let middle = folder.path().join("middle.qcow2");
     over("middle.qcow2", "qcow2");
-    tool(
+    run_tool(
         "qemu-img",
         &[
             "create",
@@ -361,7 +361,7 @@ fn unopenable_backing_files_are_named() {
 
 #[test]
 fn endless_chain_is_refused() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let name = |number: u32| folder.path().join(format!("{number}.qcow2"));
     let template = Bytes::of(&sound(&folder, "template"));
     for number in 0..210 {
@@ -377,11 +377,11 @@ fn endless_chain_is_refused() {
 
 #[test]
 fn unopenable_data_files_are_named() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("image.qcow2");
     let data = folder.path().join("image.data");
     let options = format!("data_file={}", text(&data));
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"],
     );
@@ -402,11 +402,11 @@ fn unopenable_data_files_are_named() {
 /// A data file may be shorter than the disk, and is found relative to the image.
 #[test]
 fn short_data_file_beside_image_works() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("image.qcow2");
     let data = folder.path().join("image.data");
     let options = format!("data_file={},data_file_raw=on", text(&data));
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"],
     );
@@ -416,7 +416,7 @@ fn short_data_file_beside_image_works() {
         .open(&data)
         .and_then(|file| file.set_len(100_000))
         .expect("truncates");
-    tool("qemu-img", &["amend", "-o", "data_file=image.data", text(&image)]);
+    run_tool("qemu-img", &["amend", "-o", "data_file=image.data", text(&image)]);
     let served = Served::new(&image, &[]);
     served.io(&[
         "read -P 3 0 99840",
@@ -433,7 +433,7 @@ fn short_data_file_beside_image_works() {
 /// An empty backing file or data file reads as zeros.
 #[test]
 fn empty_backing_or_data_file_works() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("base.raw"), []).expect("writes");
     let image = at("over.qcow2");
@@ -450,10 +450,10 @@ fn empty_backing_or_data_file_works() {
         text(&image),
         "1M",
     ];
-    tool("qemu-img", &over);
+    run_tool("qemu-img", &over);
     let split = at("split.qcow2");
     let options = format!("data_file={}", text(&at("split.data")));
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", "-o", &options, text(&split), "1M"],
     );
@@ -475,7 +475,7 @@ fn empty_backing_or_data_file_works() {
 
 #[test]
 fn overlapping_tables_are_refused() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = broken(&folder, |bytes| {
         let at = bytes.refcount_table();
         bytes.put_u64(40, at);

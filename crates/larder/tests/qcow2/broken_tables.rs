@@ -13,7 +13,7 @@ use crate::data_file::check;
 use crate::operations::commands;
 use crate::served::{Health, Served, health, qemu_io, qemu_io_with, refused, text};
 use crate::spec::{Kind, Spec};
-use crate::support::{LIMIT, on_tmpfs, tool};
+use crate::support::{TEST_TIMEOUT, run_tool, temp_dir_on_tmpfs};
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
@@ -58,7 +58,7 @@ fn only_the_first_cluster_fails(image: &Path, says: &[&str]) {
 
 #[test]
 fn invalid_l2_entry_is_an_error() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     for (entry, says) in [
         (COPIED | 0x5_0200, "0x50200, which is no multiple of the cluster size"),
         (COPIED | 1 << 40, "0x10000000000, past the end of the file"),
@@ -80,7 +80,7 @@ fn invalid_l2_entry_is_an_error() {
 #[test]
 fn version_2_zero_flag_fails() {
     for keeps_host in [false, true] {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let (image, base) = (folder.path().join("old.qcow2"), folder.path().join("base.raw"));
         fs::write(&base, vec![66; 8 << 20]).expect("writes");
         let backed = [
@@ -95,7 +95,7 @@ fn version_2_zero_flag_fails() {
             "-F",
             "raw",
         ];
-        tool("qemu-img", &[&backed[..], &[text(&image)]].concat());
+        run_tool("qemu-img", &[&backed[..], &[text(&image)]].concat());
         let (success, said) = qemu_io("qcow2", text(&image), &["write -P 17 0 128k"]);
         assert!(success, "{said}");
         let mut bytes = Bytes::of(&image);
@@ -117,7 +117,7 @@ fn version_2_zero_flag_fails() {
 
 #[test]
 fn data_entry_into_metadata_is_refused() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
     for place in [
         template.refcount_table(),
@@ -148,7 +148,7 @@ fn data_entry_into_metadata_is_refused() {
 
 #[test]
 fn table_overlapping_metadata_is_not_used() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
     for place in [template.refcount_table(), template.refcount_block(), template.l1()] {
         let image = broken(&folder, |bytes| {
@@ -189,7 +189,7 @@ fn is_not_read_whole(image: &Path, says: &str) {
 /// A truncated image is refused for writing until it is repaired; a read-only server fails reads of the missing part.
 #[test]
 fn truncated_image_is_never_written() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
     let data = template.u64_at(template.l2()) & !COPIED;
     for (end, lost, says) in [
@@ -227,9 +227,9 @@ fn truncated_image_is_never_written() {
 }
 
 fn larder_check(image: &Path, options: &[&str]) -> String {
-    let mut command = std::process::Command::new(crate::support::larder());
+    let mut command = std::process::Command::new(crate::support::larder_path());
     command.args(["disk", "check", text(image)]).args(options);
-    let (code, said) = crate::support::run(command);
+    let (code, said) = crate::support::run_command(command);
     assert!(matches!(code, Some(0 | 1)), "{said}");
     said
 }
@@ -237,7 +237,7 @@ fn larder_check(image: &Path, options: &[&str]) -> String {
 /// Images whose file is shorter than its clusters for a legitimate reason are served.
 #[test]
 fn legitimately_short_image_files_work() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("image.qcow2");
     for options in [
         "preallocation=metadata",
@@ -246,7 +246,7 @@ fn legitimately_short_image_files_work() {
         "preallocation=metadata,cluster_size=512",
         "preallocation=metadata,compat=0.10",
     ] {
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-f", "qcow2", "-o", options, text(&image), "10M"],
         );
@@ -284,7 +284,7 @@ fn legitimately_short_image_files_work() {
 /// New clusters are not placed where an existing entry points past the end of the file.
 #[test]
 fn new_clusters_avoid_dangling_entry() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     for cluster_ahead in [0, 3, 100] {
         let image = broken(&folder, |bytes| {
             let at = bytes.l2();
@@ -321,7 +321,7 @@ fn new_clusters_avoid_dangling_entry() {
 
 #[test]
 fn invalid_refcount_block_is_an_error() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     for place in [1 << 40, 0x9_0200, 0x00ff_ffff_ffff_0000] {
         let image = broken(&folder, |bytes| {
             let at = bytes.refcount_table();
@@ -341,7 +341,7 @@ fn invalid_refcount_block_is_an_error() {
 
 #[test]
 fn metadata_marked_free_is_not_overwritten() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = broken(&folder, |bytes| {
         let at = bytes.refcount_block();
         bytes.put(at, &[0; 64]);
@@ -358,13 +358,13 @@ fn metadata_marked_free_is_not_overwritten() {
 
 #[test]
 fn broken_compressed_cluster_is_an_error() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     for compression in ["zlib", "zstd"] {
         let raw = folder.path().join("raw");
         fs::write(&raw, [[17; 64 << 10], [18; 64 << 10]].concat()).expect("writes");
         let image = folder.path().join("compressed.qcow2");
         let options = format!("compression_type={compression}");
-        tool(
+        run_tool(
             "qemu-img",
             &[
                 "convert",
@@ -416,11 +416,11 @@ fn broken_compressed_cluster_is_an_error() {
 
 #[test]
 fn writing_repairs_broken_compressed_cluster() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let raw = folder.path().join("raw");
     fs::write(&raw, [17; 64 << 10]).expect("writes");
     let image = folder.path().join("compressed.qcow2");
-    tool(
+    run_tool(
         "qemu-img",
         &["convert", "-c", "-f", "raw", "-O", "qcow2", text(&raw), text(&image)],
     );
@@ -441,7 +441,7 @@ const DAMAGED: u64 = 60;
 fn random_damage_never_panics_or_hangs() {
     for seed in 0..images(DAMAGED) {
         let mut random = Random::new(5_000_000 + seed);
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let kinds = [
             Kind::Plain,
             Kind::SmallClusters,
@@ -473,11 +473,11 @@ fn random_damage_never_panics_or_hangs() {
         fs::write(&made.image, &bytes.0).expect("writes");
         // The image may be served or refused.
         let mut served = Served::unchecked(&made.image, &[]);
-        if served.process.wait_for("serving", LIMIT).is_ok() {
+        if served.process.wait_for("serving", TEST_TIMEOUT).is_ok() {
             let _ = served.try_io(&commands(&made.disk.operations(&mut random, 30)));
             served.process.signal(libc::SIGTERM);
         }
-        let status = served.process.wait(LIMIT).expect("ends");
+        let status = served.process.wait(TEST_TIMEOUT).expect("ends");
         assert!(
             matches!(status.code(), Some(0 | 2)),
             "seed {seed}: {status}: {}",

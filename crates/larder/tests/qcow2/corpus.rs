@@ -8,7 +8,7 @@ use crate::model::Model;
 use crate::operations::commands;
 use crate::served::{Folder, Health, Served, compare, dump, health, text};
 use crate::spec::{Kind, Made, Spec};
-use crate::support::{on_disk, on_tmpfs, tool};
+use crate::support::{run_tool, temp_dir_on_disk, temp_dir_on_tmpfs};
 
 /// Number of images of each kind.
 const IMAGES: u64 = 24;
@@ -24,7 +24,7 @@ pub(crate) fn images(default: u64) -> u64 {
 fn snapshot(made: &Made, name: &str) -> Vec<u8> {
     let into = made.image.with_extension("snapshot");
     let which = format!("snapshot.name={name}");
-    tool(
+    run_tool(
         "qemu-img",
         &[
             "convert",
@@ -87,7 +87,11 @@ pub(crate) fn options(random: &mut Random) -> Vec<&'static str> {
 fn check_image(kind: Kind, seed: u64) {
     let mut random = Random::new(seed);
     let spec = Spec::new(kind, &mut random);
-    let folder = Folder::new(if random.below(2) == 0 { on_disk() } else { on_tmpfs() });
+    let folder = Folder::new(if random.below(2) == 0 {
+        temp_dir_on_disk()
+    } else {
+        temp_dir_on_tmpfs()
+    });
     println!("{kind:?}, seed {seed}, in {}: {spec:#?}", folder.path().display());
     let made = spec.make(&folder.path(), &mut random);
     let image = text(&made.image);

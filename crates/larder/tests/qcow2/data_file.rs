@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::bad_input::Bytes;
 use crate::served::{Health, Served, health, qemu_io, qemu_io_with, text};
-use crate::support::{larder, on_tmpfs, run, tool};
+use crate::support::{larder_path, run_command, run_tool, temp_dir_on_tmpfs};
 
 const COPIED: u64 = 1 << 63;
 const CLUSTERS: u64 = 16;
@@ -22,7 +22,7 @@ impl Pair {
     fn new(folder: &Path, options: &str, cluster_len: u64) -> Self {
         let (image, data) = (folder.join("image.qcow2"), folder.join("image.data"));
         let options = format!("{options},cluster_size={cluster_len},data_file={}", text(&data));
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "32M"],
         );
@@ -75,7 +75,7 @@ const SHAPES: [(&str, u64); 4] = [
 #[test]
 fn data_file_clusters_stay_in_place() {
     for (options, cluster_len) in SHAPES {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let pair = Pair::new(folder.path(), options, cluster_len);
         let all = CLUSTERS * cluster_len;
         let (success, said) = qemu_io(
@@ -102,7 +102,7 @@ fn data_file_clusters_stay_in_place() {
 #[test]
 fn data_file_clusters_survive_kill() {
     for (options, cluster_len) in SHAPES {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let pair = Pair::new(folder.path(), options, cluster_len);
         let served = Served::new(&pair.image, &[]);
         let write = format!("write -s {} 0 {}", text(&pair.pattern(1)), CLUSTERS * cluster_len);
@@ -120,14 +120,14 @@ fn data_file_clusters_survive_kill() {
 #[test]
 fn zeroes_cover_unallocated_subclusters() {
     for (flags, data_file) in [("-z", true), ("-zu", true), ("-z", false), ("-zu", false)] {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let (image, base) = (folder.path().join("image.qcow2"), folder.path().join("base.raw"));
         fs::write(&base, vec![66; 1 << 20]).expect("writes");
         let mut options = format!("extended_l2=on,backing_file={},backing_fmt=raw", text(&base));
         if data_file {
             options += &format!(",data_file={}", text(&folder.path().join("image.data")));
         }
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "1M"],
         );
@@ -151,9 +151,9 @@ fn zeroes_cover_unallocated_subclusters() {
 
 /// Runs `larder disk check`; returns the exit status and the output.
 pub(crate) fn check(image: &Path, options: &[&str]) -> (Option<i32>, String) {
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.args(["disk", "check"]).args(options).arg(image);
-    run(command)
+    run_command(command)
 }
 
 /// An entry that points to a wrong offset of the data file fails requests for it, as in QEMU, and nothing is written
@@ -163,7 +163,7 @@ fn misplaced_data_file_entry_fails() {
     for (options, cluster_len) in SHAPES {
         let entry_len = if options.contains("extended") { 16 } else { 8 };
         for place in [COPIED, COPIED | (7 * cluster_len), 2 * cluster_len] {
-            let folder = on_tmpfs();
+            let folder = temp_dir_on_tmpfs();
             let pair = Pair::new(folder.path(), options, cluster_len);
             let write = format!("write -s {} 0 {}", text(&pair.pattern(1)), CLUSTERS * cluster_len);
             let (success, said) = qemu_io("qcow2", text(&pair.image), &[write]);

@@ -10,7 +10,7 @@ use larder_bench::campaign::process::Process;
 use larder_bench::space::{self, Case};
 
 use crate::served::{Health, Served, health, qemu_io_with, text};
-use crate::support::{LIMIT, LoopDevice, on_disk, on_tmpfs, tool};
+use crate::support::{LoopDevice, TEST_TIMEOUT, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs};
 
 const MIB: u64 = 1 << 20;
 
@@ -22,7 +22,7 @@ fn nearly_full(folder: &Path, size: u64, disk: u64, free: &str) -> (LoopDevice, 
         .expect("a file");
     let device = LoopDevice::new(&file, 512);
     let (image, disk) = (text(&device.0), disk.to_string());
-    tool(
+    run_tool(
         "qemu-img",
         &[
             "create",
@@ -36,14 +36,14 @@ fn nearly_full(folder: &Path, size: u64, disk: u64, free: &str) -> (LoopDevice, 
         ],
     );
     let discard = format!("discard {free}");
-    tool("qemu-io", &["-f", "qcow2", "-d", "unmap", "-c", &discard, image]);
+    run_tool("qemu-io", &["-f", "qcow2", "-d", "unmap", "-c", &discard, image]);
     (device, file)
 }
 
 /// Free clusters far from the first slices of refcounts are found without a delay on a device.
 #[test]
 fn full_device_finds_free_clusters_immediately() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let (device, _) = nearly_full(folder.path(), 8192 * MIB, 8184 * MIB, "7900M 256M");
     let served = Served::new(&device.0, &["--format", "qcow2"]);
     served.io(&["write -P 5 7950M 1M", "read -P 5 7950M 1M", "read -P 0 8000M 1M"]);
@@ -54,35 +54,35 @@ fn full_device_finds_free_clusters_immediately() {
 /// Free clusters far from the first slices of refcounts are found without a delay on an export.
 #[test]
 fn full_export_finds_free_clusters_immediately() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let (device, _) = nearly_full(folder.path(), 8192 * MIB, 8184 * MIB, "7900M 256M");
-    let sockets = on_tmpfs();
+    let sockets = temp_dir_on_tmpfs();
     let socket = sockets.path().join("export");
     let mut command = Command::new("qemu-nbd");
     command.args(["--persistent", "-f", "raw", "-x", "e", "-k"]);
     command.arg(&socket).arg(&device.0);
     let _export = Process::start(command).expect("qemu-nbd starts");
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     while !socket.exists() {
         assert!(Instant::now() < give_up, "qemu-nbd does not listen");
         std::thread::yield_now();
     }
     let image = format!("nbd+unix:///e?socket={}", socket.display());
     let uri = format!("nbd+unix:///?socket={}", sockets.path().join("disk").display());
-    let command = crate::support::disk_serve(&[&image, "--format", "qcow2", "--nbd", &uri]);
+    let command = crate::support::disk_serve_command(&[&image, "--format", "qcow2", "--nbd", &uri]);
     let mut server = Process::start(command).expect("starts");
-    server.wait_for("serving", LIMIT).expect("it serves");
+    server.wait_for("serving", TEST_TIMEOUT).expect("it serves");
     let commands = ["write -P 5 8100M 1M".to_owned(), "read -P 5 8100M 1M".to_owned()];
     let (success, said) = qemu_io_with(&[], "raw", &uri, &commands);
     assert!(success, "{said}");
     server.signal(libc::SIGTERM);
-    server.wait(LIMIT).expect("ends");
+    server.wait(TEST_TIMEOUT).expect("ends");
 }
 
 /// Discarded clusters can be used by the next write, without a flush in between.
 #[test]
 fn full_device_takes_writes_after_discards() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     for (cluster_len, disk) in [(4096, 24 * MIB), (8192, 48 * MIB), (65536, 256 * MIB)] {
         let case = Case {
             size: disk,
@@ -91,7 +91,7 @@ fn full_device_takes_writes_after_discards() {
             bytes_max: u64::MAX,
             seed: cluster_len,
         };
-        let filled = space::fill(crate::support::larder(), folder.path(), case).expect("it is filled");
+        let filled = space::fill(crate::support::larder_path(), folder.path(), case).expect("it is filled");
         assert_eq!(filled.refused, 0, "{case:?}: {filled:?}");
     }
 }
@@ -99,18 +99,18 @@ fn full_device_takes_writes_after_discards() {
 /// An image file with free clusters does not grow over several starts of its server.
 #[test]
 fn image_with_free_clusters_never_grows() {
-    let folder = on_disk();
-    let grown = space::growth(crate::support::larder(), folder.path(), 8 << 30, 65536, 8).expect("it is served");
+    let folder = temp_dir_on_disk();
+    let grown = space::growth(crate::support::larder_path(), folder.path(), 8 << 30, 65536, 8).expect("it is served");
     assert_eq!(grown, 0);
 }
 
 /// The L1 table of a larger disk is placed in free clusters if there is no space at the end.
 #[test]
 fn resize_on_full_device_uses_gaps() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let (device, _) = nearly_full(folder.path(), 8192 * MIB, 8184 * MIB, "1G 64M");
     let resize = ["disk", "resize", text(&device.0), "8T"];
-    tool(text(crate::support::larder()), &resize);
+    run_tool(text(crate::support::larder_path()), &resize);
     let served = Served::new(&device.0, &["--format", "qcow2"]);
     served.io(&["write -P 3 7T 64k", "read -P 3 7T 64k"]);
     served.stop();
@@ -121,7 +121,7 @@ fn resize_on_full_device_uses_gaps() {
 /// these.
 #[test]
 fn extended_device_never_shows_stale_bytes() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let file = folder.path().join("device");
     fs::write(&file, vec![0x5e; 8 << 20]).expect("a file");
     fs::File::options()
@@ -130,7 +130,7 @@ fn extended_device_never_shows_stale_bytes() {
         .and_then(|file| file.set_len(MIB))
         .expect("truncates");
     let device = LoopDevice::new(&file, 512);
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&device.0), "64M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&device.0), "64M"]);
     let served = Served::new(&device.0, &["--format", "qcow2"]);
     // The device is full.
     let (success, said) = served.try_io(&["write -P 1 0 2M"]);
@@ -138,7 +138,7 @@ fn extended_device_never_shows_stale_bytes() {
     fs::write(folder.path().join("old"), vec![0x5e; 3 << 20]).expect("a file");
     let (old, to) = (folder.path().join("old"), text(&file));
     let old = format!("if={}", old.display());
-    tool(
+    run_tool(
         "dd",
         &[
             "status=none",
@@ -149,7 +149,7 @@ fn extended_device_never_shows_stale_bytes() {
             &format!("of={to}"),
         ],
     );
-    tool("losetup", &["--set-capacity", text(&device.0)]);
+    run_tool("losetup", &["--set-capacity", text(&device.0)]);
     // The server polls the size from time to time.
     let mut tries = 0;
     while !served.try_io(&["write -P 2 16M 512"]).0 {

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use crate::served::{Health, Served, health, qemu_io, qemu_io_with, text};
 use crate::space::{SHAPES, ext4};
-use crate::support::{LIMIT, LoopDevice, fill, on_disk, on_tmpfs, tmpfs, tool};
+use crate::support::{
+    LoopDevice, TEST_TIMEOUT, fill_file_system, mount_tmpfs, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs,
+};
 
 /// Size of a write, in bytes.
 const LEN: u64 = 4096;
@@ -80,11 +82,11 @@ fn prepare(image: &Path, elsewhere: &Path, shape: &str, before: Before, span: u6
             .expect("a file");
         // Data to be copied, around the first write.
         let write = format!("write -P 255 {} 1M", span / 2);
-        tool("qemu-io", &["-f", "raw", "-c", &write, text(&backing)]);
+        run_tool("qemu-io", &["-f", "raw", "-c", &write, text(&backing)]);
         arguments.extend(["-b", text(&backing), "-F", "raw"]);
     }
     arguments.extend([text(image), &size]);
-    tool("qemu-img", &arguments);
+    run_tool("qemu-img", &arguments);
     if matches!(before, Before::Empty | Before::Backed) {
         return;
     }
@@ -93,12 +95,12 @@ fn prepare(image: &Path, elsewhere: &Path, shape: &str, before: Before, span: u6
         .collect();
     assert!(qemu_io("qcow2", text(image), &commands).0);
     if before == Before::Snapshot {
-        tool("qemu-img", &["snapshot", "-c", "before", text(image)]);
+        run_tool("qemu-img", &["snapshot", "-c", "before", text(image)]);
     } else {
         let sparse = elsewhere.join("sparse");
-        tool("cp", &["--sparse=always", text(image), text(&sparse)]);
+        run_tool("cp", &["--sparse=always", text(image), text(&sparse)]);
         fs::remove_file(image).expect("removes");
-        tool("cp", &["--sparse=always", text(&sparse), text(image)]);
+        run_tool("cp", &["--sparse=always", text(&sparse), text(image)]);
     }
 }
 
@@ -111,7 +113,7 @@ fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
         _ if shape.contains("extended_l2") => (65536 * 4096, 32),
         _ => (65536 * 8192, 32),
     };
-    let elsewhere = on_disk();
+    let elsewhere = temp_dir_on_disk();
     let image = mounted.join("image.qcow2");
     let ballast = mounted.join("ballast");
     prepare(&image, elsewhere.path(), shape, before, span, tables);
@@ -120,7 +122,7 @@ fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
     let first = tables / 4;
     let (mut written, said) = write_all(&served, 0..first, span, tables);
     assert_eq!(written.len() as u64, first, "{what}: {said}");
-    fill(&ballast);
+    fill_file_system(&ballast);
     let file = fs::File::options().write(true).open(&ballast).expect("opens");
     let len = file.metadata().expect("it is there").len();
     file.set_len(len - ROOM).expect("truncates");
@@ -128,7 +130,7 @@ fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
     let (more, said) = write_all(&served, first..first + WRITES, span, tables);
     assert!(said.contains("No space left on device"), "{what}: {said}");
     written.extend(more);
-    fill(&ballast);
+    fill_file_system(&ballast);
     served.io(&["flush"]);
     assert_reads("raw", &served.uri(), &written, span, tables);
     let (more, _) = write_all(&served, first + WRITES..first + WRITES + 8, span, tables);
@@ -153,8 +155,8 @@ const BEFORE: [Before; 4] = [Before::Empty, Before::Backed, Before::Snapshot, Be
 fn acknowledged_writes_flush_on_full_tmpfs() {
     for shape in SHAPES {
         for before in BEFORE {
-            let folder = on_tmpfs();
-            let mount = tmpfs(&folder.path().join("mounted"), "size=12M");
+            let folder = temp_dir_on_tmpfs();
+            let mount = mount_tmpfs(&folder.path().join("mounted"), "size=12M");
             a_full_file_system(&mount.0, shape, before);
         }
     }
@@ -164,7 +166,7 @@ fn acknowledged_writes_flush_on_full_tmpfs() {
 fn acknowledged_writes_flush_on_full_ext4() {
     for shape in SHAPES {
         for before in BEFORE {
-            let folder = on_disk();
+            let folder = temp_dir_on_disk();
             let mount = ext4(folder.path(), &folder.path().join("mounted"));
             a_full_file_system(&mount.0, shape, before);
         }
@@ -175,19 +177,19 @@ fn acknowledged_writes_flush_on_full_ext4() {
 /// copy-on-write or thin store.
 #[test]
 fn failed_commit_names_journal_and_advice() {
-    let folder = on_disk();
-    let mount = tmpfs(&folder.path().join("mounted"), "size=4M");
+    let folder = temp_dir_on_disk();
+    let mount = mount_tmpfs(&folder.path().join("mounted"), "size=4M");
     let (file, ballast) = (mount.0.join("image"), mount.0.join("ballast"));
     let (made, data) = (folder.path().join("made.qcow2"), folder.path().join("data"));
     let options = format!("data_file={}", text(&data));
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", "-o", &options, text(&made), "256M"],
     );
     // Allocates a table, whose part for the rest of the disk becomes a hole.
     assert!(qemu_io("qcow2", text(&made), &["write -P 1 0 64k"]).0);
-    tool("cp", &["--sparse=always", text(&made), text(&file)]);
-    fill(&ballast);
+    run_tool("cp", &["--sparse=always", text(&made), text(&file)]);
+    fill_file_system(&ballast);
     let device = LoopDevice::new(&file, 512);
     let mut served = Served::new(&device.0, &["--format", "qcow2"]);
     let (success, said) = try_writes(&served, &["write -P 2 128M 64k".to_owned()]);
@@ -195,7 +197,7 @@ fn failed_commit_names_journal_and_advice() {
     served.io(&["read -P 2 128M 64k"]);
     assert!(!served.try_io(&["flush"]).0);
     served.process.signal(libc::SIGTERM);
-    let status = served.process.wait(LIMIT).expect("ends");
+    let status = served.process.wait(TEST_TIMEOUT).expect("ends");
     let said = served.process.output();
     assert_eq!(status.code(), Some(2), "{said}");
     let journal = said
@@ -218,11 +220,11 @@ fn failed_commit_names_journal_and_advice() {
 #[test]
 fn discarded_space_is_reusable_when_full() {
     for cluster_size in ["512", "4k", "64k"] {
-        let folder = on_tmpfs();
-        let mount = tmpfs(&folder.path().join("mounted"), "size=8M");
+        let folder = temp_dir_on_tmpfs();
+        let mount = mount_tmpfs(&folder.path().join("mounted"), "size=8M");
         let image = mount.0.join("image.qcow2");
         let options = format!("cluster_size={cluster_size}");
-        tool(
+        run_tool(
             "qemu-img",
             &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "16M"],
         );

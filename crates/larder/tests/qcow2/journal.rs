@@ -12,7 +12,8 @@ use tempfile::TempDir;
 use crate::bad_input::Bytes;
 use crate::served::{Health, await_release, health, qemu_io, text};
 use crate::support::{
-    LIMIT, LoopDevice, io_without_flush, larder, need_root, on_disk, on_tmpfs, run, tool, wait_until,
+    LoopDevice, TEST_TIMEOUT, larder_path, require_root, run_command, run_tool, start_io_without_flush,
+    temp_dir_on_disk, temp_dir_on_tmpfs, wait_until,
 };
 
 const AUTOCLEAR: u64 = 88;
@@ -30,20 +31,20 @@ struct Who<'a> {
 impl Who<'_> {
     fn command(self, arguments: &[&str]) -> Command {
         let mut command = match (self.user, self.boot_id) {
-            (None, None) => Command::new(larder()),
+            (None, None) => Command::new(larder_path()),
             (None, Some(id)) => {
-                need_root("to mount");
+                require_root("to mount");
                 let mut command = Command::new("unshare");
                 let mounts = "mount --bind -- \"$0\" /proc/sys/kernel/random/boot_id && exec \"$@\"";
-                command.args(["--mount", "sh", "-c", mounts, text(id), text(larder())]);
+                command.args(["--mount", "sh", "-c", mounts, text(id), text(larder_path())]);
                 command
             }
             (Some(user), _) => {
-                need_root("to be another user");
+                require_root("to be another user");
                 let mut command = Command::new("setpriv");
                 let user = user.to_string();
                 command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]);
-                command.arg(larder());
+                command.arg(larder_path());
                 command
             }
         };
@@ -56,7 +57,7 @@ impl Who<'_> {
     }
 
     fn serve(self, image: &Path) -> Server {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         fs::set_permissions(folder.path(), Permissions::from_mode(0o777)).expect("a folder for all");
         let uri = format!("nbd+unix:///?socket={}/socket", folder.path().display());
         let process = Process::start(self.command(&["disk", "serve", text(image), "--nbd", &uri])).expect("starts");
@@ -71,8 +72,11 @@ impl Who<'_> {
     fn is_refused(self, image: &Path) -> String {
         let before = fs::read(image).expect("reads");
         let mut server = self.serve(image);
-        assert!(server.process.wait_for("serving", LIMIT).is_err(), "it is served");
-        let status = server.process.wait(LIMIT).expect("ends");
+        assert!(
+            server.process.wait_for("serving", TEST_TIMEOUT).is_err(),
+            "it is served"
+        );
+        let status = server.process.wait(TEST_TIMEOUT).expect("ends");
         let said = server.process.output();
         assert_eq!(status.code(), Some(2), "{said}");
         assert!(
@@ -91,7 +95,7 @@ struct Server {
 
 impl Server {
     fn serving(self) -> Self {
-        if let Err(error) = self.process.wait_for("serving", LIMIT) {
+        if let Err(error) = self.process.wait_for("serving", TEST_TIMEOUT) {
             panic!("{error:#}");
         }
         self
@@ -104,7 +108,7 @@ impl Server {
 
     fn stop(mut self) -> String {
         self.process.signal(libc::SIGTERM);
-        let status = self.process.wait(LIMIT).expect("ends");
+        let status = self.process.wait(TEST_TIMEOUT).expect("ends");
         let said = self.process.output();
         assert_eq!(status.code(), Some(0), "{said}");
         said
@@ -115,7 +119,7 @@ impl Server {
 fn image(folder: &TempDir) -> PathBuf {
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("a folder for all");
     let image = folder.path().join("image.qcow2");
-    tool("qemu-img", &["create", "-f", "qcow2", text(&image), "64M"]);
+    run_tool("qemu-img", &["create", "-f", "qcow2", text(&image), "64M"]);
     assert!(qemu_io("qcow2", text(&image), &["write -P 1 0 64k"]).0);
     fs::set_permissions(&image, Permissions::from_mode(0o666)).expect("an image for all");
     image
@@ -131,7 +135,7 @@ fn kill_unflushed(who: Who<'_>, image: &Path) {
 
 /// Writes without a flush, and kills the server.
 fn write_and_kill(mut server: Server, image: &Path) {
-    let client = io_without_flush(&server.uri, &WRITES);
+    let client = start_io_without_flush(&server.uri, &WRITES);
     server.process.kill();
     drop(client);
     await_release(image);
@@ -150,7 +154,7 @@ fn disk(arguments: &[&str], image: &Path) -> (Option<i32>, String) {
     let mut all = vec!["disk"];
     all.extend(arguments);
     all.push(text(image));
-    run(Who::default().command(&all))
+    run_command(Who::default().command(&all))
 }
 
 /// Returns the journal that `disk info` reports.
@@ -165,7 +169,7 @@ fn journal_of(image: &Path) -> PathBuf {
 
 #[test]
 fn journal_is_found_in_any_environment() {
-    let (folder, runtime, other) = (on_disk(), on_tmpfs(), on_tmpfs());
+    let (folder, runtime, other) = (temp_dir_on_disk(), temp_dir_on_tmpfs(), temp_dir_on_tmpfs());
     let (runtime, other) = (Some(runtime.path()), Some(other.path()));
     // Root may have a further directory that is searched first; other users have not.
     for user in [None, Some(NOBODY)] {
@@ -196,7 +200,7 @@ fn journal_is_found_in_any_environment() {
 
 #[test]
 fn missing_journal_refuses_image_until_discarded() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     let anybody = Who::default();
     kill_unflushed(anybody, &image);
@@ -226,7 +230,7 @@ fn missing_journal_refuses_image_until_discarded() {
 
 #[test]
 fn dying_servers_image_never_looks_clean() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     for _ in 0..20 {
         let image = image(&folder);
         let server = Who::default().serve(&image).serving();
@@ -238,7 +242,7 @@ fn dying_servers_image_never_looks_clean() {
         });
         server.process.signal(libc::SIGKILL);
         for mut look in looks {
-            let status = look.wait(LIMIT).expect("ends");
+            let status = look.wait(TEST_TIMEOUT).expect("ends");
             let said = look.output();
             assert_eq!(status.code(), Some(0), "{said}");
             let info: serde_json::Value = serde_json::from_str(&said).expect("JSON");
@@ -253,7 +257,7 @@ fn dying_servers_image_never_looks_clean() {
 
 #[test]
 fn overlay_reports_backing_files_journal() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let base = image(&folder);
     kill_unflushed(Who::default(), &base);
     let journal = journal_of(&base);
@@ -268,7 +272,7 @@ fn overlay_reports_backing_files_journal() {
         "qcow2",
         text(&overlay),
     ];
-    tool("qemu-img", &create);
+    run_tool("qemu-img", &create);
     let is_told = |state: &str, words: &str| {
         let (code, said) = disk(&["info", "--backing-chain"], &overlay);
         assert_eq!(code, Some(0), "{said}");
@@ -300,7 +304,7 @@ fn overlay_reports_backing_files_journal() {
 /// An image that was changed or replaced since its server was killed is refused until its journal is discarded.
 #[test]
 fn overtaken_journal_refuses_image_until_discarded() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let anybody = Who::default();
     let changed = image(&folder);
     kill_unflushed(anybody, &changed);
@@ -319,7 +323,7 @@ fn overtaken_journal_refuses_image_until_discarded() {
 
 #[test]
 fn device_journal_ignores_reused_device_number() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let anybody = Who::default();
     // A number that is not allocated to other tests.
     let device = PathBuf::from(format!("/dev/loop{}", 100 + std::process::id() % 100));
@@ -327,7 +331,7 @@ fn device_journal_ignores_reused_device_number() {
         let image = image(&folder);
         let file = fs::File::options().write(true).open(&image).expect("opens");
         file.set_len(64 << 20).expect("room for what is written");
-        LoopDevice::at(&device, &image)
+        LoopDevice::attach_at(&device, &image)
     };
     let first = attach();
     kill_unflushed(anybody, &device);
@@ -346,7 +350,7 @@ fn device_journal_ignores_reused_device_number() {
 /// An image that was replaced although its journal had no unflushed changes is served with a warning.
 #[test]
 fn replaced_image_is_served_with_warning() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let who = Who::default();
     let image = image(&folder);
     let copy = fs::read(&image).expect("reads");
@@ -364,7 +368,7 @@ fn replaced_image_is_served_with_warning() {
 
 #[test]
 fn killed_idle_server_causes_no_warning() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let who = Who::default();
     let image = image(&folder);
     for _ in 0..2 {
@@ -381,7 +385,7 @@ fn killed_idle_server_causes_no_warning() {
 /// A journal is found by a server that sees another boot ID, as in a container.
 #[test]
 fn journal_is_found_across_boot_ids() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     let id = folder.path().join("boot_id");
     fs::write(&id, "01234567-89ab-cdef-0123-456789abcdef\n").expect("writes");
@@ -416,7 +420,7 @@ fn is_refused_until_given_up(who: Who<'_>, image: &Path) {
 
 #[test]
 fn journal_can_be_discarded() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
     let journal = journal_of(&image);
@@ -447,7 +451,7 @@ fn journal_can_be_discarded() {
 
 #[test]
 fn journal_is_not_needed_after_reboot() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
     fs::remove_file(journal_of(&image)).expect("removes");
@@ -467,8 +471,8 @@ fn journal_is_not_needed_after_reboot() {
 
 #[test]
 fn root_resumes_image_owners_journal() {
-    need_root("to take up what another user has left");
-    let folder = on_disk();
+    require_root("to take up what another user has left");
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     let nobody = Who {
         user: Some(NOBODY),
@@ -486,8 +490,8 @@ fn root_resumes_image_owners_journal() {
 
 #[test]
 fn user_cannot_resume_roots_journal() {
-    need_root("to take up what another user has left");
-    let folder = on_disk();
+    require_root("to take up what another user has left");
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     let nobody = Who {
         user: Some(NOBODY),
@@ -501,7 +505,7 @@ fn user_cannot_resume_roots_journal() {
 
 #[test]
 fn repair_applies_journal_first() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
     let (_, said) = disk(&["check"], &image);
@@ -516,7 +520,7 @@ fn repair_applies_journal_first() {
 
 #[test]
 fn dirty_image_repair_keeps_journaled_writes() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
     let mut bytes = Bytes::of(&image);
@@ -531,11 +535,11 @@ fn dirty_image_repair_keeps_journaled_writes() {
 /// A read-only server reads unflushed changes from the journal, and changes neither image nor journal.
 #[test]
 fn read_only_server_reads_foreign_journal() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
     let (before, journal) = (fs::read(&image).expect("reads"), journal_of(&image));
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let uri = format!("nbd+unix:///?socket={}/socket", folder.path().display());
     let arguments = ["disk", "serve", text(&image), "--read-only", "--nbd", &uri];
     let server = Server {
@@ -546,7 +550,7 @@ fn read_only_server_reads_foreign_journal() {
     let server = server.serving();
     let mut reads = vec!["-r"];
     READS.iter().for_each(|read| reads.extend(["-c", read]));
-    let (code, said) = run({
+    let (code, said) = run_command({
         let mut command = Command::new("qemu-io");
         command.args(["-f", "raw"]).args(&reads).arg(&server.uri);
         command
@@ -560,13 +564,13 @@ fn read_only_server_reads_foreign_journal() {
 
 #[test]
 fn overlay_sees_backing_files_journal() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let who = Who::default();
     let base = image(&folder);
     kill_unflushed(who, &base);
     let before = fs::read(&base).expect("reads");
     let overlay = folder.path().join("overlay.qcow2");
-    tool(
+    run_tool(
         "qemu-img",
         &[
             "create",
@@ -609,8 +613,8 @@ fn overlay_sees_backing_files_journal() {
 
 #[test]
 fn only_orphaned_journals_are_removed() {
-    need_root("to know whether an image is no more");
-    let folder = on_disk();
+    require_root("to know whether an image is no more");
+    let folder = temp_dir_on_disk();
     let who = Who::default();
     let kept = image(&folder);
     let renamed = folder.path().join("renamed.qcow2");
@@ -625,7 +629,7 @@ fn only_orphaned_journals_are_removed() {
     let server = who.serve(&other).serving();
     server.io(&["write -P 5 1M 1M"]);
     let beside = folder.path().join("beside.qcow2");
-    tool("qemu-img", &["create", "-f", "qcow2", text(&beside), "1M"]);
+    run_tool("qemu-img", &["create", "-f", "qcow2", text(&beside), "1M"]);
     who.serve(&beside).serving().stop();
     // An image that gets the inode of a removed one does not get its journal.
     assert!(
@@ -661,9 +665,9 @@ fn half_full_journal_commits_without_flush() {
     const CLUSTER: u64 = 512;
     const HALF: u64 = 4096;
     const FIRST_VALID: usize = 48;
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = folder.path().join("image.qcow2");
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-f", "qcow2", "-o", "cluster_size=512", text(&image), "16M"],
     );
@@ -674,7 +678,7 @@ fn half_full_journal_commits_without_flush() {
         let all = clusters.iter().map(|at| format!("{command} -P 7 {at} {CLUSTER}"));
         all.collect()
     };
-    let client = io_without_flush(&server.uri, &commands("write"));
+    let client = start_io_without_flush(&server.uri, &commands("write"));
     let journal = own_journal(&image);
     let first_valid = || {
         let bytes = fs::read(&journal).expect("reads");

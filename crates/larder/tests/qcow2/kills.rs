@@ -10,7 +10,9 @@ use crate::model::Model;
 use crate::operations::{Operation, commands};
 use crate::served::{Folder, Served, dump, health, qemu_io, text};
 use crate::spec::{Kind, Spec};
-use crate::support::{LIMIT, MARK, larder, on_disk, on_tmpfs, run, tool};
+use crate::support::{
+    QEMU_IO_MARKER, TEST_TIMEOUT, larder_path, run_command, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs,
+};
 
 /// Number of images of each kind.
 const IMAGES: u64 = 4;
@@ -24,7 +26,7 @@ fn client(served: &Served, flushed: &[Operation], unsure: &[Operation]) -> Proce
     for line in commands(flushed) {
         command.args(["-c", &line]);
     }
-    command.args(["-c", "flush", "-c", MARK.0]);
+    command.args(["-c", "flush", "-c", QEMU_IO_MARKER.0]);
     for line in commands(unsure) {
         command.args(["-c", &line]);
     }
@@ -37,9 +39,9 @@ fn client(served: &Served, flushed: &[Operation], unsure: &[Operation]) -> Proce
 #[test]
 fn reused_compressed_cluster_survives_kill() {
     for leaves in [None, Some("discard 1M 128k")] {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let image = folder.path().join("image.qcow2");
-        tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "4M"]);
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "4M"]);
         let packed = [
             "write -c -P 11 0 64k",
             "write -c -P 22 64k 64k",
@@ -70,7 +72,11 @@ fn reused_compressed_cluster_survives_kill() {
 fn kill_under_load(kind: Kind, seed: u64) {
     let mut random = Random::new(seed);
     let spec = Spec::new(kind, &mut random);
-    let folder = Folder::new(if random.below(2) == 0 { on_disk() } else { on_tmpfs() });
+    let folder = Folder::new(if random.below(2) == 0 {
+        temp_dir_on_disk()
+    } else {
+        temp_dir_on_tmpfs()
+    });
     println!("{kind:?}, seed {seed}, in {}: {spec:#?}", folder.path().display());
     let made = spec.make(&folder.path(), &mut random);
     let into = folder.path().join("dump");
@@ -98,12 +104,12 @@ fn kill_under_load(kind: Kind, seed: u64) {
         // Each operation prints two lines.
         let answers = 2 * unsure.iter().filter(|operation| operation.len > 0).count() as u64;
         let client = client(&served, &flushed, &unsure);
-        client.wait_for(MARK.1, LIMIT).expect("an answer");
+        client.wait_for(QEMU_IO_MARKER.1, TEST_TIMEOUT).expect("an answer");
         let said = client.output();
-        let before = said.lines().take_while(|line| !line.contains(MARK.1));
+        let before = said.lines().take_while(|line| !line.contains(QEMU_IO_MARKER.1));
         assert!(!before.clone().any(|line| line.contains("failed")), "{said}");
         let lines = before.count() + 1 + random.below(answers) as usize;
-        client.wait_for_after(lines, "", LIMIT).expect("an answer");
+        client.wait_for_after(lines, "", TEST_TIMEOUT).expect("an answer");
         served.kill();
         drop(client);
 
@@ -118,9 +124,9 @@ fn kill_under_load(kind: Kind, seed: u64) {
             let operations = made.disk.operations(&mut random, 6);
             let (success, said) = qemu_io("qcow2", text(&made.image), &commands(&operations));
             assert!(success, "{said}");
-            let mut command = Command::new(larder());
+            let mut command = Command::new(larder_path());
             command.args(["disk", "check", "--discard-journal", text(&made.image)]);
-            let (code, said) = run(command);
+            let (code, said) = run_command(command);
             assert!(matches!(code, Some(0 | 1)), "{said}");
             model = Model::new(dump("qcow2", text(&made.image), &into));
         }

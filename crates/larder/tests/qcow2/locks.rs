@@ -6,7 +6,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 use crate::served::{Health, Served, health, qemu_io, refused, text};
-use crate::support::{on_disk, on_tmpfs, tool, wait_until};
+use crate::support::{run_tool, temp_dir_on_disk, temp_dir_on_tmpfs, wait_until};
 
 const LOCKED: &str = "Failed to get";
 
@@ -14,14 +14,14 @@ const LOCKED: &str = "Failed to get";
 fn overlay(folder: &TempDir, name: &str) -> PathBuf {
     let base = folder.path().join("base.qcow2");
     if !base.exists() {
-        tool("qemu-img", &["create", "-f", "qcow2", text(&base), "1M"]);
+        run_tool("qemu-img", &["create", "-f", "qcow2", text(&base), "1M"]);
         assert!(qemu_io("qcow2", text(&base), &["write -P 5 0 1M"]).0);
     }
     let image = folder.path().join(name);
     let options = ["create", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2"];
     let mut arguments = options.to_vec();
     arguments.push(text(&image));
-    tool("qemu-img", &arguments);
+    run_tool("qemu-img", &arguments);
     image
 }
 
@@ -55,7 +55,7 @@ fn is_locked(result: Result<(), String>) {
 
 #[test]
 fn served_image_is_locked_until_stop() {
-    for folder in [on_disk(), on_tmpfs()] {
+    for folder in [temp_dir_on_disk(), temp_dir_on_tmpfs()] {
         let image = overlay(&folder, "image.qcow2");
         let base = folder.path().join("base.qcow2");
         let served = Served::new(&image, &[]);
@@ -88,7 +88,7 @@ fn served_image_is_locked_until_stop() {
 
 #[test]
 fn read_only_image_allows_readers_only() {
-    for folder in [on_disk(), on_tmpfs()] {
+    for folder in [temp_dir_on_disk(), temp_dir_on_tmpfs()] {
         let image = overlay(&folder, "image.qcow2");
         let served = Served::new(&image, &["--read-only"]);
         reads(&image).expect("a reader");
@@ -97,7 +97,7 @@ fn read_only_image_allows_readers_only() {
         let beside = Served::new(&image, &["--read-only"]);
         for server in [&beside, &served] {
             let uri = server.uri();
-            tool("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", text(&image), &uri]);
+            run_tool("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", text(&image), &uri]);
         }
         let (success, said) = served.try_io(&["write -P 1 0 64k"]);
         assert!(!success, "{said}");
@@ -109,11 +109,11 @@ fn read_only_image_allows_readers_only() {
 
 #[test]
 fn data_file_serves_one_image() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let data = folder.path().join("data");
     let options = format!("data_file={}", text(&data));
     let image = folder.path().join("image.qcow2");
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"],
     );
@@ -127,7 +127,7 @@ fn data_file_serves_one_image() {
 
 #[test]
 fn image_in_use_by_qemu_refused() {
-    let folder = on_disk();
+    let folder = temp_dir_on_disk();
     let image = overlay(&folder, "image.qcow2");
     let socket = folder.path().join("qemu");
     let mut command = Command::new("qemu-nbd");
@@ -157,6 +157,6 @@ fn overlay_of(image: &Path) -> PathBuf {
         text(&top),
         "1M",
     ];
-    tool("qemu-img", &arguments);
+    run_tool("qemu-img", &arguments);
     top
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use larder_bench::campaign::process::Process;
 
 use crate::served::{Served, dump, qemu_io, refused, text};
-use crate::support::{LIMIT, LoopDevice, disk_serve, larder, on_tmpfs, tool};
+use crate::support::{LoopDevice, TEST_TIMEOUT, disk_serve_command, larder_path, run_tool, temp_dir_on_tmpfs};
 
 /// Offset in the header of the length of the backing file's name.
 const NAME_LEN_AT: usize = 16;
@@ -27,12 +27,12 @@ fn overlay(image: &Path, backing: &str, format: &str) {
         text(image),
         "1M",
     ];
-    tool("qemu-img", &words);
+    run_tool("qemu-img", &words);
 }
 
 /// Returns the output of `larder disk info` for an image.
 fn info(image: &str) -> String {
-    tool(text(larder()), &["disk", "info", "--backing-chain", image])
+    run_tool(text(larder_path()), &["disk", "info", "--backing-chain", image])
 }
 
 /// Asserts that Larder and QEMU read the same data from the image.
@@ -46,8 +46,8 @@ fn reads_as_qemu(image: &Path, case: &str) {
 
 /// Serves a raw image at an address, until the process is dropped.
 fn export(image: &Path, uri: &str) -> Process {
-    let process = Process::start(disk_serve(&[text(image), "--read-only", "--nbd", uri])).expect("starts");
-    process.wait_for("serving", LIMIT).expect("serves");
+    let process = Process::start(disk_serve_command(&[text(image), "--read-only", "--nbd", uri])).expect("starts");
+    process.wait_for("serving", TEST_TIMEOUT).expect("serves");
     process
 }
 
@@ -55,7 +55,7 @@ fn export(image: &Path, uri: &str) -> Process {
 /// and with the older syntax of exports.
 #[test]
 fn backing_names_of_qemu_are_opened() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let at = |name: &str| folder.path().join(name);
     let (base, image) = (at("base.raw"), at("over.qcow2"));
     fs::write(&base, [66; 1 << 20]).expect("writes");
@@ -94,7 +94,7 @@ fn backing_names_of_qemu_are_opened() {
 /// A zero byte ends a name, and an empty name means none, as in QEMU.
 #[test]
 fn zero_bytes_end_names_in_headers() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let (base, image) = (folder.path().join("base.raw"), folder.path().join("over.qcow2"));
     fs::write(&base, [66; 1 << 20]).expect("writes");
     let patched = |change: &dyn Fn(&mut Vec<u8>)| {
@@ -134,7 +134,7 @@ fn zero_bytes_end_names_in_headers() {
 /// A name that only QEMU can open is not reported as a missing file: the message explains it, with an alternative.
 #[test]
 fn names_of_other_protocols_are_explained() {
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("over.qcow2");
     for (name, words) in [
         (

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use larder_bench::campaign::Random;
 use tempfile::TempDir;
 
-use crate::support::{on_tmpfs, pattern};
+use crate::support::{temp_dir_on_tmpfs, test_pattern};
 
 pub(crate) const SECTOR: u64 = 512;
 
@@ -54,9 +54,9 @@ struct Patterns {
 fn patterns() -> &'static Patterns {
     static PATTERNS_MADE: OnceLock<Patterns> = OnceLock::new();
     PATTERNS_MADE.get_or_init(|| {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let of = |index: usize| {
-            let mut bytes = pattern(1000 + index as u64, PATTERN_LEN as usize);
+            let mut bytes = test_pattern(1000 + index as u64, PATTERN_LEN as usize);
             if index % 2 == 1 {
                 // Masked so that the pattern compresses to about a third.
                 bytes.iter_mut().for_each(|byte| *byte &= 3);

@@ -8,7 +8,7 @@ use std::time::Instant;
 use larder_bench::campaign::process::Process;
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, disk_serve, io_without_flush, on_tmpfs, tool};
+use crate::support::{TEST_TIMEOUT, disk_serve_command, run_tool, start_io_without_flush, temp_dir_on_tmpfs};
 
 /// Returns a path as text.
 pub(crate) fn text(path: &Path) -> &str {
@@ -29,11 +29,11 @@ fn uri_in(folder: &Path) -> String {
 impl Served {
     /// Starts a server without waiting for its success.
     pub(crate) fn unchecked(image: &Path, options: &[&str]) -> Self {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let uri = uri_in(folder.path());
         let mut arguments = vec![text(image), "--nbd", &uri];
         arguments.extend(options);
-        let process = Process::start(disk_serve(&arguments)).expect("starts");
+        let process = Process::start(disk_serve_command(&arguments)).expect("starts");
         Self {
             process,
             image: image.to_owned(),
@@ -43,7 +43,7 @@ impl Served {
 
     pub(crate) fn new(image: &Path, options: &[&str]) -> Self {
         let served = Self::unchecked(image, options);
-        if let Err(error) = served.process.wait_for("serving", LIMIT) {
+        if let Err(error) = served.process.wait_for("serving", TEST_TIMEOUT) {
             panic!("{}: {error:#}", image.display());
         }
         served
@@ -67,7 +67,7 @@ impl Served {
 
     /// Runs commands as [`io_without_flush`] does.
     pub(crate) fn io_without_flush<S: AsRef<str>>(&self, commands: &[S]) -> Process {
-        io_without_flush(&self.uri(), commands)
+        start_io_without_flush(&self.uri(), commands)
     }
 
     /// Returns the content of the whole disk as a client reads it.
@@ -79,7 +79,7 @@ impl Served {
     /// Stops the server, which must succeed, and returns its output.
     pub(crate) fn stop(mut self) -> String {
         self.process.signal(libc::SIGTERM);
-        let status = self.process.wait(LIMIT).expect("ends");
+        let status = self.process.wait(TEST_TIMEOUT).expect("ends");
         let said = self.process.output();
         assert_eq!(status.code(), Some(0), "{said}");
         await_release(&self.image);
@@ -98,11 +98,11 @@ impl Served {
 pub(crate) fn refused(image: &Path, options: &[&str]) -> String {
     let mut served = Served::unchecked(image, options);
     assert!(
-        served.process.wait_for("serving", LIMIT).is_err(),
+        served.process.wait_for("serving", TEST_TIMEOUT).is_err(),
         "{} is served",
         image.display()
     );
-    let status = served.process.wait(LIMIT).expect("ends");
+    let status = served.process.wait(TEST_TIMEOUT).expect("ends");
     let said = served.process.output();
     assert_eq!(status.code(), Some(2), "{said}");
     let folder = image.parent().expect("a file");
@@ -113,7 +113,7 @@ pub(crate) fn refused(image: &Path, options: &[&str]) -> String {
 /// Waits until no process has the image locked: the kernel drops the locks of a process that has exited only after
 /// its last I/O.
 pub(crate) fn await_release(image: &Path) {
-    let give_up = Instant::now() + LIMIT;
+    let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
         // This opens a data file, too.
         let output = Command::new("qemu-img")
@@ -154,7 +154,7 @@ pub(crate) fn qemu_io_with<S: AsRef<str>>(
 
 /// Returns the content of a disk as QEMU reads it.
 pub(crate) fn dump(format: &str, image: &str, into: &Path) -> Vec<u8> {
-    tool("qemu-img", &["convert", "-f", format, "-O", "raw", image, text(into)]);
+    run_tool("qemu-img", &["convert", "-f", format, "-O", "raw", image, text(into)]);
     let bytes = fs::read(into).expect("reads");
     fs::remove_file(into).expect("removes");
     bytes
@@ -162,7 +162,7 @@ pub(crate) fn dump(format: &str, image: &str, into: &Path) -> Vec<u8> {
 
 /// Compares a raw file and an image with `qemu-img compare`, including their sizes.
 pub(crate) fn compare(raw: &Path, format: &str, image: &str) {
-    let said = tool("qemu-img", &["compare", "-f", "raw", "-F", format, text(raw), image]);
+    let said = run_tool("qemu-img", &["compare", "-f", "raw", "-F", format, text(raw), image]);
     assert!(!said.contains("size mismatch"), "{image}: {said}");
 }
 

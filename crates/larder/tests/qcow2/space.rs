@@ -4,20 +4,20 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::served::{Health, Served, compare, dump, health, text};
-use crate::support::{Mount, fill, on_disk, on_tmpfs, tmpfs, tool};
+use crate::support::{Mount, fill_file_system, mount_tmpfs, run_tool, temp_dir_on_disk, temp_dir_on_tmpfs};
 
 const MIB: u64 = 1 << 20;
 
 fn a_full_file_system(mounted: &Path, options: &str) {
     let image = mounted.join("image.qcow2");
     let ballast = mounted.join("ballast");
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-f", "qcow2", "-o", options, text(&image), "64M"],
     );
     let served = Served::new(&image, &[]);
     served.io(&["write -P 1 0 1M", "flush"]);
-    fill(&ballast);
+    fill_file_system(&ballast);
     // The image may have some space left, but less than a write needs.
     let mut written = vec![true];
     let mut refusals = 0;
@@ -52,7 +52,7 @@ fn a_full_file_system(mounted: &Path, options: &str) {
     let said = served.stop();
     assert!(!said.contains("panicked"), "{said}");
     assert_eq!(health(&image), Health::Clean, "{said}");
-    let folder = on_tmpfs();
+    let folder = temp_dir_on_tmpfs();
     let raw = folder.path().join("raw");
     fs::write(&raw, &is).expect("writes");
     compare(&raw, "qcow2", text(&image));
@@ -63,7 +63,7 @@ pub(crate) fn ext4(folder: &Path, at: &Path) -> Mount {
     fs::File::create(&device)
         .and_then(|file| file.set_len(24 * MIB))
         .expect("a file");
-    tool("mkfs.ext4", &["-q", text(&device)]);
+    run_tool("mkfs.ext4", &["-q", text(&device)]);
     Mount::new(at, &["-o", "loop", text(&device)])
 }
 
@@ -77,8 +77,8 @@ pub(crate) const SHAPES: [&str; 4] = [
 #[test]
 fn full_tmpfs_fails_writes_until_space() {
     for shape in SHAPES {
-        let folder = on_disk();
-        let mount = tmpfs(&folder.path().join("mounted"), "size=12M");
+        let folder = temp_dir_on_disk();
+        let mount = mount_tmpfs(&folder.path().join("mounted"), "size=12M");
         a_full_file_system(&mount.0, shape);
     }
 }
@@ -86,7 +86,7 @@ fn full_tmpfs_fails_writes_until_space() {
 #[test]
 fn full_ext4_fails_writes_until_space() {
     for shape in SHAPES {
-        let folder = on_disk();
+        let folder = temp_dir_on_disk();
         let mount = ext4(folder.path(), &folder.path().join("mounted"));
         a_full_file_system(&mount.0, shape);
     }
@@ -96,16 +96,16 @@ fn full_ext4_fails_writes_until_space() {
 #[test]
 fn stop_on_full_disk_is_safe() {
     for shape in SHAPES {
-        let folder = on_disk();
-        let mount = tmpfs(&folder.path().join("mounted"), "size=12M");
+        let folder = temp_dir_on_disk();
+        let mount = mount_tmpfs(&folder.path().join("mounted"), "size=12M");
         let image = mount.0.join("image.qcow2");
-        tool("qemu-img", &["create", "-f", "qcow2", "-o", shape, text(&image), "64M"]);
+        run_tool("qemu-img", &["create", "-f", "qcow2", "-o", shape, text(&image), "64M"]);
         let mut served = Served::new(&image, &[]);
         served.io(&["write -P 1 0 1M", "flush"]);
         let (success, said) = served.try_io(&["write -P 2 1M 32M"]);
         assert!(!success && said.contains("No space left on device"), "{said}");
         served.process.signal(libc::SIGTERM);
-        let status = served.process.wait(crate::support::LIMIT).expect("ends");
+        let status = served.process.wait(crate::support::TEST_TIMEOUT).expect("ends");
         let said = served.process.output();
         // Either everything is in the image, or the server reports that it is not.
         assert!(

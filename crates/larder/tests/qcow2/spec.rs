@@ -6,7 +6,7 @@ use larder_bench::campaign::Random;
 
 use crate::operations::{Disk, Operation, SECTOR, commands};
 use crate::served::{Health, health, qemu_io, text};
-use crate::support::tool;
+use crate::support::run_tool;
 
 /// Distinguishing feature of an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -220,7 +220,7 @@ impl Spec {
             self.convert(folder, name, &options, random);
         } else {
             let size = self.size.to_string();
-            tool(
+            run_tool(
                 "qemu-img",
                 &["create", "-f", "qcow2", "-o", &options, text(&image), &size],
             );
@@ -231,7 +231,7 @@ impl Spec {
         }
         for number in 0..self.snapshots {
             let snapshot = format!("snapshot {number}");
-            tool("qemu-img", &["snapshot", "-c", &snapshot, text(&image)]);
+            run_tool("qemu-img", &["snapshot", "-c", &snapshot, text(&image)]);
             made.snapshots.push(snapshot);
             if random.below(4) > 0 {
                 use_it("qcow2", &image, &self.disk().operations(random, self.operations));
@@ -246,7 +246,7 @@ impl Spec {
         make_raw(&source, self.size, random);
         let image = folder.join(format!("{name}.qcow2"));
         let options = options.replace(&format!(",preallocation={}", self.preallocation), "");
-        tool(
+        run_tool(
             "qemu-img",
             &[
                 "convert",

@@ -96,7 +96,7 @@ fn guest_with_small_cache_survives_kills() {
     let cache = place.path("cache");
     let options = format!(",cache={},cache-size=8M", cache.display());
     kill_servers_under(&place, qemu(), 3, &options);
-    let said = support::tool(
+    let said = support::run_tool(
         env!("CARGO_BIN_EXE_larder"),
         &["disk", "cache", "info", &cache.to_string_lossy()],
     );
@@ -258,7 +258,7 @@ fn control_socket_survives_server_restart() {
 
 /// Returns the memory limit of a disk's read-ahead, as its server reports it.
 fn told_memory_limit(control: &std::path::Path) -> u64 {
-    let mut status = Command::new(support::larder());
+    let mut status = Command::new(support::larder_path());
     status.arg("status").arg(control).args(["--output", "json"]);
     let told = status.output().expect("larder starts");
     let all: Value = serde_json::from_slice(&told.stdout).unwrap_or_else(|error| panic!("{error}: {told:?}"));

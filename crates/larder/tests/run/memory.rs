@@ -26,7 +26,7 @@ const ROUNDS: &str = r#"
     exit 0"#;
 
 fn state(control: &str) -> Value {
-    let said = support::tool(
+    let said = support::run_tool(
         env!("CARGO_BIN_EXE_larder"),
         &["memory", "status", control, "--output", "json"],
     );
@@ -51,7 +51,7 @@ fn guest_within_budget_survives_pager_kills() {
     guest.line("READY");
     guest.line("VERIFIED");
     let pager = guest.child_when("memory attach", |_| {
-        support::run({
+        support::run_command({
             let mut command = Command::new(env!("CARGO_BIN_EXE_larder"));
             command.args(["memory", "status", &control]);
             command
@@ -158,7 +158,7 @@ fn detached_guest_runs_on() {
     guest.line("VERIFIED");
     let pager = guest.child_when("memory attach", |_| true);
     assert_eq!(state(&control)["budget"], 300 << 20);
-    support::tool(env!("CARGO_BIN_EXE_larder"), &["memory", "detach", &control]);
+    support::run_tool(env!("CARGO_BIN_EXE_larder"), &["memory", "detach", &control]);
     guest.wait_until_gone(&[pager]);
     guest.line("VERIFIED");
     assert!(guest.children("memory attach").is_empty());

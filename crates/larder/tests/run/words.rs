@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use larder_bench::campaign::memory::ATTACHED;
+use larder_bench::campaign::memory::ATTACHED_TEXT;
 use rustix::process::Signal;
 
 use crate::drive;
@@ -439,7 +439,7 @@ fn dry_run_includes_the_pager() {
     let attached = errors
         .by_ref()
         .map_while(Result::ok)
-        .find(|line| line.contains(ATTACHED));
+        .find(|line| line.contains(ATTACHED_TEXT));
     assert!(attached.is_some(), "it has not attached");
     let mut monitor = shell.stdin.take().expect("is piped");
     writeln!(monitor, "quit").expect("QEMU reads");

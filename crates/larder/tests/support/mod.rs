@@ -19,40 +19,40 @@ use larder_bench::campaign::server::Server;
 use tempfile::TempDir;
 
 /// Time limit for operations that may take long on a busy machine.
-pub const LIMIT: Duration = Duration::from_secs(300);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Returns the path of the program.
-pub fn larder() -> &'static Path {
+pub fn larder_path() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_larder"))
 }
 
 /// Creates a directory on the disk that the project is built on.
-pub fn on_disk() -> TempDir {
+pub fn temp_dir_on_disk() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("creating a directory in target/tmp")
 }
 
 /// Creates a directory on tmpfs.
-pub fn on_tmpfs() -> TempDir {
+pub fn temp_dir_on_tmpfs() -> TempDir {
     tempfile::tempdir_in("/dev/shm").expect("creating a directory in /dev/shm")
 }
 
 /// Creates an image of zeros.
-pub fn image(folder: &Path, bytes: u64) -> PathBuf {
-    let path = folder.join("disk.raw");
+pub fn create_image(directory: &Path, bytes: u64) -> PathBuf {
+    let path = directory.join("disk.raw");
     File::create(&path)
         .and_then(|file| file.set_len(bytes))
         .expect("creating the image");
     path
 }
 
-/// Starts a server for `image` with a socket in `folder`, which should have a short path.
-pub fn serve(image: &Path, folder: &Path, options: &[&str]) -> Server {
-    Server::start(larder(), image, &folder.join("socket"), options).expect("the server starts")
+/// Starts a server for `image` with a socket in `directory`, which should have a short path.
+pub fn start_server(image: &Path, directory: &Path, options: &[&str]) -> Server {
+    Server::start(larder_path(), image, &directory.join("socket"), options).expect("the server starts")
 }
 
 /// Checks that a guest can write, and reads its data back.
-pub fn works(guest: &mut FrontEnd, seed: u64) {
-    let (data, bytes) = (guest.data(), pattern(seed, 4096));
+pub fn assert_io_works(guest: &mut FrontEnd, seed: u64) {
+    let (data, bytes) = (guest.data(), test_pattern(seed, 4096));
     guest.memory.write(data, &bytes);
     let (out, into) = (
         [Buffer {
@@ -69,73 +69,76 @@ pub fn works(guest: &mut FrontEnd, seed: u64) {
     assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
 }
 
-/// Waits until `is_so` holds; `what` names the condition in the error after [`LIMIT`].
-pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let give_up = Instant::now() + LIMIT;
-    while !is_so() {
-        assert!(Instant::now() < give_up, "still not true after {LIMIT:?}: {what}");
+/// Waits until `condition` holds; `what` names the condition in the error after [`TEST_TIMEOUT`].
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while !condition() {
+        assert!(
+            Instant::now() < deadline,
+            "still not true after {TEST_TIMEOUT:?}: {what}"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 /// Waits until a server listens on a unix socket.
-pub fn wait_for_listener(socket: &Path) {
+pub fn wait_until_listening(socket: &Path) {
     wait_until(&format!("a server listens on {}", socket.display()), || {
         UnixStream::connect(socket).is_ok()
     });
 }
 
 /// Runs a command to its end; returns the exit status and the output.
-pub fn run(command: Command) -> (Option<i32>, String) {
+pub fn run_command(command: Command) -> (Option<i32>, String) {
     let mut process = Process::start(command).expect("starts");
-    let status = process.wait(LIMIT).expect("ends");
+    let status = process.wait(TEST_TIMEOUT).expect("ends");
     (status.code(), process.output())
 }
 
 /// Returns `larder disk serve` with these arguments.
-pub fn disk_serve(arguments: &[&str]) -> Command {
-    let mut command = Command::new(larder());
+pub fn disk_serve_command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(larder_path());
     command.args(["disk", "serve"]).args(arguments);
     command
 }
 
 /// Runs a tool that must succeed, and returns its output.
-pub fn tool(program: &str, arguments: &[&str]) -> String {
+pub fn run_tool(program: &str, arguments: &[&str]) -> String {
     // Error of QEMU's tools on a busy host when they encrypt an image: they first measure CPU time, and got too
     // little of it.
-    const NOT_MEASURED: &str = "Unable to get accurate CPU usage";
-    let mut tries = 0;
+    const CPU_MEASUREMENT_ERROR: &str = "Unable to get accurate CPU usage";
+    let mut attempts = 0;
     loop {
         // The timeout ends a tool whose server does not answer.
         let mut command = Command::new("timeout");
-        command.args(["--kill-after=10", &LIMIT.as_secs().to_string(), program]);
+        command.args(["--kill-after=10", &TEST_TIMEOUT.as_secs().to_string(), program]);
         let output = command.args(arguments).output().expect("timeout(1) is installed");
-        let not_there = output.status.code() == Some(127);
+        let is_missing = output.status.code() == Some(127);
         assert!(
-            !not_there,
+            !is_missing,
             "{program} is missing: testbed/setup.sh installs what the tests need"
         );
-        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-        tries += 1;
-        if tries < 20 && !output.status.success() && said.contains(NOT_MEASURED) {
+        let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        attempts += 1;
+        if attempts < 20 && !output.status.success() && text.contains(CPU_MEASUREMENT_ERROR) {
             continue;
         }
         assert!(
             output.status.success(),
-            "{program} {arguments:?}: {}: {said}",
+            "{program} {arguments:?}: {}: {text}",
             output.status
         );
-        return said.trim().to_owned();
+        return text.trim().to_owned();
     }
 }
 
 /// Fails a test that needs root if it runs without, so that it does not pass unnoticed.
-pub fn need_root(why: &str) {
-    assert!(rustix::process::geteuid().is_root(), "this test needs root: {why}");
+pub fn require_root(purpose: &str) {
+    assert!(rustix::process::geteuid().is_root(), "this test needs root: {purpose}");
 }
 
 /// Returns arbitrary bytes that depend on `seed`.
-pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
+pub fn test_pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut step = || {
         state ^= state << 13;
@@ -151,9 +154,9 @@ pub struct LoopDevice(pub PathBuf);
 
 impl LoopDevice {
     pub fn new(file: &Path, sector_bytes: u32) -> Self {
-        need_root("to make a loop device");
+        require_root("to make a loop device");
         let sector = sector_bytes.to_string();
-        let path = tool(
+        let path = run_tool(
             "losetup",
             &[
                 "--find",
@@ -167,10 +170,10 @@ impl LoopDevice {
     }
 
     /// Attaches the loop device at `device`.
-    pub fn at(device: &Path, file: &Path) -> Self {
-        need_root("to make a loop device");
+    pub fn attach_at(device: &Path, file: &Path) -> Self {
+        require_root("to make a loop device");
         let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
-        tool("losetup", &[&text(device), &text(file)]);
+        run_tool("losetup", &[&text(device), &text(file)]);
         Self(device.into())
     }
 }
@@ -182,19 +185,19 @@ impl Drop for LoopDevice {
 }
 
 /// Makes a sparse file a member of an md RAID 1 with metadata 1.0, whose label is near its end.
-pub fn raid_member(path: &Path) {
+pub fn write_raid_label(path: &Path) {
     use std::os::unix::fs::FileExt as _;
     let file = File::options().write(true).open(path).expect("a file");
     let size = file.metadata().expect("a file").len();
     let at = (size - (8 << 10)) & !4095;
     let mut label = [0_u8; 256];
-    let mut put = |at: usize, bytes: &[u8]| label[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, &0xa92b_4efc_u32.to_le_bytes());
-    put(4, &1_u32.to_le_bytes());
-    put(16, b"raid of the test");
-    put(72, &1_u32.to_le_bytes());
-    put(80, &((at - (64 << 10)) / 512).to_le_bytes());
-    put(144, &(at / 512).to_le_bytes());
+    let mut write = |at: usize, bytes: &[u8]| label[at..at + bytes.len()].copy_from_slice(bytes);
+    write(0, &0xa92b_4efc_u32.to_le_bytes());
+    write(4, &1_u32.to_le_bytes());
+    write(16, b"raid of the test");
+    write(72, &1_u32.to_le_bytes());
+    write(80, &((at - (64 << 10)) / 512).to_le_bytes());
+    write(144, &(at / 512).to_le_bytes());
     let (words, _) = label.as_chunks::<4>();
     let sum: u64 = words.iter().map(|word| u64::from(u32::from_le_bytes(*word))).sum();
     let sum = (sum as u32).wrapping_add((sum >> 32) as u32);
@@ -207,11 +210,11 @@ pub struct Mount(pub PathBuf);
 
 impl Mount {
     pub fn new(at: &Path, arguments: &[&str]) -> Self {
-        need_root("to mount a file system");
+        require_root("to mount a file system");
         std::fs::create_dir_all(at).expect("creating the mount point");
         let mut all = arguments.to_vec();
         all.push(at.to_str().expect("UTF-8"));
-        tool("mount", &all);
+        run_tool("mount", &all);
         Self(at.to_owned())
     }
 }
@@ -223,12 +226,12 @@ impl Drop for Mount {
 }
 
 /// Mounts a small tmpfs; `size` is an option such as `size=12M`.
-pub fn tmpfs(at: &Path, size: &str) -> Mount {
+pub fn mount_tmpfs(at: &Path, size: &str) -> Mount {
     Mount::new(at, &["-t", "tmpfs", "-o", size, "tmpfs"])
 }
 
 /// Fills a file system with a file.
-pub fn fill(path: &Path) {
+pub fn fill_file_system(path: &Path) {
     let mut file = File::options().create(true).append(true).open(path).expect("a file");
     for step in [64 << 10, 4 << 10, 512] {
         while file.write_all(&vec![7; step]).is_ok() {}
@@ -238,27 +241,29 @@ pub fn fill(path: &Path) {
 }
 
 /// Returns the number of a process's open descriptors.
-pub fn open_descriptors(process: u32) -> usize {
+pub fn open_descriptor_count(process: u32) -> usize {
     std::fs::read_dir(format!("/proc/{process}/fd"))
         .expect("procfs")
         .count()
 }
 
 /// A command of qemu-io, and text of its output, which marks that the commands before it have ended.
-pub const MARK: (&str, &str) = ("help quit", "exit the program");
+pub const QEMU_IO_MARKER: (&str, &str) = ("help quit", "exit the program");
 
 /// Runs commands of qemu-io on the server at `uri` without a flush, and returns when they have ended. The client
 /// stays connected, because it flushes when it ends.
-pub fn io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
+pub fn start_io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Process {
     let mut command = Command::new("stdbuf");
     command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);
     for text in commands {
         command.args(["-c", text.as_ref()]);
     }
-    command.args(["-c", MARK.0, "-c", "sleep 1000000", uri]);
+    command.args(["-c", QEMU_IO_MARKER.0, "-c", "sleep 1000000", uri]);
     let client = Process::start(command).expect("starts");
-    client.wait_for(MARK.1, LIMIT).expect("the commands complete");
-    let said = client.output();
-    assert!(!said.contains("failed"), "{said}");
+    client
+        .wait_for(QEMU_IO_MARKER.1, TEST_TIMEOUT)
+        .expect("the commands complete");
+    let output = client.output();
+    assert!(!output.contains("failed"), "{output}");
     client
 }

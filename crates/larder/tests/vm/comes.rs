@@ -6,8 +6,8 @@ use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 
 use super::confine::{status, threads};
-use super::support::{LIMIT, LoopDevice, run, works};
-use super::{FrontEnd, Options, Process, Vm, ends, text, tool};
+use super::support::{LoopDevice, TEST_TIMEOUT, assert_io_works, run_command};
+use super::{FrontEnd, Options, Process, Vm, ends, run_tool, text};
 
 const ONE: &str = r#"
 control = "control"
@@ -28,7 +28,7 @@ fn one() -> Vm {
 
 fn start(vm: &Vm, options: &[&str]) -> Process {
     let process = Process::start(vm.command(options)).expect("larder starts");
-    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
     process
 }
 
@@ -47,7 +47,7 @@ fn is_open(vm: &Vm) -> bool {
 }
 
 fn says(vm: &Vm, option: &str) {
-    let (code, said) = run(vm.command(&[option]));
+    let (code, said) = run_command(vm.command(&[option]));
     assert_eq!(code, Some(0), "{said}");
 }
 
@@ -58,9 +58,11 @@ fn incoming_guest_waits_for_its_disk() {
     assert!(is_away(&vm) && !is_open(&vm));
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     std::thread::scope(|scope| {
-        let guest = scope.spawn(|| works(&mut guest, 1));
+        let guest = scope.spawn(|| assert_io_works(&mut guest, 1));
         // By then its queue is started, and a request is pending.
-        process.wait_for("front-end connected", LIMIT).expect("it connects");
+        process
+            .wait_for("front-end connected", TEST_TIMEOUT)
+            .expect("it connects");
         assert!(is_away(&vm) && !is_open(&vm));
         assert_eq!(vm.disks()[0]["requests"]["write"]["count"], 0);
         says(&vm, "--take");
@@ -81,15 +83,15 @@ fn departed_disk_is_untouched_until_taken() {
     let vm = one();
     let mut process = start(&vm, &[]);
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
-    let (code, said) = run(vm.command(&["--expect"]));
+    assert_io_works(&mut guest, 1);
+    let (code, said) = run_command(vm.command(&["--expect"]));
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("its guest is running"), "{said}");
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
     drop(guest);
     says(&vm, "--expect");
     assert!(is_away(&vm) && !is_open(&vm));
-    let (code, said) = run(vm.command(&["--reload"]));
+    let (code, said) = run_command(vm.command(&["--reload"]));
     assert!(code == Some(2) && said.contains("on another host"), "{said}");
     for _ in 0..2 {
         process.kill();
@@ -112,7 +114,7 @@ fn returning_device_gets_empty_cache() {
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     // Devices have no timestamps. A foreign write would be found only where the guest wrote last, and other hosts
     // write elsewhere.
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     drop(guest);
     let occupancy = || vm.disks()[0]["cache"]["occupancy"].as_u64().expect("a number");
     assert!(occupancy() > 0);
@@ -146,7 +148,7 @@ fn killed_servers_cache_is_stale_elsewhere() {
     let mut nbdkit = Command::new("nbdkit");
     nbdkit.args(["-f", "-v", "-U", text(&socket), "file", text(&image)]);
     let nbdkit = Process::start(nbdkit).expect("nbdkit starts");
-    let give_up = std::time::Instant::now() + LIMIT;
+    let give_up = std::time::Instant::now() + TEST_TIMEOUT;
     while !socket.exists() {
         assert!(std::time::Instant::now() < give_up, "{}", nbdkit.output());
     }
@@ -155,13 +157,13 @@ fn killed_servers_cache_is_stale_elsewhere() {
     vm.write(&write_back.replace("IMAGES/data.raw", &uri));
     let writes = |byte: u8| {
         let write = format!("write -P {byte} 0 64k");
-        tool("qemu-io", &["-f", "raw", "-c", &write, text(&image)]);
+        run_tool("qemu-io", &["-f", "raw", "-c", &write, text(&image)]);
     };
     writes(1);
     let mut process = start(&vm, &["--incoming"]);
     says(&vm, "--take");
     assert_eq!(first_byte(&vm), 1);
-    let give_up = std::time::Instant::now() + LIMIT;
+    let give_up = std::time::Instant::now() + TEST_TIMEOUT;
     while vm.disks()[0]["cache"]["occupancy"] == 0 {
         assert!(std::time::Instant::now() < give_up, "{}", process.output());
     }
@@ -177,10 +179,10 @@ fn killed_servers_cache_is_stale_elsewhere() {
     assert_eq!(first_byte(&vm), 2);
     // Dirty data of the cache is not dropped silently.
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     drop(guest);
     process.kill();
-    let (code, said) = run(vm.command(&["--incoming"]));
+    let (code, said) = run_command(vm.command(&["--incoming"]));
     assert!(
         code == Some(2) && said.contains("may have data that was never written to the disk"),
         "{said}"
@@ -199,7 +201,7 @@ fn confined_server_reopens_arriving_disks() {
     assert!(is_confined(&process), "before it has read anything of the image");
     says(&vm, "--take");
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     drop(guest);
     says(&vm, "--expect");
     assert!(is_away(&vm) && !is_open(&vm));
@@ -213,16 +215,16 @@ fn confined_server_reopens_arriving_disks() {
 fn hot_ranges_are_prefetched_on_arrival() {
     let vm = one();
     let image = vm.images.path().join("data.raw");
-    tool("qemu-io", &["-f", "raw", "-c", "write -P 5 0 4M", text(&image)]);
+    run_tool("qemu-io", &["-f", "raw", "-c", "write -P 5 0 4M", text(&image)]);
     let process = start(&vm, &["--incoming"]);
     let socket = vm.path("control");
-    let curl = |words: &[&str]| tool("curl", &[&["-sS", "--unix-socket", text(&socket)], words].concat());
+    let curl = |words: &[&str]| run_tool("curl", &[&["-sS", "--unix-socket", text(&socket)], words].concat());
     let hot = "http://x/v1/disks/vda/hot";
     assert_eq!(curl(&[hot]), r#"{"ranges":""}"#);
     curl(&["-d", r#"{"ranges":"512+256,0+64,999999+5"}"#, hot]);
     says(&vm, "--take");
     let cache = |what: &str| vm.disks()[0]["cache"][what].as_u64().expect("a number");
-    let give_up = std::time::Instant::now() + LIMIT;
+    let give_up = std::time::Instant::now() + TEST_TIMEOUT;
     while cache("occupancy") < (256 + 64) * 4096 {
         assert!(std::time::Instant::now() < give_up, "{}", process.output());
     }

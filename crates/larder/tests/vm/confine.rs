@@ -9,24 +9,24 @@ use std::time::Duration;
 
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
-use larder_bench::campaign::process::mortal;
+use larder_bench::campaign::process::killed_with_parent;
 
-use crate::support::{larder, need_root, on_tmpfs, pattern};
+use crate::support::{larder_path, require_root, temp_dir_on_tmpfs, test_pattern};
 use crate::{
-    FrontEnd, LIMIT, Options, Process, TWO, Vm, curl, data_io, ends, own_folder, run, start_as_a_service_with, text,
-    tool, two, works,
+    FrontEnd, Options, Process, TEST_TIMEOUT, TWO, Vm, assert_io_works, curl, data_io, ends, own_folder, run_command,
+    run_tool, start_as_a_service_with, text, two,
 };
 
 const CONFINED: &[&str] = &["--confine"];
 
 fn start(vm: &Vm) -> Process {
     let process = Process::start(vm.command(CONFINED)).expect("larder starts");
-    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
     process
 }
 
 fn reload(vm: &Vm) -> (Option<i32>, String) {
-    run(vm.command(&["--reload"]))
+    run_command(vm.command(&["--reload"]))
 }
 
 /// Returns all threads of a process, with their names.
@@ -58,23 +58,23 @@ pub(crate) fn status(process: u32, thread: i32, field: &str) -> String {
 /// With `--confine`, the check refuses what a confined server refuses.
 #[test]
 fn check_follows_confined_servers_rules() {
-    need_root("to have another user's link");
+    require_root("to have another user's link");
     let vm = two();
     let link = vm.images.path().join("link.raw");
     std::os::unix::fs::symlink(vm.images.path().join("data.raw"), &link).expect("links");
-    let check = || run(vm.command(&["--check", "--confine"]));
+    let check = || run_command(vm.command(&["--check", "--confine"]));
     vm.write(&TWO.replace("data.raw", "link.raw"));
     assert_eq!(check(), (Some(0), "web: 2 disks can be served".to_owned()));
     std::os::unix::fs::lchown(&link, Some(12345), None).expect("root may");
     let wanted = "belongs to user 12345, who could redirect it to any file of this host";
-    for (code, said) in [check(), run(vm.command(CONFINED))] {
+    for (code, said) in [check(), run_command(vm.command(CONFINED))] {
         assert!(code == Some(2) && said.contains(wanted), "{said}");
     }
     // The lines for a chain are those of a check without --confine.
     let (base, system) = (vm.images.path().join("base.raw"), vm.images.path().join("system.qcow2"));
-    tool("qemu-img", &["create", "-q", "-f", "raw", text(&base), "64M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "raw", text(&base), "64M"]);
     let backed = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&base)];
-    tool("qemu-img", &[&backed[..], &[text(&system)]].concat());
+    run_tool("qemu-img", &[&backed[..], &[text(&system)]].concat());
     vm.write(TWO);
     let (code, said) = check();
     let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&base));
@@ -88,7 +88,7 @@ fn confined_reload_finds_relative_file() {
     fs::copy(vm.images.path().join("data.raw"), vm.path("data.raw")).expect("is copied");
     vm.write("control = \"control\"\n[[disk]]\nimage = \"data.raw\"\nformat = \"raw\"\nsocket = \"vda\"\n");
     let command = |options: &[&str]| {
-        let mut command = std::process::Command::new(crate::support::larder());
+        let mut command = std::process::Command::new(crate::support::larder_path());
         command.arg("vm").arg("./web.toml").args(options);
         command
             .current_dir(vm.folder.path())
@@ -96,20 +96,20 @@ fn confined_reload_finds_relative_file() {
         command
     };
     let process = Process::start(command(CONFINED)).expect("larder starts");
-    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
     let unchanged = (Some(0), "web: already as configured in its file".to_owned());
-    assert_eq!(run(command(&["--reload"])), unchanged);
+    assert_eq!(run_command(command(&["--reload"])), unchanged);
     assert_eq!(reload(&vm), unchanged);
     ends(process);
 }
 
 #[test]
 fn every_thread_has_dropped_its_rights() {
-    need_root("to have rights to give up");
+    require_root("to have rights to give up");
     let vm = two();
     let process = start(&vm);
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     data_io(&vm, &["write -P 9 0 1M", "flush"]);
     let all = threads(process.id());
     for name in [
@@ -161,7 +161,7 @@ mod taken_over {
         let mut command = vm.command(&[]);
         command.env("STATE_DIRECTORY", state);
         let process = Process::start(command).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         let notes = fs::read_dir(own_folder(state).join("caches"))
             .expect("a folder")
             .flatten();
@@ -320,7 +320,7 @@ mod taken_over {
         let process = start(&vm);
         assert_eq!(answer(&process), Some(i64::from(-libc::ENOMEM)));
         let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-        works(&mut guest, 1);
+        assert_io_works(&mut guest, 1);
         drop(guest);
         ends(process);
     }
@@ -328,14 +328,14 @@ mod taken_over {
     /// An attacker who has taken over a confined server reaches no other file, process or socket.
     #[test]
     fn confined_server_reaches_nothing_else() {
-        need_root("to take a server over");
-        let state = on_tmpfs();
+        require_root("to take a server over");
+        let state = temp_dir_on_tmpfs();
         let server = |options: &[&str]| {
             let vm = two();
             let mut command = vm.command(options);
             command.env("STATE_DIRECTORY", state.path());
             let process = Process::start(command).expect("larder starts");
-            process.wait_for(" ready ", LIMIT).expect("it serves");
+            process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
             (vm, process)
         };
         let other = other(state.path());
@@ -355,7 +355,7 @@ mod taken_over {
         }
         // The other server is unharmed.
         let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-        works(&mut guest, 1);
+        assert_io_works(&mut guest, 1);
         drop(guest);
         ends(process);
         ends(other.process);
@@ -381,7 +381,7 @@ fn confined_servers_private_memory_is_limited() {
     let process = start(&vm);
     let limit = data_limit(process.id()).expect("there is a limit");
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     data_io(&vm, &["write -P 9 0 4M", "flush"]);
     let used = status(process.id(), process.id() as i32, "VmData");
     let used: u64 = used.trim_end_matches(" kB").trim().parse().expect("a number");
@@ -392,7 +392,7 @@ fn confined_servers_private_memory_is_limited() {
     assert_eq!(code, Some(0), "{said}");
     let raised = data_limit(process.id()).expect("there is a limit");
     assert!(raised > limit, "{raised} after {limit}");
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
     drop(guest);
     ends(process);
 }
@@ -418,7 +418,7 @@ impl NbdServer {
     }
 
     fn start(image: &Path, port: u16) -> Process {
-        let mut command = mortal("qemu-nbd");
+        let mut command = killed_with_parent("qemu-nbd");
         let port = port.to_string();
         command
             .args(["-t", "-f", "raw", "-b", "127.0.0.1", "-p", &port, "-e", "8"])
@@ -450,7 +450,7 @@ fn far_io(vm: &Vm, commands: &[&str]) -> String {
     let mut all = vec!["-f", "raw"];
     commands.iter().for_each(|command| all.extend(["-c", command]));
     all.push(&uri);
-    tool("qemu-io", &all)
+    run_tool("qemu-io", &all)
 }
 
 #[test]
@@ -488,9 +488,9 @@ fn confined_server_removes_its_files() {
     let mut command = vm.command(CONFINED);
     command.env("STATE_DIRECTORY", &state);
     let process = Process::start(command).expect("larder starts");
-    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     let maps = fs::read_to_string(format!("/proc/{}/maps", process.id())).expect("it runs");
     let journal = maps.split_whitespace().find(|word| word.ends_with(".journal"));
     let journal = PathBuf::from(journal.expect("there is one"));
@@ -506,7 +506,7 @@ fn confined_server_removes_its_files() {
 #[test]
 fn start_opens_nothing_of_other_vms() {
     let vm = two();
-    let runtime = on_tmpfs();
+    let runtime = temp_dir_on_tmpfs();
     for other in 0..100 {
         let journals = runtime.path().join(format!("private/other-{other}/journals"));
         fs::create_dir_all(&journals).expect("creates");
@@ -520,7 +520,7 @@ fn start_opens_nothing_of_other_vms() {
     command.env("STATE_DIRECTORY", vm.path("state"));
     command.env("RUNTIME_DIRECTORY", runtime.path());
     let process = Process::start(command).expect("strace starts");
-    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
     ends(process);
     let trace = fs::read_to_string(&trace).expect("is traced");
     assert!(trace.contains(".journal\""), "it has a journal of its own");
@@ -528,7 +528,7 @@ fn start_opens_nothing_of_other_vms() {
     assert!(others.is_empty(), "{} calls, first {}", others.len(), others[0]);
 }
 
-/// Asserts that a guest reads the data that [`works`] has written.
+/// Asserts that a guest reads the data that [`assert_io_works`] has written.
 fn holds(guest: &mut FrontEnd, seed: u64) {
     let data = guest.data();
     let into = [Buffer {
@@ -536,7 +536,7 @@ fn holds(guest: &mut FrontEnd, seed: u64) {
         len: 4096,
     }];
     assert_eq!(guest.queue().run(&Request::read(8, &into)).expect("reads").status, 0);
-    assert_eq!(guest.memory.read_vec(data, 4096), pattern(seed, 4096));
+    assert_eq!(guest.memory.read_vec(data, 4096), test_pattern(seed, 4096));
 }
 
 #[test]
@@ -545,12 +545,12 @@ fn dirty_cache_survives_kill_when_confined() {
     vm.write(&TWO.replace("cache-size", "cache-mode = \"wb\"\ncache-size"));
     for (round, options) in [(1, CONFINED), (2, CONFINED), (3, &[] as &[&str])] {
         let mut process = Process::start(vm.command(options)).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
         if round > 1 {
             holds(&mut guest, round - 1);
         }
-        works(&mut guest, round);
+        assert_io_works(&mut guest, round);
         if round < 3 {
             process.kill();
         } else {
@@ -593,13 +593,13 @@ fn unnamed_dirty_cache_is_explained() {
         let unnamed = at(unnamed);
         let flush = format!("`larder disk cache flush {}`", text(&unnamed));
         let key = format!("(add cache = \"{}\" to the VM's file)", text(&unnamed));
-        let (code, said) = run(vm.command(CONFINED));
+        let (code, said) = run_command(vm.command(CONFINED));
         assert!(
             code == Some(2) && said.contains(&flush) && said.contains(&key),
             "{said}"
         );
         assert!(!said.contains("is not there now"), "{said}");
-        let (code, said) = run(vm.command(&["--check"]));
+        let (code, said) = run_command(vm.command(&["--check"]));
         assert!(code == Some(2) && said.contains(&flush), "{said}");
     };
     let mut process = start(&vm);
@@ -609,7 +609,7 @@ fn unnamed_dirty_cache_is_explained() {
     is_refused("old.cache");
     assert!(!at("new.cache").exists());
     vm.write(&with_cache("old.cache"));
-    let (code, said) = run(vm.command(&["--check"]));
+    let (code, said) = run_command(vm.command(&["--check"]));
     assert!(code == Some(0) && said.contains("web: 1 disk can be served"), "{said}");
     let mut process = start(&vm);
     reads(5);
@@ -622,10 +622,10 @@ fn unnamed_dirty_cache_is_explained() {
     process.kill();
     vm.write(&with_cache("old.cache"));
     is_refused("new.cache");
-    let mut flush = Command::new(larder());
+    let mut flush = Command::new(larder_path());
     flush.args(["disk", "cache", "flush", text(&at("new.cache"))]);
     flush.env("STATE_DIRECTORY", vm.path("state"));
-    let (code, said) = run(flush);
+    let (code, said) = run_command(flush);
     assert_eq!(code, Some(0), "{said}");
     let process = start(&vm);
     reads(6);
@@ -675,7 +675,7 @@ fn confined_server_reloads_its_file() {
     vm.write(&TWO.replace("system.cache", "another.cache"));
     process.signal(libc::SIGHUP);
     process
-        .wait_for("the VM's file was reloaded: 1 changed", LIMIT)
+        .wait_for("the VM's file was reloaded: 1 changed", TEST_TIMEOUT)
         .expect("it says so");
     // Clients cannot pass the names of files to open.
     let (status, said) = curl(&vm, &["-X", "POST", "-d", "[[disk]]", "http://x/v1/reload"]);
@@ -687,7 +687,7 @@ fn confined_server_reloads_its_file() {
 
 #[test]
 fn confined_reload_knows_socket_owners() {
-    need_root("to give sockets to others");
+    require_root("to give sockets to others");
     let vm = two();
     vm.write(&TWO.replace(
         "serial",
@@ -706,7 +706,7 @@ fn exposure(unit: &str) -> f64 {
     let unit = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../packaging/systemd")
         .join(unit);
-    let said = tool(
+    let said = run_tool(
         "systemd-analyze",
         &["security", "--no-pager", "--offline=yes", text(&unit)],
     );

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-use crate::support::{need_root, on_tmpfs};
-use crate::{FrontEnd, LIMIT, MIB, Options, Process, Vm, ends, run, text, works};
+use crate::support::{require_root, temp_dir_on_tmpfs};
+use crate::{FrontEnd, MIB, Options, Process, TEST_TIMEOUT, Vm, assert_io_works, ends, run_command, text};
 
 const FILE_NAME: &str = "disk.raw";
 const FILE_BYTES: usize = 8 << 20;
@@ -78,7 +78,7 @@ fn has_request(device: &File, limit: Duration) -> io::Result<bool> {
 
 impl FileServer {
     fn mount() -> Self {
-        let folder = on_tmpfs();
+        let folder = temp_dir_on_tmpfs();
         let device = OpenOptions::new()
             .read(true)
             .write(true)
@@ -119,7 +119,7 @@ impl FileServer {
 
     /// Waits until a process waits for an answer.
     fn wait_for_request(&self) {
-        let asked = has_request(&self.device, LIMIT).expect("it is mounted");
+        let asked = has_request(&self.device, TEST_TIMEOUT).expect("it is mounted");
         assert!(asked, "nobody asks the file server anything");
     }
 
@@ -266,25 +266,25 @@ fn near_and_far(far: &FileServer) -> Vm {
 /// While the file server hangs, the other disk, the control socket and a reload work.
 #[test]
 fn hung_file_server_stalls_one_disk() {
-    need_root("to mount a file system");
+    require_root("to mount a file system");
     let far = FileServer::mount();
     let vm = near_and_far(&far);
     for options in [&[] as &[&str], &["--confine"]] {
         let process = Process::start(vm.command(options)).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         let mut near = FrontEnd::connect(&vm.path("near"), Options::default()).expect("connects");
         let mut guest = FrontEnd::connect(&vm.path("far"), Options::default()).expect("connects");
-        works(&mut near, 1);
-        works(&mut guest, 1);
+        assert_io_works(&mut near, 1);
+        assert_io_works(&mut guest, 1);
         far.hang();
         far.wait_for_request();
-        works(&mut near, 2);
+        assert_io_works(&mut near, 2);
         // The status covers both disks: neither disk's thread waits in the kernel.
         assert_eq!(vm.disks().len(), 2);
-        let reloaded = run(vm.command(&["--reload"]));
+        let reloaded = run_command(vm.command(&["--reload"]));
         assert_eq!(reloaded, (Some(0), "web: already as configured in its file".to_owned()));
         far.answer();
-        works(&mut guest, 2);
+        assert_io_works(&mut guest, 2);
         drop((near, guest));
         ends(process);
     }
@@ -293,7 +293,7 @@ fn hung_file_server_stalls_one_disk() {
 /// A server that is opening a file on a hung file server can be stopped.
 #[test]
 fn hung_opening_can_be_stopped() {
-    need_root("to mount a file system");
+    require_root("to mount a file system");
     let far = FileServer::mount();
     let vm = near_and_far(&far);
     // The kernel has initialised the file system by now.
@@ -307,7 +307,7 @@ fn hung_opening_can_be_stopped() {
         let mut process = Process::start(command).expect("larder starts");
         far.wait_for_request();
         process.signal(libc::SIGTERM);
-        let ended = process.wait(LIMIT).expect("it ends");
+        let ended = process.wait(TEST_TIMEOUT).expect("it ends");
         assert!(ended.success(), "{}", process.output());
         far.answer();
     }

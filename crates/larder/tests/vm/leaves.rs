@@ -7,10 +7,10 @@ use std::sync::Arc;
 use larder_bench::campaign::front_end::memory::Memory;
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
-use larder_vm::control::move_vm;
-use larder_vm::vm::VmMove;
+use larder_vm::control::request_move_step;
+use larder_vm::vm::MoveStep;
 
-use super::support::{LIMIT, works};
+use super::support::{TEST_TIMEOUT, assert_io_works};
 use super::{FrontEnd, Options, Process, Vm, ends};
 
 const ONE: &str = r#"
@@ -35,17 +35,17 @@ fn start(vm: &Vm) -> Process {
     let mut command = vm.command(&[]);
     command.env("RUNTIME_DIRECTORY", vm.folder.path());
     let process = Process::start(command).expect("larder starts");
-    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
     process
 }
 
 /// Asks the server to release the disk, as a mover does when the guest is paused.
 fn leaves(vm: &Vm) -> Result<(), String> {
     let control = vm.path("control");
-    match move_vm(&control, VmMove::Leave) {
+    match request_move_step(&control, MoveStep::Leave) {
         Ok(moved) => {
             assert!(moved.done);
-            move_vm(&control, VmMove::Keep).expect("it comes back");
+            request_move_step(&control, MoveStep::Keep).expect("it comes back");
             Ok(())
         }
         Err(error) => Err(error.to_string()),
@@ -102,7 +102,7 @@ fn asks_for_much(guest: &mut FrontEnd, writes: u64) {
         guest.queue().add(&Request::write(8 * number, &data));
         guest.queue().go();
     }
-    guest.queue().complete(LIMIT).expect("the first is carried out");
+    guest.queue().complete(TEST_TIMEOUT).expect("the first is carried out");
     let read = guest.queue().run(&Request::read(0, &data));
     assert_eq!(read.expect("goes past the writes").status, 0);
 }
@@ -121,7 +121,7 @@ fn killed_server_blocks_departure_until_queried() {
         refuses(&vm, 0);
         comes_back(&mut guest, &vm);
         for _ in 1..3 {
-            assert_eq!(guest.queue().complete(LIMIT).expect("is repeated").status, 0);
+            assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("is repeated").status, 0);
         }
         refuses(&vm, 0);
         stops(&guest);
@@ -138,7 +138,7 @@ fn stopped_queues_permit_departure() {
         let vm = vm("");
         let mut server = start(&vm);
         let mut guest = connect(&vm, options(2, packed));
-        works(&mut guest, 1);
+        assert_io_works(&mut guest, 1);
         stops(&guest);
         leaves(&vm).expect("it knows");
         server.kill();
@@ -151,9 +151,9 @@ fn stopped_queues_permit_departure() {
         server = start(&vm);
         comes_back(&mut guest, &vm);
         leaves(&vm).expect("they are so still");
-        works(&mut guest, 2);
+        assert_io_works(&mut guest, 2);
         refuses(&vm, 0);
-        works(&mut guest, 3);
+        assert_io_works(&mut guest, 3);
         stops(&guest);
         drop(guest);
         leaves(&vm).expect("it knows");
@@ -172,7 +172,7 @@ fn earlier_guest_does_not_block_departure() {
     drop(guest);
     for starts in [false, true] {
         let mut guest = connect(&vm, options(2, false));
-        works(&mut guest, 1);
+        assert_io_works(&mut guest, 1);
         server.kill();
         drop(guest);
         server = start(&vm);
@@ -180,7 +180,7 @@ fn earlier_guest_does_not_block_departure() {
             false => realised(&vm),
             true => {
                 let mut guest = connect(&vm, options(1, false));
-                works(&mut guest, 2);
+                assert_io_works(&mut guest, 2);
                 stops(&guest);
                 guest
             }

@@ -25,7 +25,10 @@ use std::sync::mpsc;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::process::Process;
 use serde_json::Value;
-use support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool, works};
+use support::{
+    TEST_TIMEOUT, assert_io_works, larder_path, require_root, run_command, run_tool, temp_dir_on_disk,
+    temp_dir_on_tmpfs,
+};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -46,8 +49,8 @@ impl Vm {
     /// Creates a VM with the file `web.toml`; `IMAGES` in it stands for the directory of the images.
     fn new(file: &str) -> Self {
         let vm = Self {
-            images: on_disk(),
-            folder: on_tmpfs(),
+            images: temp_dir_on_disk(),
+            folder: temp_dir_on_tmpfs(),
         };
         vm.write(file);
         vm
@@ -73,7 +76,7 @@ impl Vm {
     }
 
     fn command(&self, options: &[&str]) -> Command {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("vm").arg(self.file()).args(options);
         command.env("STATE_DIRECTORY", self.path("state"));
         command
@@ -81,13 +84,13 @@ impl Vm {
 
     fn start(&self) -> Process {
         let process = Process::start(self.command(&[])).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         process
     }
 
     /// Returns the state of all disks from the control socket.
     fn disks(&self) -> Vec<Value> {
-        let told = tool(
+        let told = run_tool(
             "curl",
             &["-sS", "--unix-socket", text(&self.path("control")), "http://x/v1/disks"],
         );
@@ -141,14 +144,14 @@ readonly = false
 fn two() -> Vm {
     let vm = Vm::new(TWO);
     let system = vm.images.path().join("system.qcow2");
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&system), "64M"]);
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&system), "64M"]);
     vm.raw("data.raw", 8);
     vm
 }
 
 fn ends(mut process: Process) {
     process.signal(libc::SIGTERM);
-    let status = process.wait(LIMIT).expect("ends");
+    let status = process.wait(TEST_TIMEOUT).expect("ends");
     assert!(status.success(), "{}", process.output());
 }
 
@@ -156,7 +159,7 @@ fn ends(mut process: Process) {
 fn curl(vm: &Vm, arguments: &[&str]) -> (u32, String) {
     let socket = vm.path("control");
     let how = ["-sS", "--unix-socket", text(&socket), "-w", "\n%{http_code}"];
-    let said = tool("curl", &[&how, arguments].concat());
+    let said = run_tool("curl", &[&how, arguments].concat());
     let (body, status) = said.rsplit_once('\n').expect("the status is on a line of its own");
     (status.parse().expect("a number"), body.to_owned())
 }
@@ -164,7 +167,7 @@ fn curl(vm: &Vm, arguments: &[&str]) -> (u32, String) {
 fn data_io(vm: &Vm, commands: &[&str]) -> String {
     let uri = format!("nbd+unix:///data?socket={}", text(&vm.path("data.nbd")));
     let commands = commands.iter().flat_map(|command| ["-c", command]);
-    tool(
+    run_tool(
         "qemu-io",
         &["-f", "raw"]
             .into_iter()
@@ -179,11 +182,11 @@ fn one_process_serves_all_disks() {
     let vm = two();
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     data_io(&vm, &["write -P 9 0 1M", "flush"]);
     assert!(data_io(&vm, &["read -P 9 0 1M"]).contains("read 1048576/1048576"));
     let uri = format!("nbd+unix:///data?socket={}", text(&vm.path("data.nbd")));
-    assert!(tool("nbdinfo", &[&uri]).contains("the VM's data"));
+    assert!(run_tool("nbdinfo", &[&uri]).contains("the VM's data"));
     let disks = vm.disks();
     let names: Vec<&Value> = disks.iter().map(|disk| &disk["name"]).collect();
     assert_eq!(names, ["vda", "data"]);
@@ -193,8 +196,8 @@ fn one_process_serves_all_disks() {
     );
     assert_eq!(disks[0]["cache"]["size"], 16 * MIB);
     assert_eq!(disks[1]["prefetch"]["memory_limit"], 0, "it is off");
-    let (code, said) = run({
-        let mut status = Command::new(larder());
+    let (code, said) = run_command({
+        let mut status = Command::new(larder_path());
         status.arg("status").arg(vm.path("control"));
         status
     });
@@ -203,7 +206,7 @@ fn one_process_serves_all_disks() {
     drop(guest);
     ends(process);
     assert_eq!(vm.sockets(), [""; 0]);
-    tool(
+    run_tool(
         "qemu-img",
         &["check", "-q", text(&vm.images.path().join("system.qcow2"))],
     );
@@ -220,7 +223,7 @@ fn disk_threads_run_independently() {
             scope.spawn(move || match seed {
                 1 => {
                     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-                    (0..200).for_each(|round| works(&mut guest, round));
+                    (0..200).for_each(|round| assert_io_works(&mut guest, round));
                 }
                 _ => (0..5).for_each(|_| drop(data_io(vm, &["write -P 3 0 8M", "read -P 3 0 8M"]))),
             });
@@ -250,7 +253,7 @@ fn start_as_a_service_with(vm: &Vm, options: &[&str]) -> (Process, impl Fn() -> 
             }
         }
     });
-    let next = move || news.recv_timeout(LIMIT).expect("is told");
+    let next = move || news.recv_timeout(TEST_TIMEOUT).expect("is told");
     (process, next)
 }
 
@@ -265,7 +268,7 @@ fn service_manager_gets_ready_and_stopping() {
     );
     // The server serves before it sends READY.
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     drop(guest);
     assert_eq!(vm.disks().len(), 2);
     ends(process);
@@ -296,7 +299,11 @@ fn with_sockets(vm: &Vm, sockets: &[&str]) -> Command {
     // The shell's PID becomes the program's by exec, so $LISTEN_PID is right.
     let mut command = Command::new("sh");
     let script = format!("export LISTEN_PID=$$ LISTEN_FDS={}; exec \"$0\" \"$@\"", sockets.len());
-    command.args(["-c", &script]).arg(larder()).arg("vm").arg(vm.file());
+    command
+        .args(["-c", &script])
+        .arg(larder_path())
+        .arg("vm")
+        .arg(vm.file());
     command.env("STATE_DIRECTORY", vm.path("state"));
     let sockets = sockets
         .iter()
@@ -312,7 +319,7 @@ fn inherited_sockets_are_served_and_kept() {
     let process = Process::start(with_sockets(&vm, &["control", "vda", "data.nbd"])).expect("starts");
     // A client that connects before the server is ready is served once it is.
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     data_io(&vm, &["write -P 9 0 1M"]);
     assert_eq!(vm.disks().len(), 2);
     drop(guest);
@@ -325,7 +332,7 @@ fn inherited_sockets_are_served_and_kept() {
 
     let vm = two();
     let mut other = Process::start(with_sockets(&vm, &["vdx"])).expect("starts");
-    let status = other.wait(LIMIT).expect("ends");
+    let status = other.wait(TEST_TIMEOUT).expect("ends");
     let said = other.output();
     assert_eq!(status.code(), Some(2), "{said}");
     for word in ["vdx", "this VM has no socket there", text(&vm.path("data.nbd"))] {
@@ -335,13 +342,15 @@ fn inherited_sockets_are_served_and_kept() {
     let mut command = vm.command(&[]);
     command.env("LISTEN_FDS", "3").env("LISTEN_PID", "1");
     let process = Process::start(command).expect("starts");
-    process.wait_for(" ready ", LIMIT).expect("those are another one's");
+    process
+        .wait_for(" ready ", TEST_TIMEOUT)
+        .expect("those are another one's");
     ends(process);
 }
 
 #[test]
 fn sockets_get_configured_permissions() {
-    support::need_root("to give sockets to others");
+    support::require_root("to give sockets to others");
     let file = TWO.replace(
         "control = \"control\"\n",
         "control = \"control\"\ncontrol-mode = 0o660\ncontrol-group = \"nogroup\"\n",
@@ -375,21 +384,21 @@ fn path_names_one_vm_alone() {
     let other = format!("{control}\n[[disk]]\n{image}\nformat = \"raw\"\nsocket = \"vda\"\n");
     std::fs::write(vm.path("y/web.toml"), other).expect("writes");
     for options in [&["--reload"][..], &["--expect"], &["--take"], &["--check"], &[]] {
-        let mut command = Command::new(larder());
+        let mut command = Command::new(larder_path());
         command.arg("vm").arg(vm.path("y/web.toml")).args(options);
         command.env("STATE_DIRECTORY", vm.path("state"));
-        let (code, said) = run(command);
+        let (code, said) = run_command(command);
         let wanted = format!("serves the VM of {}, not that of ", text(&vm.file()));
         assert!(code == Some(2) && said.contains(&wanted), "{options:?}: {said}");
     }
     assert!(vm.disks().iter().all(|disk| disk["away"] == false));
     // Another spelling of the path is the same file.
-    let mut command = Command::new(larder());
+    let mut command = Command::new(larder_path());
     command.arg("vm").arg(vm.path("y/../web.toml")).arg("--reload");
     let unchanged = "web: already as configured in its file".to_owned();
-    assert_eq!(run(command), (Some(0), unchanged));
+    assert_eq!(run_command(command), (Some(0), unchanged));
     // The command in the message works.
-    let (_, said) = run(vm.command(&[]));
+    let (_, said) = run_command(vm.command(&[]));
     let command = format!("`larder vm {} --reload`", text(&vm.file()));
     assert!(said.contains(&command), "{said}");
     ends(process);
@@ -400,7 +409,7 @@ fn path_names_one_vm_alone() {
 fn all_disks_are_served_or_none() {
     let vm = two();
     std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
-    let (code, said) = run(vm.command(&[]));
+    let (code, said) = run_command(vm.command(&[]));
     assert_eq!(code, Some(2), "{said}");
     assert!(
         said.contains("disk data: ") && said.contains("data.raw: No such file"),
@@ -410,7 +419,7 @@ fn all_disks_are_served_or_none() {
     // The resources of the first disk were released.
     vm.raw("data.raw", 8);
     let process = vm.start();
-    let (code, said) = run(vm.command(&[]));
+    let (code, said) = run_command(vm.command(&[]));
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("web is served already, by process "), "{said}");
     assert_eq!(vm.disks().len(), 2, "the other one is as it was");
@@ -422,13 +431,13 @@ fn all_disks_are_served_or_none() {
 fn check_reports_all_problems() {
     let vm = two();
     let before = std::fs::read_dir(vm.images.path()).expect("a folder").count();
-    let (code, said) = run(vm.command(&["--check"]));
+    let (code, said) = run_command(vm.command(&["--check"]));
     assert_eq!((code, said.as_str()), (Some(0), "web: 2 disks can be served"));
     assert_eq!(vm.sockets(), [""; 0]);
     assert_eq!(std::fs::read_dir(vm.images.path()).expect("a folder").count(), before);
     std::fs::write(vm.images.path().join("system.qcow2"), b"QFI\xfb\0\0\0\x09").expect("writes");
     std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
-    let (code, said) = run(vm.command(&["--check"]));
+    let (code, said) = run_command(vm.command(&["--check"]));
     assert_eq!(code, Some(2), "{said}");
     for word in ["system.qcow2", "data.raw: No such file"] {
         assert!(said.contains(word), "nothing of {word}: {said}");
@@ -447,7 +456,7 @@ fn check_covers_sockets_and_caches() {
                 "cache = \"IMAGES/data.raw\"\ncache-size = \"1MiB\"",
             ),
     );
-    let (code, said) = run(vm.command(&["--check"]));
+    let (code, said) = run_command(vm.command(&["--check"]));
     assert_eq!(code, Some(2), "{said}");
     for what in [
         "data.raw exists and is not a socket",
@@ -458,7 +467,7 @@ fn check_covers_sockets_and_caches() {
         assert!(said.contains(what), "nothing of '{what}': {said}");
     }
     vm.write(&TWO.replace("16MiB", "900TiB"));
-    let (code, said) = run(vm.command(&["--check"]));
+    let (code, said) = run_command(vm.command(&["--check"]));
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("are free in"), "{said}");
 }
@@ -467,19 +476,19 @@ fn check_covers_sockets_and_caches() {
 fn check_accepts_served_vm() {
     let vm = two();
     let process = vm.start();
-    let (code, said) = run(vm.command(&["--check"]));
+    let (code, said) = run_command(vm.command(&["--check"]));
     let served = "web: 2 disks can be served, and served already";
     assert_eq!((code, said.as_str()), (Some(0), served));
     vm.write(&TWO.replace("data.raw", "gone.raw"));
-    let (code, said) = run(vm.command(&["--check"]));
+    let (code, said) = run_command(vm.command(&["--check"]));
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("gone.raw: No such file"), "{said}");
     assert!(!said.contains("in use"), "{said}");
     ends(process);
 }
 
-/// `--check` finds what would keep the next server from starting also in the disks that the running one serves, and does
-/// not disturb that one.
+/// `--check` finds what would keep the next server from starting also in the disks that the running one serves, and
+/// does not disturb that one.
 #[test]
 fn check_covers_served_disks() {
     let vm = two();
@@ -487,15 +496,15 @@ fn check_covers_served_disks() {
     let image = |name: &str| vm.images.path().join(name);
     let (base, system) = (image("base.raw"), image("system.qcow2"));
     let backed = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
-    tool("qemu-img", &[&backed[..], &[text(&base), text(&system)]].concat());
+    run_tool("qemu-img", &[&backed[..], &[text(&base), text(&system)]].concat());
     let backing = "format = \"qcow2\"\nbacking = [{ image = \"IMAGES/base.raw\", format = \"raw\" }]";
     let right = TWO.replace("format = \"qcow2\"", backing);
     vm.write(&right);
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     let served = (Some(0), "web: 2 disks can be served, and served already".to_owned());
-    let check = || run(vm.command(&["--check"]));
+    let check = || run_command(vm.command(&["--check"]));
     assert_eq!(check(), served);
     let wrong_format = right.replace("base.raw\", format = \"raw\"", "base.raw\", format = \"qcow2\"");
     for (file, wanted) in [
@@ -521,7 +530,7 @@ fn check_covers_served_disks() {
         assert!(code == Some(2) && said.contains(&wanted), "{name}: {said}");
     }
     assert_eq!(check(), served);
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
     drop(guest);
     ends(process);
 }
@@ -536,13 +545,13 @@ fn cache_of_two_purposes_is_refused() {
     let mut content = vec![0; 8 * MIB as usize];
     content[2 * MIB as usize..].fill(7);
     std::fs::write(&data, &content).expect("writes");
-    tool(
+    run_tool(
         "qemu-img",
         &["create", "-q", "-f", "raw", text(&image("base.raw")), "64M"],
     );
     let (base, system) = (image("base.raw"), image("system.qcow2"));
     let backed = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
-    tool("qemu-img", &[&backed[..], &[text(&base), text(&system)]].concat());
+    run_tool("qemu-img", &[&backed[..], &[text(&base), text(&system)]].concat());
     let backing = "format = \"qcow2\"\nbacking = [{ image = \"IMAGES/base.raw\", format = \"raw\" }]";
     let right = TWO.replace("format = \"qcow2\"", backing);
     let at = |cache: &str| right.replace("cache = \"IMAGES/system.cache\"\ncache-size = \"16MiB\"", cache);
@@ -568,7 +577,7 @@ fn cache_of_two_purposes_is_refused() {
     let refused = |options: &[&str]| {
         for (file, wanted) in &wrong {
             vm.write(file);
-            let (code, said) = run(vm.command(options));
+            let (code, said) = run_command(vm.command(options));
             assert!(
                 code == Some(2) && said.contains(wanted),
                 "{options:?}: {wanted}: {said}"
@@ -589,8 +598,8 @@ fn cache_of_two_purposes_is_refused() {
 /// `larder status` lists VMs that are not served, with the error in their file.
 #[test]
 fn status_lists_unserved_vms() {
-    need_root("to be a user with files of his own");
-    let folder = on_tmpfs();
+    require_root("to be a user with files of his own");
+    let folder = temp_dir_on_tmpfs();
     let files = folder.path().join("larder/vms");
     std::fs::create_dir_all(&files).expect("a folder");
     std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("a folder for all");
@@ -600,11 +609,11 @@ fn status_lists_unserved_vms() {
     let status = |arguments: &[&str]| {
         let mut command = Command::new("setpriv");
         command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
-        command.arg(larder()).arg("status").args(arguments);
+        command.arg(larder_path()).arg("status").args(arguments);
         command
             .env("XDG_CONFIG_HOME", folder.path())
             .env_remove("XDG_RUNTIME_DIR");
-        run(command)
+        run_command(command)
     };
     let (code, said) = status(&[]);
     assert_eq!(code, Some(1), "{said}");
@@ -626,7 +635,7 @@ fn service_exit_status_controls_restart() {
     let as_a_service = |vm: &Vm| {
         let mut command = vm.command(&[]);
         command.env("NOTIFY_SOCKET", vm.path("notify"));
-        run(command)
+        run_command(command)
     };
     let _told = UnixDatagram::bind(vm.path("notify")).expect("binds");
     let (code, said) = as_a_service(&vm);
@@ -643,6 +652,6 @@ fn simultaneous_signals_are_one_stop() {
     let mut process = vm.start();
     process.signal(libc::SIGINT);
     process.signal(libc::SIGTERM);
-    let status = process.wait(LIMIT).expect("ends");
+    let status = process.wait(TEST_TIMEOUT).expect("ends");
     assert!(status.success(), "{}", process.output());
 }

@@ -2,12 +2,12 @@
 
 use serde_json::{Value, json};
 
-use crate::support::run;
-use crate::{FrontEnd, LIMIT, Options, TWO, Vm, data_io, ends, start_as_a_service, text, two, works};
+use crate::support::run_command;
+use crate::{FrontEnd, Options, TEST_TIMEOUT, TWO, Vm, assert_io_works, data_io, ends, start_as_a_service, text, two};
 
 /// Reloads the file by command; returns the exit status and the output.
 fn reload(vm: &Vm) -> (Option<i32>, String) {
-    run(vm.command(&["--reload"]))
+    run_command(vm.command(&["--reload"]))
 }
 
 fn disk(vm: &Vm, name: &str) -> Option<Value> {
@@ -19,7 +19,7 @@ fn reload_applies_changes_under_guest() {
     let vm = two();
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     assert_eq!(
         reload(&vm),
         (Some(0), "web: already as configured in its file".to_owned())
@@ -40,7 +40,7 @@ fn reload_applies_changes_under_guest() {
         "changed disk vda: cache-mode: wa",
         "changed disk vda: cache-endurance: 1 GiB",
         "changed disk data: limits: none",
-        "changed disk data: prefetch: 1 MiB, 64 KiB ahead, of reads of 128 KiB at most",
+        "changed disk data: prefetch: 1 MiB of memory, 64 KiB ahead, for reads of at most 128 KiB",
     ] {
         assert!(said.contains(part), "{part}: {said}");
     }
@@ -55,7 +55,7 @@ fn reload_applies_changes_under_guest() {
     );
     assert_eq!(data["limits"], json!({}));
     assert_eq!(data["prefetch"]["memory_limit"], 1 << 20);
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
 
     // Another cache replaces the current one.
     vm.write(&changed.replace("system.cache", "other.cache"));
@@ -64,7 +64,7 @@ fn reload_applies_changes_under_guest() {
         code == Some(0) && said.contains("cache: ") && said.contains("other.cache"),
         "{said}"
     );
-    works(&mut guest, 3);
+    assert_io_works(&mut guest, 3);
     let cache = disk(&vm, "vda").expect("it is there")["cache"].clone();
     assert!(
         cache["file"].as_str().expect("a path").ends_with("other.cache"),
@@ -74,7 +74,7 @@ fn reload_applies_changes_under_guest() {
 
     // A reload reverts changes that were made by other means.
     let body = "{\"limits\":{\"iops-total\":7}}";
-    crate::tool(
+    crate::run_tool(
         "curl",
         &[
             "-sS",
@@ -107,7 +107,7 @@ fn reload_adds_and_removes_disks() {
     let (code, said) = reload(&vm);
     assert_eq!((code, said.as_str()), (Some(0), "changed disk third: it is served now"));
     let mut guest = FrontEnd::connect(&vm.path("third"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
 
     vm.write(TWO);
     let (code, said) = reload(&vm);
@@ -115,7 +115,7 @@ fn reload_adds_and_removes_disks() {
         code == Some(1) && said.contains("pending disk third: it is in use"),
         "{said}"
     );
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
     drop(guest);
     // The server notices the end of the guest when the socket closes.
     let gone = loop {
@@ -161,7 +161,7 @@ fn reload_names_unchangeable_settings() {
     let vm = two();
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     let before = vm.disks();
     let changed = TWO
         .replace("\"SYSTEM\"", "\"OTHER\"\nqueues = 2")
@@ -193,12 +193,14 @@ fn reload_names_unchangeable_settings() {
     );
     // The same holds for a reload by signal.
     process.signal(libc::SIGHUP);
-    process.wait_for("nothing has changed: ", LIMIT).expect("it says so");
+    process
+        .wait_for("nothing has changed: ", TEST_TIMEOUT)
+        .expect("it says so");
     let of = |disks: &[Value], key: &str| disks.iter().map(|disk| disk[key].clone()).collect::<Vec<_>>();
     for key in ["limits", "exports"] {
         assert_eq!(of(&vm.disks(), key), of(&before, key));
     }
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
     drop(guest);
     ends(process);
 }

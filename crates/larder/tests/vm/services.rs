@@ -9,10 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use larder_bench::campaign::front_end::{FrontEnd, Options};
-use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::process::{Process, killed_with_parent};
 use tempfile::TempDir;
 
-use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, wait_until, works};
+use crate::support::{
+    TEST_TIMEOUT, assert_io_works, larder_path, require_root, run_command, temp_dir_on_disk, temp_dir_on_tmpfs,
+    wait_until,
+};
 use crate::{ends, text};
 
 /// Script that sets the namespace up. `$1` is the test's directory. The control groups are systemd's of version 1,
@@ -93,21 +96,21 @@ struct Service {
 
 impl Host {
     fn new() -> Self {
-        need_root("for services");
-        let (folder, images) = (on_tmpfs(), on_disk());
+        require_root("for services");
+        let (folder, images) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
         for folder in [folder.path(), images.path()] {
             fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).expect("is ours");
         }
-        let mut command = mortal("unshare");
+        let mut command = killed_with_parent("unshare");
         command
             .args(["--mount", "--propagation", "private", "sh", "-c", SET_UP, "sh"])
             .arg(folder.path());
         let namespace = Process::start(command).expect("a namespace");
-        namespace.wait_for("SET-UP", LIMIT).expect("is set up");
+        namespace.wait_for("SET-UP", TEST_TIMEOUT).expect("is set up");
         let init = namespace.id();
         let opener = Process::start(inside(init, OPENER, &[])).expect("it starts");
         opener
-            .wait_for("Listening on", LIMIT)
+            .wait_for("Listening on", TEST_TIMEOUT)
             .expect("systemd-socket-activate listens; testbed/setup.sh installs what the tests need");
         Self {
             _namespace: namespace,
@@ -131,7 +134,7 @@ impl Host {
         let (raw, qcow2, cache) = (at("raw"), at("qcow2"), at("cache"));
         let file = fs::File::create(&raw).expect("an image");
         file.set_len(8 << 20).expect("an image");
-        crate::tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&qcow2), "8M"]);
+        crate::run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&qcow2), "8M"]);
         for image in [&raw, &qcow2] {
             fs::set_permissions(image, fs::Permissions::from_mode(0o600)).expect("is ours");
         }
@@ -152,7 +155,7 @@ impl Host {
 
     fn start(&self, name: &str, user: u32) -> Process {
         let process = Process::start(inside(self.init, SERVICE, &[name, &user.to_string()])).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         process
     }
 
@@ -188,8 +191,8 @@ impl Drop for Host {
 }
 
 fn inside(init: u32, script: &str, words: &[&str]) -> Command {
-    let folder = larder().parent().expect("a folder").to_owned();
-    let mut command = mortal("nsenter");
+    let folder = larder_path().parent().expect("a folder").to_owned();
+    let mut command = killed_with_parent("nsenter");
     command.args(["--target", &init.to_string(), "--mount", "--wd=/", "env"]);
     command.arg(format!("PATH={}:/usr/sbin:/usr/bin:/sbin:/bin", folder.display()));
     command.args(["sh", "-c", script, "sh"]).args(words);
@@ -207,10 +210,10 @@ fn unprivileged_service_serves_and_survives_kills() {
     assert!(status.contains(&format!("Uid:\t{}", USERS[0])), "{status}");
     for round in 1..4 {
         let mut guest = host.disk(&service.name, "vdb");
-        works(&mut guest, round);
+        assert_io_works(&mut guest, round);
         drop(guest);
         let mut guest = host.disk(&service.name, "vda");
-        works(&mut guest, round);
+        assert_io_works(&mut guest, round);
         service.process.kill();
         drop(guest);
         service.process = host.start(&service.name, USERS[0]);
@@ -292,7 +295,7 @@ fn the_opener_opens_nothing_else() {
             .into_iter()
             .chain(wishes.iter().map(String::as_str))
             .collect();
-        run(inside(host.init, ASK, &words))
+        run_command(inside(host.init, ASK, &words))
     };
     let (code, said) = ask(&own);
     assert!(
@@ -306,7 +309,7 @@ fn the_opener_opens_nothing_else() {
         assert!(line.contains("'is_denied': True"), "{line}");
     }
     // A process that is no service gets nothing.
-    let (code, said) = run(inside(
+    let (code, said) = run_command(inside(
         host.init,
         &ASK.replace(
             "echo $$ >\"/run/groups/system.slice/system-larder.slice/larder@$1.service/cgroup.procs\"\n",
@@ -348,7 +351,7 @@ impl Host {
     fn ask(&self, service: &Service, wishes: &[String]) -> Vec<String> {
         let words = wishes.iter().map(String::as_str);
         let words: Vec<&str> = std::iter::once(service.name.as_str()).chain(words).collect();
-        let (code, said) = run(inside(self.init, ASK, &words));
+        let (code, said) = run_command(inside(self.init, ASK, &words));
         assert_eq!(code, Some(0), "{said}");
         let lines: Vec<String> = said.lines().map(str::to_owned).collect();
         assert_eq!(lines.len(), wishes.len(), "{said}");
@@ -374,7 +377,7 @@ fn opener_follows_no_foreign_link() {
     symlink(&secret, alice.join("of-root")).expect("a link");
     chown(&alice, Some(ALICE), Some(ALICE)).expect("root may");
     let top = at("top.qcow2");
-    crate::tool(
+    crate::run_tool(
         "qemu-img",
         &[
             "create",
@@ -470,7 +473,7 @@ fn opener_follows_no_foreign_link() {
     );
     host.rewrite(&service, &disk("vda", &top, &line));
     let user = USERS[0].to_string();
-    let (code, said) = run(inside(host.init, SERVICE, &[&service.name, &user]));
+    let (code, said) = run_command(inside(host.init, SERVICE, &[&service.name, &user]));
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("belongs to user 61003"), "{said}");
     lchown(alice.join("base"), Some(0), Some(0)).expect("root may");
@@ -483,7 +486,7 @@ fn foreign_link_reaches_no_other_journal() {
     let mut host = Host::new();
     let [one, two] = [("one", USERS[0]), ("two", USERS[1])].map(|(name, user)| host.service(name, user));
     for (number, disk) in ["vda", "vdb"].into_iter().enumerate() {
-        works(&mut host.disk(&two.name, disk), number as u64);
+        assert_io_works(&mut host.disk(&two.name, disk), number as u64);
     }
     let found = |folder: &str, what: &str| {
         let mut files = host.files(folder).into_iter();
@@ -543,11 +546,11 @@ fn a_rewritten_header_leads_to_nothing() {
     let at = |what: &str| text(&host.images.path().join(what)).to_owned();
     fs::write(at("secret.raw"), [0x5e; 1 << 20]).expect("writes");
     let device = at("secret.device");
-    crate::tool("mknod", &[&device, "b", "7", "0"]);
+    crate::run_tool("mknod", &[&device, "b", "7", "0"]);
     let socket = at("secret.sock");
     let _server = std::os::unix::net::UnixListener::bind(&socket).expect("listens");
     let mut guest = host.disk(&service.name, "vdb");
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     drop(guest);
     let traces = host.folder.path().join("traces");
     fs::create_dir(&traces).expect("a folder");
@@ -576,11 +579,11 @@ fn a_rewritten_header_leads_to_nothing() {
             "backing" => {
                 let words = words.iter().map(String::as_str);
                 let words: Vec<&str> = ["rebase", "-u", "-f", "qcow2"].into_iter().chain(words).collect();
-                crate::tool("qemu-img", &[&words[..], &[text(&image)]].concat());
+                crate::run_tool("qemu-img", &[&words[..], &[text(&image)]].concat());
             }
             _ => {
                 let options = format!("data_file={},data_file_raw=on", at("secret.data"));
-                crate::tool(
+                crate::run_tool(
                     "qemu-img",
                     &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "8M"],
                 );
@@ -599,7 +602,7 @@ fn a_rewritten_header_leads_to_nothing() {
         let trace = text(&traces.join(format!("service-{number}"))).to_owned();
         let traced = SERVICE.replace("exec setpriv", &format!("exec {TRACE} \"$3\" setpriv"));
         let user = USERS[0].to_string();
-        let (code, said) = run(inside(host.init, &traced, &[&service.name, &user, &trace]));
+        let (code, said) = run_command(inside(host.init, &traced, &[&service.name, &user, &trace]));
         assert!(code.is_some_and(|code| code != 0), "{key}: it serves: {said}");
         assert!(
             said.contains("secret") && said.contains(&format!("{key} = ")),
@@ -613,7 +616,7 @@ fn a_rewritten_header_leads_to_nothing() {
         fs::write(&image, before).expect("is ours");
         service.process = host.start(&service.name, USERS[0]);
         let mut guest = host.disk(&service.name, "vdb");
-        works(&mut guest, number as u64 + 2);
+        assert_io_works(&mut guest, number as u64 + 2);
     }
     let opened = fs::read_to_string(&opener).expect("it was traced");
     assert!(opened.contains(text(&image)), "the opener is traced: {opened}");
@@ -845,7 +848,7 @@ mod taken_over {
                     let mut rounds = 0;
                     while !is_over.load(Ordering::Relaxed) || rounds < 10 {
                         rounds += 1;
-                        works(&mut guest, rounds);
+                        assert_io_works(&mut guest, rounds);
                     }
                 })
             });
@@ -878,7 +881,7 @@ mod taken_over {
         assert!(allowed.is_empty(), "{allowed:?}");
         assert!(failed.is_empty(), "{failed:?}");
         let mut guest = host.disk(&one.name, "vda");
-        works(&mut guest, 1);
+        assert_io_works(&mut guest, 1);
         drop(guest);
         ends(one.process);
         ends(two.process);

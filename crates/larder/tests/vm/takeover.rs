@@ -18,8 +18,8 @@ use larder_bench::campaign::process::Process;
 use larder_bench::campaign::restarts::{self, How};
 use larder_bench::campaign::service::Service;
 
-use crate::support::{larder, on_disk, on_tmpfs, pattern};
-use crate::{FrontEnd, LIMIT, Options, TWO, Vm, text, tool, two, works};
+use crate::support::{larder_path, temp_dir_on_disk, temp_dir_on_tmpfs, test_pattern};
+use crate::{FrontEnd, Options, TEST_TIMEOUT, TWO, Vm, assert_io_works, run_tool, text, two};
 
 const BOTH: [i32; 2] = [libc::SIGTERM, libc::SIGKILL];
 
@@ -27,7 +27,7 @@ const BOTH: [i32; 2] = [libc::SIGTERM, libc::SIGKILL];
 fn start(vm: &Vm) -> Service {
     let state = format!("STATE_DIRECTORY={}", text(&vm.path("state")));
     let file = vm.file();
-    let words = ["env", &state, text(larder()), "vm", text(&file)];
+    let words = ["env", &state, text(larder_path()), "vm", text(&file)];
     let words: Vec<_> = words.iter().map(Into::into).collect();
     Service::start(&words, &vm.path("notify")).expect("starts")
 }
@@ -48,7 +48,7 @@ fn is_closed(guest: &FrontEnd) -> bool {
 fn becomes(what: &str, is_so: impl Fn() -> bool) {
     let began = Instant::now();
     while !is_so() {
-        assert!(began.elapsed() < LIMIT, "never: {what}");
+        assert!(began.elapsed() < TEST_TIMEOUT, "never: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -66,13 +66,13 @@ fn connection_survives_stop_and_kill() {
         let mut guest = connect(&vm, options);
         let size = guest.capacity().expect("is told");
         for round in 0..6 {
-            works(&mut guest, round);
+            assert_io_works(&mut guest, round);
             service.restart(BOTH[round as usize % 2]).expect("starts again");
-            works(&mut guest, 100 + round);
+            assert_io_works(&mut guest, 100 + round);
             assert_eq!(guest.capacity().expect("the connection is there"), size);
             // The next server has to know this change, too.
             let base = guest.stop_queue(1).expect("stops");
-            // The server does not know yet that its answer was received; see `InHand`.
+            // The server does not know yet that its answer was received; see `HandoverError::MidMessage`.
             std::thread::sleep(Duration::from_millis(20));
             service.restart(BOTH[round as usize / 2 % 2]).expect("starts again");
             let started = guest.start_queue_at(1, base);
@@ -84,7 +84,7 @@ fn connection_survives_stop_and_kill() {
             service.kept().expect("is known").is_empty()
         });
         let mut guest = connect(&vm, options);
-        works(&mut guest, 7);
+        assert_io_works(&mut guest, 7);
         assert!(service.end(libc::SIGTERM).expect("ends").success());
         assert!(!is_closed(&guest), "it is kept");
         service.let_go();
@@ -121,9 +121,9 @@ fn disks_share_stored_guest_memory() {
     };
     becomes("nothing is kept of it", || !is_kept("larder/data/"));
     let other = second();
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     service.restart(libc::SIGKILL).expect("starts again");
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
     assert_eq!(other.capacity().expect("goes on"), 8 << 20);
     drop(guest);
     service.restart(libc::SIGTERM).expect("starts again");
@@ -137,8 +137,8 @@ fn next_server_answers_pending_requests() {
         let vm = two();
         let mut service = start(&vm);
         let mut guest = connect(&vm, Options::default());
-        works(&mut guest, 1);
-        let (data, bytes) = (guest.data(), pattern(9, 4096));
+        assert_io_works(&mut guest, 1);
+        let (data, bytes) = (guest.data(), test_pattern(9, 4096));
         guest.memory.write(data, &bytes);
         service.end(signal).expect("ends");
         let piece = |address| [Buffer { address, len: 4096 }];
@@ -168,7 +168,7 @@ fn half_message_does_not_delay_stop() {
     assert!(service.end(libc::SIGTERM).expect("ends").success());
     becomes("the connection is closed", || is_closed(&guest));
     service.launch().expect("starts");
-    works(&mut connect(&vm, Options::default()), 1);
+    assert_io_works(&mut connect(&vm, Options::default()), 1);
 }
 
 #[test]
@@ -181,16 +181,16 @@ fn stalled_service_manager_is_tolerated() {
     let mut command = vm.command(&[]);
     command.env("NOTIFY_SOCKET", vm.path("notify"));
     let mut process = Process::start(command).expect("starts");
-    process.wait_for(" ready ", LIMIT).expect("serves");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("serves");
     let mut guest = connect(&vm, Options::default());
-    works(&mut guest, 1);
+    assert_io_works(&mut guest, 1);
     assert!(
         process.output().contains("does not accept messages"),
         "{}",
         process.output()
     );
     process.signal(libc::SIGTERM);
-    assert!(process.wait(LIMIT).expect("ends").success());
+    assert!(process.wait(TEST_TIMEOUT).expect("ends").success());
     becomes("it is closed", || is_closed(&guest));
     drop(manager);
 }
@@ -213,14 +213,17 @@ fn without_inflight_region_only_stop_resumes() {
     let mut service = start(&vm);
     let mut guest = without_notes(&vm);
     for round in 0..3 {
-        works(&mut guest, round);
+        assert_io_works(&mut guest, round);
         service.restart(libc::SIGTERM).expect("starts again");
-        works(&mut guest, 100 + round);
+        assert_io_works(&mut guest, 100 + round);
     }
     service.restart(libc::SIGKILL).expect("starts again");
     becomes("it has to connect again", || is_closed(&guest));
-    service.process.wait_for("INFLIGHT_SHMFD", LIMIT).expect("it says why");
-    works(&mut without_notes(&vm), 8);
+    service
+        .process
+        .wait_for("INFLIGHT_SHMFD", TEST_TIMEOUT)
+        .expect("it says why");
+    assert_io_works(&mut without_notes(&vm), 8);
 }
 
 /// A connection that cannot be resumed is closed, and the front-end can connect again.
@@ -260,7 +263,7 @@ fn unresumable_connection_is_closed() {
         let vm = two();
         let mut service = start(&vm);
         let mut guest = connect(&vm, Options::default());
-        works(&mut guest, 1);
+        assert_io_works(&mut guest, 1);
         service.end(libc::SIGKILL).expect("ends");
         service.tamper(way);
         service.launch().expect("starts");
@@ -269,10 +272,10 @@ fn unresumable_connection_is_closed() {
         guest
             .reconnect(UnixStream::connect(vm.path("vda")).expect("connects"))
             .expect("goes on");
-        works(&mut guest, 2);
+        assert_io_works(&mut guest, 2);
         // The new connection is stored, and nothing of the old one.
         service.restart(libc::SIGKILL).expect("starts again");
-        works(&mut guest, 3);
+        assert_io_works(&mut guest, 3);
     }
 }
 
@@ -281,13 +284,13 @@ fn unresumable_connection_is_closed() {
 fn changed_disk_closes_connection() {
     let ways = [
         ("is another one now", "IMAGES/system.qcow2", "IMAGES/other.qcow2"),
-        ("queue 1 of 1", "serial =", "queues = 1\nserial ="),
+        ("no queue 1", "serial =", "queues = 1\nserial ="),
         ("of which 0x", "serial =", "readonly = true\nserial ="),
     ];
     for (why, from, to) in ways {
         let vm = two();
         let image = vm.images.path().join("other.qcow2");
-        tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
         // The disk has no cache, so that only the tested property changes.
         vm.write(&without_cache(TWO));
         let mut service = start(&vm);
@@ -296,7 +299,7 @@ fn changed_disk_closes_connection() {
             ..Options::default()
         };
         let mut guest = connect(&vm, two_queues);
-        works(&mut guest, 1);
+        assert_io_works(&mut guest, 1);
         vm.write(&without_cache(&TWO.replace(from, to)));
         service.restart(libc::SIGTERM).expect("starts again");
         becomes("it is closed", || is_closed(&guest));
@@ -317,7 +320,7 @@ fn removed_disk_closes_connection() {
     let mut service = start(&vm);
     let mut guest = connect(&vm, Options::default());
     let data = TWO.split("[[disk]]").nth(2).expect("the second disk");
-    works(&mut guest, 2);
+    assert_io_works(&mut guest, 2);
     vm.write(&format!("control = \"control\"\n[[disk]]{data}"));
     service.restart(libc::SIGTERM).expect("starts again");
     becomes("it is closed", || is_closed(&guest));
@@ -331,8 +334,8 @@ fn removed_disk_closes_connection() {
 #[test]
 fn guest_without_reconnect_survives_restarts() {
     for (how, seed) in [(How::Asked, 1), (How::Killed, 2)] {
-        let folder = on_disk();
-        let report = restarts::run(larder(), folder.path(), how, 5, &mut Random::new(seed)).expect("survives");
+        let folder = temp_dir_on_disk();
+        let report = restarts::run(larder_path(), folder.path(), how, 5, &mut Random::new(seed)).expect("survives");
         assert_eq!((report.servers.len(), report.guest.len()), (5, 5));
     }
 }
@@ -340,8 +343,8 @@ fn guest_without_reconnect_survives_restarts() {
 /// A guest whose QEMU cannot reconnect boots while its server is restarted.
 #[test]
 fn guest_boots_through_server_restarts() {
-    let (folder, sockets) = (on_disk(), on_tmpfs());
-    let words = restarts::vm(larder(), folder.path()).expect("an image");
+    let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
+    let words = restarts::vm(larder_path(), folder.path()).expect("an image");
     let mut service = Service::start(&words, &sockets.path().join("notify")).expect("starts");
     let options = GuestOptions {
         reconnects: false,
@@ -349,7 +352,7 @@ fn guest_boots_through_server_restarts() {
     };
     let script = "dd if=/dev/vda of=/dev/null bs=1M count=16 && echo DONE\n";
     let guest = Guest::start(script, &folder.path().join("vda"), &options).expect("starts");
-    let connected = service.process.wait_for("front-end connected", LIMIT);
+    let connected = service.process.wait_for("front-end connected", TEST_TIMEOUT);
     connected.expect("connects");
     while !guest.process.output().contains("DONE") && !guest.process.has_ended() {
         service.restart(libc::SIGTERM).expect("starts again");

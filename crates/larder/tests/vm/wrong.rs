@@ -1,7 +1,7 @@
 //! Errors of invalid VM files.
 
-use super::support::LIMIT;
-use super::{Process, Vm, ends, run, two};
+use super::support::TEST_TIMEOUT;
+use super::{Process, Vm, ends, run_command, two};
 
 /// Files, and the complete errors; `FILE` stands for the file's path.
 const WRONG: [(&str, &str); 40] = [
@@ -116,7 +116,7 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nquarantine-ms = 600001",
-        "FILE:4:17: quarantine-ms = 600001: give milliseconds, 600000 at most",
+        "FILE:4:17: quarantine-ms = 600001: give milliseconds, at most 600000",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nprefetch = \"8MiB\"",
@@ -175,7 +175,7 @@ fn invalid_file_error_names_position() {
             wanted.replace("FILE:", &format!("{}:", super::text(&vm.file())))
         );
         for options in [&[][..], &["--check"]] {
-            let (code, said) = run(vm.command(options));
+            let (code, said) = run_command(vm.command(options));
             assert_eq!((code, said.as_str()), (Some(2), wanted.as_str()), "{file}");
         }
     }
@@ -186,7 +186,7 @@ fn invalid_file_error_names_position() {
 fn check_covers_memory() {
     let vm = two();
     let memory = |more: &str| format!("{}\n[memory]\nbudget = \"1GiB\"\nqmp = \"qmp\"\n{more}", super::TWO);
-    let check = |vm: &Vm| run(vm.command(&["--check"]));
+    let check = |vm: &Vm| run_command(vm.command(&["--check"]));
     vm.write(&memory(
         "swap-cache = \"IMAGES/swap\"\nswap-size = \"32MiB\"\nprefetch = false",
     ));
@@ -211,7 +211,7 @@ fn check_covers_memory() {
         ),
         (
             "swap-cache = \"IMAGES/no/swap\"\nswap-size = \"32MiB\"",
-            "memory: swap cache IMAGES/no/swap: inspect its directory: ",
+            "memory: swap cache IMAGES/no/swap: cannot inspect its directory: ",
         ),
         (
             "swap-cache = \"IMAGES/other\"\nswap-size = \"32MiB\"",
@@ -229,7 +229,7 @@ fn check_covers_memory() {
     vm.write("[memory]\nbudget = \"1GiB\"\npid-file = \"pid\"");
     let alone = "web: its memory can be managed, within 1 GiB";
     assert_eq!(check(&vm), (Some(0), alone.to_owned()));
-    let (code, said) = run(vm.command(&[]));
+    let (code, said) = run_command(vm.command(&[]));
     assert!(
         code == Some(2) && said.contains("web.toml: there is no disk; add one"),
         "{said}"
@@ -240,9 +240,9 @@ fn check_covers_memory() {
 #[test]
 fn memory_needs_its_section() {
     let vm = two();
-    let mut command = std::process::Command::new(crate::support::larder());
+    let mut command = std::process::Command::new(crate::support::larder_path());
     command.args(["memory", "attach", "--vm"]).arg(vm.file());
-    let (code, said) = run(command);
+    let (code, said) = run_command(command);
     let wanted = format!(
         "larder: {}: it has no [memory] section: add one",
         super::text(&vm.file())
@@ -267,19 +267,19 @@ fn check_refuses_names_longer_than_sockets() {
     ] {
         let file = vm.images.path().join(format!("{name}.toml"));
         std::fs::write(&file, text.replace("LONG", &long)).expect("writes");
-        let mut command = std::process::Command::new(crate::support::larder());
+        let mut command = std::process::Command::new(crate::support::larder_path());
         command.args(["vm", "--check"]).arg(&file);
-        let (code, said) = run(command);
+        let (code, said) = run_command(command);
         assert_eq!(code, Some(2), "{said}");
         assert!(said.contains(key), "{key}: {said}");
-        assert!(said.contains("the path of a socket has 107 at most"), "{said}");
+        assert!(said.contains("the path of a socket has at most 107"), "{said}");
     }
 }
 
 #[test]
 fn all_mistakes_are_reported_at_once() {
     let vm = Vm::new("disks = 1\n[[disk]]\nimage = 3\nreadonly = 3\n[[disk]]\nimage = \"/b\"\niops-total = \"many\"\n");
-    let (code, said) = run(vm.command(&[]));
+    let (code, said) = run_command(vm.command(&[]));
     let file = super::text(&vm.file()).to_owned();
     let wanted = [
         "larder: 3 mistakes:".to_owned(),
@@ -301,19 +301,19 @@ fn vm_is_named_by_its_file() {
         ("two words", "'two words' is not a valid name of a VM"),
         (".hidden", "'.hidden' is not a valid name of a VM"),
     ] {
-        let mut command = std::process::Command::new(crate::support::larder());
+        let mut command = std::process::Command::new(crate::support::larder_path());
         command.args(["vm", name]);
-        let (code, said) = run(command);
+        let (code, said) = run_command(command);
         assert!(code == Some(2) && said.contains(wanted), "{said}");
     }
     // The directory of users other than root.
-    crate::support::need_root("to be another user");
+    crate::support::require_root("to be another user");
     let home = vm.path("home");
     std::fs::create_dir_all(home.join("larder/vms")).expect("a folder");
-    let mut named = std::process::Command::new(crate::support::larder());
+    let mut named = std::process::Command::new(crate::support::larder_path());
     std::os::unix::process::CommandExt::uid(&mut named, 65534);
     named.args(["vm", "web"]).env("XDG_CONFIG_HOME", &home);
-    let (code, said) = run(named);
+    let (code, said) = run_command(named);
     assert_eq!(code, Some(2), "{said}");
     assert!(
         said.contains(&format!("{}/larder/vms/web.toml: ", home.display())),
@@ -325,12 +325,12 @@ fn vm_is_named_by_its_file() {
 #[test]
 fn duplicate_vm_name_is_reported() {
     let [one, other] = [two(), two()];
-    let runtime = crate::support::on_tmpfs();
+    let runtime = crate::support::temp_dir_on_tmpfs();
     let start = |vm: &Vm| {
         let mut command = vm.command(&[]);
         command.env("RUNTIME_DIRECTORY", runtime.path());
         let process = Process::start(command).expect("larder starts");
-        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
         process
     };
     let mut first = start(&one);

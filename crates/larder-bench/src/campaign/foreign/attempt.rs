@@ -9,12 +9,12 @@ use anyhow::{Context, bail, ensure};
 use tempfile::TempDir;
 
 use super::super::Random;
-use super::super::cached::{CacheMode, Holds, Warmth};
+use super::super::cached::{CacheMode, CacheRetention, Holds};
 use super::super::disk::Format;
 use super::super::guest::LIMIT;
-use super::super::process::mortal;
+use super::super::process::killed_with_parent;
 use super::super::server::Server;
-use super::guest::{DISK, FILLED, Guest, Load, Use, any_range};
+use super::guest::{DISK, FILLED_BYTES, Guest, Load, Use, random_range};
 use super::model::Model;
 use super::store::{Place, Store, Way, tool};
 
@@ -31,14 +31,14 @@ const IN_USE: &str = "in use by another process";
 /// Larder's log text when it uses the cache's lines at once.
 const BELIEVED: &str = "nothing else has written to the disk since";
 /// Larder's log text when it compares each line with the disk first.
-const COMPARED: &str = "each line is compared with it before it is used";
+const CACHE_COMPARED_TEXT: &str = "each line is compared with it before it is used";
 /// Larder's log text when it empties the cache.
-const ANEW: &str = "it begins anew, empty";
+const CACHE_EMPTIED_TEXT: &str = "it starts empty";
 /// Larder's error when a dirty cache is stale.
 const CHANGED: &str = "the disk was changed since without it";
 /// Larder's error for a qcow2 image whose journal has uncommitted changes of the mapping, and which another program
 /// has changed.
-const OVERTAKEN: &str = "the image has been changed since by another program";
+const STALE_JOURNAL_ERROR: &str = "the image has been changed since by another program";
 
 /// Parameters of an attempt.
 #[derive(Clone, Debug)]
@@ -75,7 +75,7 @@ pub enum Outcome {
 pub(super) struct Done {
     pub(super) outcome: Outcome,
     /// Cache survival; only of controls.
-    pub(super) warmth: Warmth,
+    pub(super) warmth: CacheRetention,
     /// Most bytes seen that still had to be compared.
     pub(super) unproven: u64,
     /// Requests in flight at the kill.
@@ -91,7 +91,7 @@ struct Attempt<'a> {
     store: Store,
     model: Model,
     random: Random,
-    warmth: Warmth,
+    warmth: CacheRetention,
     unproven: u64,
 }
 
@@ -99,27 +99,27 @@ struct Attempt<'a> {
 ///
 /// # Errors
 /// A [`super::model::Mismatch`] if the disk's content is wrong, or another failure.
-pub(super) fn run(larder: &Path, folder: &Path, plan: &Plan) -> anyhow::Result<Done> {
+pub(super) fn run(larder: &Path, directory: &Path, plan: &Plan) -> anyhow::Result<Done> {
     let mut random = Random::new(plan.seed);
-    let folder = tempfile::tempdir_in(folder).context("creating a directory for the image")?;
+    let directory = tempfile::tempdir_in(directory).context("creating a directory for the image")?;
     let sockets = tempfile::tempdir_in("/dev/shm").context("creating a directory for sockets")?;
     let store = Store::make(
         plan.place,
         plan.format,
         DISK,
-        folder.path(),
+        directory.path(),
         sockets.path(),
         &mut random,
     )?;
     let mut attempt = Attempt {
         larder,
         plan,
-        folder,
+        folder: directory,
         sockets,
         store,
         model: Model::new(DISK),
         random,
-        warmth: Warmth::default(),
+        warmth: CacheRetention::default(),
         unproven: 0,
     };
     attempt.run()
@@ -133,13 +133,13 @@ impl Attempt<'_> {
         let in_flight = guest.drain(&mut self.model);
         drop(server);
         std::thread::sleep(self.plan.delay);
-        let way = match self.plan.is_control {
+        let method = match self.plan.is_control {
             true => None,
             false => Some(self.write_foreign()?),
         };
         let outcome = self
-            .serve_again(before)
-            .with_context(|| format!("other program: {way:?}"))?;
+            .check_next_server(before)
+            .with_context(|| format!("other program: {method:?}"))?;
         Ok(Done {
             outcome,
             warmth: std::mem::take(&mut self.warmth),
@@ -161,7 +161,7 @@ impl Attempt<'_> {
     }
 
     /// Makes a command keep the disk's state files in directories of this attempt.
-    fn with_folders<'c>(&self, command: &'c mut Command) -> &'c mut Command {
+    fn with_state_directories<'c>(&self, command: &'c mut Command) -> &'c mut Command {
         command
             .env("STATE_DIRECTORY", self.folder.path().join("state"))
             .env("RUNTIME_DIRECTORY", self.sockets.path())
@@ -169,10 +169,10 @@ impl Attempt<'_> {
 
     /// Starts a server, always with the same arguments.
     fn start(&self) -> anyhow::Result<Server> {
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         loop {
             let program = self.larder.to_str().context("the program's path is not UTF-8")?;
-            let mut command = mortal(program);
+            let mut command = killed_with_parent(program);
             command.args(["disk", "serve", self.store.address(), "--format"]);
             command.arg(match self.plan.format {
                 Format::Raw => "raw",
@@ -184,19 +184,19 @@ impl Attempt<'_> {
             command.arg("--cache").arg(self.cache());
             command.args(["--cache-size", &CACHE.to_string()]);
             command.args(["--cache-mode", self.plan.mode.word(), "--prefetch", "off"]);
-            self.with_folders(&mut command);
+            self.with_state_directories(&mut command);
             match Server::from_command(command, &self.socket()) {
-                Err(error) if error.to_string().contains(IN_USE) && Instant::now() < give_up => {}
+                Err(error) if error.to_string().contains(IN_USE) && Instant::now() < deadline => {}
                 started => return started,
             }
         }
     }
 
     /// Runs `larder disk` with these arguments.
-    fn larder_disk(&self, arguments: &[&str]) -> anyhow::Result<String> {
+    fn run_larder_disk(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let mut command = Command::new(self.larder);
         command.arg("disk").args(arguments);
-        tool(self.with_folders(&mut command))
+        tool(self.with_state_directories(&mut command))
     }
 
     /// Runs `larder disk cache` for the cache that the server uses.
@@ -205,7 +205,7 @@ impl Attempt<'_> {
         let path = |path: &Path| path.display().to_string();
         let (cache, control) = (path(&cache), path(&control));
         let arguments = [&["cache", name, &cache][..], more, &["--control", &control]].concat();
-        self.larder_disk(&arguments).map(drop)
+        self.run_larder_disk(&arguments).map(drop)
     }
 
     fn set_mode(&self, mode: CacheMode) -> anyhow::Result<()> {
@@ -217,16 +217,16 @@ impl Attempt<'_> {
     }
 
     /// Waits until the cache is in a state.
-    fn wait_until(&self, what: &str, is_so: impl Fn(&Holds) -> bool) -> anyhow::Result<Holds> {
-        let give_up = Instant::now() + LIMIT;
+    fn wait_until(&self, what: &str, condition: impl Fn(&Holds) -> bool) -> anyhow::Result<Holds> {
+        let deadline = Instant::now() + LIMIT;
         loop {
-            let holds = self.holds()?;
-            if is_so(&holds) {
-                return Ok(holds);
+            let stats = self.holds()?;
+            if condition(&stats) {
+                return Ok(stats);
             }
             ensure!(
-                Instant::now() < give_up,
-                "still not true after {LIMIT:?}: {what}; {holds:?}"
+                Instant::now() < deadline,
+                "still not true after {LIMIT:?}: {what}; {stats:?}"
             );
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -242,13 +242,13 @@ impl Attempt<'_> {
             CacheMode::Wb => self.cache_command("flush", &[])?,
             CacheMode::Wt | CacheMode::Wa => {}
         }
-        let give_up = Instant::now() + LIMIT;
-        while self.holds()?.bytes < FILLED {
-            ensure!(Instant::now() < give_up, "the cache does not hold all written data");
+        let deadline = Instant::now() + LIMIT;
+        while self.holds()?.cached_bytes < FILLED_BYTES {
+            ensure!(Instant::now() < deadline, "the cache does not hold all written data");
             guest.read_all(BLOCKS[0], &mut self.model, &mut self.random)?;
         }
         self.wait_until("all lines are clean and checkpointed", |holds| {
-            holds.unsettled == 0 && holds.dirty == 0
+            holds.uncheckpointed_bytes == 0 && holds.dirty_bytes == 0
         })?;
         if self.plan.mode == CacheMode::Pt {
             self.set_mode(CacheMode::Pt)?;
@@ -261,7 +261,7 @@ impl Attempt<'_> {
         let (model, random) = (&mut self.model, &mut self.random);
         // With write-back these writes are dirty.
         for _ in 0..4 + random.below(8) {
-            guest.write(any_range(Use::Written, random), model)?;
+            guest.write(random_range(Use::Written, random), model)?;
         }
         let before = match self.plan.load {
             Load::Idle => {
@@ -293,7 +293,7 @@ impl Attempt<'_> {
         let way = Way::any(self.plan.place, self.plan.format, &mut self.random);
         let mut pieces = Vec::new();
         for _ in 0..1 + self.random.below(3) {
-            let range = any_range(Use::Foreign, &mut self.random);
+            let range = random_range(Use::Foreign, &mut self.random);
             let (version, bytes) = self.model.new_version(&range);
             self.model.write_foreign(&range, version);
             pieces.push((range, bytes));
@@ -304,7 +304,7 @@ impl Attempt<'_> {
     }
 
     /// Starts the next server, and checks the data that it serves, or that its refusal is justified.
-    fn serve_again(&mut self, before: Holds) -> anyhow::Result<Outcome> {
+    fn check_next_server(&mut self, before: Holds) -> anyhow::Result<Outcome> {
         let image = self.store.bytes()?;
         let server = match self.start() {
             Ok(server) => server,
@@ -314,16 +314,16 @@ impl Attempt<'_> {
                     self.store.bytes()? == image,
                     "a server that refused the image has changed it: {error:#}"
                 );
-                let said = format!("{error:#}");
-                let is_dirty = self.plan.mode == CacheMode::Wb && before.dirty > 0;
-                if is_dirty && said.contains(CHANGED) {
+                let text = format!("{error:#}");
+                let is_dirty = self.plan.mode == CacheMode::Wb && before.dirty_bytes > 0;
+                if is_dirty && text.contains(CHANGED) {
                     return Ok(Outcome::Refused);
                 }
                 let has_journal = self.plan.format == Format::Qcow2 && self.plan.load == Load::Discards;
-                if has_journal && said.contains(OVERTAKEN) {
+                if has_journal && text.contains(STALE_JOURNAL_ERROR) {
                     // An image with a dirty cache can be opened only after `drop --lose-dirty`.
                     if !is_dirty {
-                        self.serve_without_journal()?;
+                        self.check_without_journal()?;
                     }
                     return Ok(Outcome::JournalRefused);
                 }
@@ -334,17 +334,17 @@ impl Attempt<'_> {
     }
 
     /// Discards the journal of a killed server, and serves the image as it is.
-    fn serve_without_journal(&mut self) -> anyhow::Result<()> {
+    fn check_without_journal(&mut self) -> anyhow::Result<()> {
         let mut command = Command::new(self.larder);
         command.args(["disk", "check", "--discard-journal", self.store.address()]);
         command.args(["--format", "qcow2"]);
-        let output = self.with_folders(&mut command).output()?;
-        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        let output = self.with_state_directories(&mut command).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         // Exit code 1: there are leaks, or errors.
-        let is_sound = said.contains("found: 0 errors") || output.status.success();
+        let image_is_valid = text.contains("found: 0 errors") || output.status.success();
         ensure!(
-            matches!(output.status.code(), Some(0 | 1)) && is_sound,
-            "{command:?}: {said}"
+            matches!(output.status.code(), Some(0 | 1)) && image_is_valid,
+            "{command:?}: {text}"
         );
         let server = self.start().context("starting the server without a journal")?;
         self.compare(server, Holds::default()).map(drop)
@@ -352,22 +352,26 @@ impl Attempt<'_> {
 
     /// Reads the whole disk several times, and the image itself once the server has ended.
     fn compare(&mut self, mut server: Server, before: Holds) -> anyhow::Result<Outcome> {
-        let at_first = self.holds()?;
-        let said = server.process.output();
-        let outcome = match (said.contains(ANEW), said.contains(COMPARED), said.contains(BELIEVED)) {
+        let stats = self.holds()?;
+        let output = server.process.output();
+        let outcome = match (
+            output.contains(CACHE_EMPTIED_TEXT),
+            output.contains(CACHE_COMPARED_TEXT),
+            output.contains(BELIEVED),
+        ) {
             (true, false, false) => Outcome::Anew,
             (false, true, false) => Outcome::Compared,
             (false, false, true) => Outcome::Believed,
-            _ => bail!("the server does not log how it treats its cache: {said}"),
+            _ => bail!("the server does not log how it treats its cache: {output}"),
         };
-        self.unproven = at_first.unproven;
+        self.unproven = stats.unproven;
         if self.plan.is_control {
             let after = Holds::loaded(&self.control(), before)?;
             self.unproven = self.unproven.max(after.unproven);
             let after = self.wait_until("all lines are compared", |holds| holds.unproven == 0)?;
             self.warmth.killed(before, after);
         }
-        let compared = self.read_several_times();
+        let compared = self.read_repeatedly();
         compared.with_context(|| format!("the server's output: {}", server.process.output()))?;
         let code = server.ask_to_end()?;
         ensure!(
@@ -381,28 +385,28 @@ impl Attempt<'_> {
         Ok(outcome)
     }
 
-    fn read_several_times(&mut self) -> anyhow::Result<()> {
+    fn read_repeatedly(&mut self) -> anyhow::Result<()> {
         let mut guest = Guest::connect(&self.socket())?;
-        let is_passed_by = self.plan.mode == CacheMode::Pt;
+        let bypasses_cache = self.plan.mode == CacheMode::Pt;
         let uses_cache_at_once = self.random.below(2) == 0;
-        if is_passed_by && uses_cache_at_once {
+        if bypasses_cache && uses_cache_at_once {
             self.set_mode(CacheMode::Wt)?;
         }
         let (model, random) = (&mut self.model, &mut self.random);
         if random.below(2) == 0 {
             // Writes to parts of lines that may be stale.
             for _ in 0..4 {
-                guest.write(any_range(Use::Foreign, random), model)?;
+                guest.write(random_range(Use::Foreign, random), model)?;
             }
         }
-        for when in ["first read", "second read"] {
+        for context in ["first read", "second read"] {
             let block = BLOCKS[random.below(BLOCKS.len() as u64) as usize];
-            guest.read_all(block, model, random).context(when)?;
+            guest.read_all(block, model, random).context(context)?;
         }
         let holds = self.holds()?;
         self.unproven = self.unproven.max(holds.unproven);
         self.wait_until("all lines are compared", |holds| holds.unproven == 0)?;
-        if is_passed_by && !uses_cache_at_once {
+        if bypasses_cache && !uses_cache_at_once {
             self.set_mode(CacheMode::Wt)?;
         }
         let (model, random) = (&mut self.model, &mut self.random);

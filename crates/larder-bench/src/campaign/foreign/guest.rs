@@ -16,13 +16,13 @@ const DEPTH: usize = 16;
 
 /// Size of a granule, which belongs to the guest's writes, the guest's discards, or the other program. A granule
 /// consists of one or more clusters of the image.
-const GRANULE: u64 = 64 << 10;
+const GRANULE_BYTES: u64 = 64 << 10;
 
 /// Bytes of the disk.
 pub(super) const DISK: u64 = 4 << 20;
 
 /// End of the area that the guest writes to.
-pub(super) const FILLED: u64 = DISK - 8 * GRANULE;
+pub(super) const FILLED_BYTES: u64 = DISK - 8 * GRANULE_BYTES;
 
 /// Owner of a granule.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -36,16 +36,16 @@ pub(super) enum Use {
 }
 
 /// Returns a random range of up to 64 KiB for a request or a foreign write, in a granule for this use.
-pub(super) fn any_range(of: Use, random: &mut Random) -> Range<u64> {
+pub(super) fn random_range(of: Use, random: &mut Random) -> Range<u64> {
     let (end, offset, step) = match of {
         Use::Foreign => (DISK, 0, 2),
-        Use::Written => (FILLED, 1, 4),
-        Use::Discarded => (FILLED, 3, 4),
+        Use::Written => (FILLED_BYTES, 1, 4),
+        Use::Discarded => (FILLED_BYTES, 3, 4),
     };
-    let granule = random.below(end / GRANULE / step) * step + offset;
-    let (unit, units) = [(512, 1), (512, 24), (4096, 1), (4096, 4), (GRANULE, 1)][random.below(5) as usize];
+    let granule = random.below(end / GRANULE_BYTES / step) * step + offset;
+    let (unit, units) = [(512, 1), (512, 24), (4096, 1), (4096, 4), (GRANULE_BYTES, 1)][random.below(5) as usize];
     let len = unit * (1 + random.below(units));
-    let start = granule * GRANULE + random.below((GRANULE - len) / unit + 1) * unit;
+    let start = granule * GRANULE_BYTES + random.below((GRANULE_BYTES - len) / unit + 1) * unit;
     start..start + len
 }
 
@@ -143,11 +143,11 @@ impl Guest {
 
     /// Writes the whole disk except for its unused end, and flushes it.
     pub(super) fn fill(&mut self, model: &mut Model) -> anyhow::Result<()> {
-        for start in (0..FILLED).step_by(GRANULE as usize) {
+        for start in (0..FILLED_BYTES).step_by(GRANULE_BYTES as usize) {
             if self.tasks.len() == DEPTH {
                 self.receive(model)?;
             }
-            self.send_write(start..start + GRANULE, model)?;
+            self.send_write(start..start + GRANULE_BYTES, model)?;
         }
         self.finish(model)?;
         self.flush()
@@ -168,8 +168,8 @@ impl Guest {
         while load != Load::Idle && self.tasks.len() < DEPTH {
             let is_discard = load == Load::Discards && random.below(2) == 0;
             let range = match is_discard {
-                true => any_range(Use::Discarded, random),
-                false => any_range(Use::Written, random),
+                true => random_range(Use::Discarded, random),
+                false => random_range(Use::Written, random),
             };
             let overlaps = |task: &Task| task.range().start < range.end && range.start < task.range().end;
             if self.tasks.values().any(overlaps) {

@@ -28,9 +28,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use clap::Args;
 
-use super::cached::{CacheMode, Warmth};
+use super::cached::{CacheMode, CacheRetention};
 use super::disk::Format;
-use super::larder_beside;
+use super::find_larder;
 use attempt::{Done, Plan};
 use guest::Load;
 use model::{Mismatch, Wrong};
@@ -108,11 +108,11 @@ pub struct Cell {
 
 /// Results of the controls with one kind of image location.
 #[derive(Clone, Debug, Default)]
-pub struct Controls {
+pub struct ControlResults {
     /// Outcomes of the attempts.
     pub cell: Cell,
     /// Cache survival over the kills.
-    pub warmth: Warmth,
+    pub warmth: CacheRetention,
     /// Number of attempts with an idle guest.
     pub idle: u32,
     /// Most bytes to be compared after an idle server was killed.
@@ -132,13 +132,13 @@ pub struct Report {
     /// Results of the same attempts, by delay.
     pub delays: BTreeMap<Duration, Cell>,
     /// Results of attempts without another program.
-    pub controls: BTreeMap<Place, Controls>,
+    pub controls: BTreeMap<Place, ControlResults>,
     /// Failures, each with the command that repeats it.
     pub failures: Vec<String>,
 }
 
 /// Minimum for the median share of checkpointed lines that survive a plain kill.
-const SETTLED_MIN: f64 = 0.99;
+const CHECKPOINTED_RETENTION_MIN: f64 = 0.99;
 
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -150,7 +150,7 @@ const FORMATS: [Format; 2] = [Format::Raw, Format::Qcow2];
 /// # Errors
 /// If the program is missing, or there are no delays or directories.
 pub fn main(arguments: &Arguments) -> anyhow::Result<bool> {
-    let larder = larder_beside(arguments.larder.as_deref())?;
+    let larder = find_larder(arguments.larder.as_deref())?;
     let seconds = arguments
         .delays
         .iter()
@@ -211,35 +211,35 @@ impl Campaign<'_> {
         let (round, index) = (number as usize / kinds, number as usize % kinds);
         // The step 7 is coprime to the number of kinds, so that a few attempts cover all sorts too.
         let kind = index * 7 % kinds;
-        let (place, kind) = (kind % Place::ALL.len(), kind / Place::ALL.len());
+        let (location, kind) = (kind % Place::ALL.len(), kind / Place::ALL.len());
         let (mode, format) = (kind % MODES.len(), kind / MODES.len());
-        let (turn, of_turn) = (round / self.delays.len(), round % self.delays.len());
+        let (delay_round, delay_index) = (round / self.delays.len(), round % self.delays.len());
         Plan {
             number,
             is_control,
             format: FORMATS[format],
             mode: MODES[mode],
-            place: Place::ALL[place],
-            delay: self.delays[(of_turn + index) % self.delays.len()],
-            load: Load::ALL[(turn + mode + format) % Load::ALL.len()],
+            place: Place::ALL[location],
+            delay: self.delays[(delay_index + index) % self.delays.len()],
+            load: Load::ALL[(delay_round + mode + format) % Load::ALL.len()],
             seed: self.seed << 32 | u64::from(number) << 1 | u64::from(is_control),
         }
     }
 
     fn run_plans(&self, plans: &[Plan]) -> Report {
         let (next, report) = (AtomicUsize::new(0), Mutex::new(Report::default()));
-        let shown = Mutex::new(Instant::now());
+        let last_progress = Mutex::new(Instant::now());
         std::thread::scope(|scope| {
             for _ in 0..self.at_once.clamp(1, plans.len().max(1)) {
                 scope.spawn(|| {
                     while let Some(plan) = plans.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let folder = &self.folders[plan.number as usize / 2 % self.folders.len()];
-                        let done = attempt::run(self.larder, folder, plan);
+                        let directory = &self.folders[plan.number as usize / 2 % self.folders.len()];
+                        let result = attempt::run(self.larder, directory, plan);
                         let mut report = report.lock().unwrap_or_else(PoisonError::into_inner);
-                        report.add(plan, &done, self);
-                        let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
-                        if shown.elapsed() > PROGRESS_INTERVAL {
-                            *shown = Instant::now();
+                        report.add(plan, &result, self);
+                        let mut last_progress = last_progress.lock().unwrap_or_else(PoisonError::into_inner);
+                        if last_progress.elapsed() > PROGRESS_INTERVAL {
+                            *last_progress = Instant::now();
                             eprintln!(
                                 "{} of {} attempts, {} failures",
                                 report.count(),
@@ -252,7 +252,7 @@ impl Campaign<'_> {
             }
         });
         let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
-        report.judge_controls();
+        report.check_controls();
         report
     }
 }
@@ -367,9 +367,13 @@ impl Report {
     }
 
     /// Checks that plain kills preserve nearly all checkpointed lines.
-    fn judge_controls(&mut self) {
+    fn check_controls(&mut self) {
         for (place, controls) in &self.controls {
-            if let Some(share) = controls.warmth.of_settled().filter(|share| *share < SETTLED_MIN) {
+            if let Some(share) = controls
+                .warmth
+                .of_settled()
+                .filter(|share| *share < CHECKPOINTED_RETENTION_MIN)
+            {
                 self.failures.push(format!(
                     "{}: the median share of checkpointed lines that survive a plain kill is {:.2} %",
                     place.word(),

@@ -120,7 +120,7 @@ impl Model {
             let Some(known) = self.sectors.get_mut(sector as usize) else {
                 bail!("sector {sector} is after the end of the disk");
             };
-            let version = version_of(sector, found);
+            let version = sector_version(sector, found);
             match version.filter(|version| known.allowed.contains(version)) {
                 Some(version) => known.allowed = vec![version],
                 None => {
@@ -155,7 +155,7 @@ fn contents(sector: u64, version: u64) -> [u8; SECTOR as usize] {
 }
 
 /// Returns the version of a sector's bytes.
-fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
+fn sector_version(sector: u64, bytes: &[u8]) -> Option<u64> {
     let word = u64::from_le_bytes(*bytes.first_chunk()?);
     let version = match word {
         0 => ZEROS,

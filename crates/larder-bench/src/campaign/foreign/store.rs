@@ -16,7 +16,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::super::Random;
 use super::super::disk::Format;
 use super::super::guest::LIMIT;
-use super::super::process::{Process, mortal};
+use super::super::process::{Process, killed_with_parent};
 
 /// Location of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,8 +68,8 @@ pub(super) enum Way {
 
 impl Way {
     /// Returns a random method for images of this kind.
-    pub(super) fn any(place: Place, format: Format, random: &mut Random) -> Self {
-        let ways: &[Self] = match (place, format) {
+    pub(super) fn any(location: Place, format: Format, random: &mut Random) -> Self {
+        let ways: &[Self] = match (location, format) {
             (Place::File, Format::Raw) => &[Self::Pwrite, Self::RestoredTime, Self::Map],
             (Place::File, Format::Qcow2) => &[Self::QemuIo, Self::QemuIoRestoredTime],
             (Place::Loop, Format::Raw) => &[Self::Buffered, Self::Direct, Self::Behind],
@@ -79,7 +79,7 @@ impl Way {
         ways[random.below(ways.len() as u64) as usize]
     }
 
-    fn restores_time(self) -> bool {
+    fn restores_mtime(self) -> bool {
         matches!(self, Self::RestoredTime | Self::QemuIoRestoredTime)
     }
 }
@@ -96,19 +96,19 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// Creates an image of a disk of `len` bytes in `folder`. An NBD server listens in `sockets`.
+    /// Creates an image of a disk of `len` bytes in `directory`. An NBD server listens in `sockets`.
     ///
     /// # Errors
     /// If a tool is missing or fails, or a system call fails.
     pub(super) fn make(
-        place: Place,
+        location: Place,
         format: Format,
         len: u64,
-        folder: &Path,
+        directory: &Path,
         sockets: &Path,
         random: &mut Random,
     ) -> anyhow::Result<Self> {
-        let file = folder.join("disk");
+        let file = directory.join("disk");
         let clusters = ["4k", "64k"][random.below(2) as usize];
         let mut command = Command::new("qemu-img");
         match format {
@@ -119,17 +119,17 @@ impl Store {
             command.arg(format!("cluster_size={clusters}"));
         }
         tool(command.arg(&file).arg(len.to_string()))?;
-        if place != Place::File && format == Format::Qcow2 {
+        if location != Place::File && format == Format::Qcow2 {
             // A device or an export cannot grow.
             OpenOptions::new().write(true).open(&file)?.set_len(len * 2)?;
         }
         let (mut device, mut server) = (None, None);
-        let address = match place {
+        let address = match location {
             Place::File => text(&file)?.to_owned(),
             Place::Loop => text(&device.insert(LoopDevice::new(&file)?).0)?.to_owned(),
             Place::Nbd => {
                 let socket = sockets.join("store");
-                let mut command = mortal("qemu-nbd");
+                let mut command = killed_with_parent("qemu-nbd");
                 command.args(["-f", "raw", "--persistent", "--shared=8", "--cache=writeback"]);
                 command.args(["--discard=unmap", "-k"]).arg(&socket).arg(&file);
                 let server = server.insert(Process::start(command)?);
@@ -195,7 +195,7 @@ impl Store {
             Way::QemuIo | Way::QemuIoRestoredTime => self.qemu_io("writeback", pieces, is_flushed)?,
             Way::QemuIoDirect => self.qemu_io("none", pieces, is_flushed)?,
         }
-        if way.restores_time() {
+        if way.restores_mtime() {
             let file = OpenOptions::new().write(true).open(&self.file)?;
             file.set_modified(modified)?;
         }
@@ -227,15 +227,15 @@ impl Store {
         }
         command.arg(&self.address);
         // A killed server's locks stay until its last I/O has ended.
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         loop {
             match tool(&mut command) {
-                Err(error) if format!("{error:#}").contains("\" lock") && Instant::now() < give_up => {
+                Err(error) if format!("{error:#}").contains("\" lock") && Instant::now() < deadline => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
-                said => {
-                    let said = said?;
-                    ensure!(said.matches("wrote").count() == pieces.len(), "{command:?}: {said}");
+                output => {
+                    let output = output?;
+                    ensure!(output.matches("wrote").count() == pieces.len(), "{command:?}: {output}");
                     return Ok(());
                 }
             }
@@ -317,9 +317,9 @@ fn text(path: &Path) -> anyhow::Result<&str> {
 }
 
 fn wait_until_listening(server: &Process, socket: &Path) -> anyhow::Result<()> {
-    let give_up = Instant::now() + LIMIT;
+    let deadline = Instant::now() + LIMIT;
     while let Err(error) = std::os::unix::net::UnixStream::connect(socket) {
-        if Instant::now() > give_up || server.has_ended() {
+        if Instant::now() > deadline || server.has_ended() {
             return Err(error).with_context(|| format!("the NBD server does not listen: {}", server.output()));
         }
         std::thread::sleep(Duration::from_millis(2));

@@ -15,12 +15,12 @@ use tempfile::TempDir;
 
 use super::super::disk::{Format, qcow2_contents};
 use super::super::migration::LIMIT;
-use super::super::migration::host::{Host, PLACES, WRITE_AND_LOOK};
-use super::super::process::{Process, mortal};
+use super::super::migration::host::{Host, PLACES, WRITE_AND_VERIFY_SCRIPT};
+use super::super::process::{Process, killed_with_parent};
 use super::Place;
 
-/// The guest's load, appended to [`WRITE_AND_LOOK`]. It prints a line after each write. Meanwhile fio writes and
-/// verifies with many requests in flight; its progress is checked too.
+/// The guest's load, appended to [`WRITE_AND_VERIFY_SCRIPT`]. It prints a line after each write. Meanwhile fio writes
+/// and verifies with many requests in flight; its progress is checked too.
 const SCRIPT: &str = r#"
 number=0
 while :; do
@@ -47,7 +47,7 @@ done
 
 /// Returns the whole script.
 pub(super) fn script() -> String {
-    [WRITE_AND_LOOK, SCRIPT].concat()
+    [WRITE_AND_VERIFY_SCRIPT, SCRIPT].concat()
 }
 
 /// Size of each of the guest's slots on the disk.
@@ -59,7 +59,7 @@ const SECTOR_BYTES: usize = 512;
 const EXPORT_BYTES: u64 = 96 << 20;
 
 /// Options for the disks of a campaign's guests.
-pub struct DiskChoice {
+pub struct DiskOptions {
     /// Format of the images; by default both in turn.
     pub format: Option<Format>,
     /// True if the images are behind an NBD server, where no lock keeps two hosts from writing to one.
@@ -68,15 +68,15 @@ pub struct DiskChoice {
     pub folder: PathBuf,
 }
 
-impl DiskChoice {
+impl DiskOptions {
     /// Creates the disk of the guest with this number.
     pub(super) fn disk(&self, larder: &Path, guest: u32) -> anyhow::Result<Disks> {
-        let in_turn = if guest.is_multiple_of(2) {
+        let default_format = if guest.is_multiple_of(2) {
             Format::Qcow2
         } else {
             Format::Raw
         };
-        Disks::new(larder, &self.folder, self.format.unwrap_or(in_turn), self.nbd)
+        Disks::new(larder, &self.folder, self.format.unwrap_or(default_format), self.nbd)
     }
 }
 
@@ -114,11 +114,11 @@ impl Opens {
         let process = format!("/proc/{}", self.servers[of].load(Ordering::Relaxed));
         let files = fs::read_dir(format!("{process}/fd")).into_iter().flatten().flatten();
         // The server may exit or close files meanwhile.
-        let of_image = |file: &fs::DirEntry| fs::read_link(file.path()).is_ok_and(|to| to == self.image);
-        let mut files = files.filter(of_image);
+        let is_image = |file: &fs::DirEntry| fs::read_link(file.path()).is_ok_and(|to| to == self.image);
+        let mut files = files.filter(is_image);
         files.any(|file| {
-            let about = format!("{process}/fdinfo/{}", file.file_name().display());
-            fs::read_to_string(about).is_ok_and(|about| is_writable(&about))
+            let fdinfo = format!("{process}/fdinfo/{}", file.file_name().display());
+            fs::read_to_string(fdinfo).is_ok_and(|fdinfo| is_writable(&fdinfo))
         })
     }
 }
@@ -133,13 +133,13 @@ fn is_writable(about: &str) -> bool {
 impl Disks {
     /// Creates a disk, optionally behind an NBD server. The VM may boot on the first host; the second one waits for
     /// it.
-    pub(super) fn new(larder: &Path, folder: &Path, format: Format, nbd: bool) -> anyhow::Result<Self> {
+    pub(super) fn new(larder: &Path, directory: &Path, format: Format, nbd: bool) -> anyhow::Result<Self> {
         ensure!(
             rustix::process::geteuid().is_root(),
             "this needs root: each host has a boot ID of its own"
         );
-        let folder = tempfile::tempdir_in(folder)?;
-        let image = folder.path().canonicalize()?.join("image");
+        let directory = tempfile::tempdir_in(directory)?;
+        let image = directory.path().canonicalize()?.join("image");
         let (kind, options) = match format {
             Format::Raw => ("raw", ""),
             Format::Qcow2 => ("qcow2", "cluster_size=4k"),
@@ -150,14 +150,21 @@ impl Disks {
             create.args(["-o", options]);
         }
         ensure!(create.status()?.success(), "qemu-img create failed");
-        let export = nbd.then(|| export(&image, folder.path())).transpose()?;
+        let export = nbd.then(|| export(&image, directory.path())).transpose()?;
         let text = match &export {
             Some((_, uri)) => uri,
             None => image.to_str().context("the directory's path is not UTF-8")?,
         };
         let host = |_| {
             let short = tempfile::tempdir_in("/dev/shm")?;
-            Host::new(larder, (text, kind), "wb", short, tempfile::tempdir_in(folder.path())?)?.with_boots()
+            Host::new(
+                larder,
+                (text, kind),
+                "wb",
+                short,
+                tempfile::tempdir_in(directory.path())?,
+            )?
+            .with_boot_ids()
         };
         let hosts = [host(0)?, host(1)?];
         let servers = [hosts[0].serve(&[])?, hosts[1].serve(&["--incoming"])?];
@@ -174,7 +181,7 @@ impl Disks {
             said_before: [0; 2],
             servers,
             at: 0,
-            _folder: folder,
+            _folder: directory,
         })
     }
 
@@ -194,7 +201,7 @@ impl Disks {
     }
 
     /// Records that the VM now runs on the other host.
-    pub(super) fn went(&mut self) {
+    pub(super) fn switch_hosts(&mut self) {
         self.at = 1 - self.at;
     }
 
@@ -205,13 +212,13 @@ impl Disks {
 
     /// Returns whether the source has closed the image in this move.
     pub(super) fn has_left(&self) -> bool {
-        self.servers[self.at].has_said_after(self.said_before[self.at], "its image is closed")
+        self.servers[self.at].has_output_after(self.said_before[self.at], "its image is closed")
     }
 
     /// Returns whether the destination has opened the image in this move.
-    pub(super) fn has_come(&self) -> bool {
+    pub(super) fn destination_opened_image(&self) -> bool {
         let there = 1 - self.at;
-        self.servers[there].has_said_after(self.said_before[there], "its image is open")
+        self.servers[there].has_output_after(self.said_before[there], "its image is open")
     }
 
     /// Kills and restarts the server on the VM's host, or on the other one. Returns the killed server's output.
@@ -228,13 +235,13 @@ impl Disks {
     fn replace_server(&mut self, here: bool, restarts: bool) -> anyhow::Result<String> {
         let of = if here { self.at } else { 1 - self.at };
         self.servers[of].kill();
-        let said = self.servers[of].output();
+        let text = self.servers[of].output();
         if restarts {
             self.hosts[of].boots()?;
         }
         self.servers[of] = self.hosts[of].serve(&[])?;
         self.opens.servers[of].store(self.servers[of].id(), Ordering::Relaxed);
-        Ok(said)
+        Ok(text)
     }
 
     /// Returns the output of both servers, for diagnosis.
@@ -245,16 +252,17 @@ impl Disks {
 
     /// Checks that the hosts' view of the disk matches the VM's location.
     pub(super) fn check(&self, place: Place) -> anyhow::Result<()> {
-        let is_here = [self.here(), self.there()].map(|host| anyhow::Ok((!host.disk()?.away, !host.is_noted_away()?)));
-        let [here, there] = is_here;
+        let availability =
+            [self.here(), self.there()].map(|host| anyhow::Ok((!host.disk()?.away, !host.has_move_record()?)));
+        let [here, there] = availability;
         let (here, there) = (here?, there?);
-        let is_right = match place {
+        let is_consistent = match place {
             Place::Source => [here, there] == [(true, true), (false, false)],
             Place::Destination => [here, there] == [(false, false), (true, true)],
             Place::Lost => !(here.0 && there.0),
         };
         ensure!(
-            is_right,
+            is_consistent,
             "the VM is at the {place:?}; its disk (open now, open after a restart): source {here:?}, destination {there:?}"
         );
         Ok(())
@@ -265,9 +273,9 @@ impl Disks {
     pub(super) fn end(mut self, ticks: u64) -> anyhow::Result<()> {
         for (host, server) in self.hosts.iter().zip(&mut self.servers) {
             if !host.disk()?.away {
-                let mut leaves = Process::start(host.vm(&["--expect"]))?;
-                let left = leaves.wait(LIMIT)?.success();
-                ensure!(left, "{}\n{}", leaves.output(), server.output());
+                let mut release = Process::start(host.vm(&["--expect"]))?;
+                let released = release.wait(LIMIT)?.success();
+                ensure!(released, "{}\n{}", release.output(), server.output());
             }
             server.signal(libc::SIGTERM);
             ensure!(server.wait(LIMIT)?.success(), "{}", server.output());
@@ -286,18 +294,18 @@ impl Disks {
 
 /// Serves an image of fixed size on a socket in a directory. Returns the server and its URI. qemu-nbd completes the
 /// requests of a client that was killed after it had sent them.
-fn export(image: &Path, folder: &Path) -> anyhow::Result<(Process, String)> {
+fn export(image: &Path, directory: &Path) -> anyhow::Result<(Process, String)> {
     File::options().write(true).open(image)?.set_len(EXPORT_BYTES)?;
-    let socket = folder.join("nbd");
-    let mut command = mortal("qemu-nbd");
+    let socket = directory.join("nbd");
+    let mut command = killed_with_parent("qemu-nbd");
     command
         .args(["-t", "-e", "16", "-f", "raw", "-k"])
         .arg(&socket)
         .arg(image);
     let server = Process::start(command)?;
-    let give_up = Instant::now() + LIMIT;
+    let deadline = Instant::now() + LIMIT;
     while !socket.exists() {
-        ensure!(Instant::now() < give_up, "qemu-nbd: {}", server.output());
+        ensure!(Instant::now() < deadline, "qemu-nbd: {}", server.output());
         std::thread::sleep(Duration::from_millis(10));
     }
     Ok((server, format!("nbd+unix:///?socket={}", socket.display())))
@@ -314,22 +322,22 @@ fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
             .take(PLACE_BYTES)
     };
     for tick in (last + 1).saturating_sub(PLACES)..=last {
-        let place = (tick % PLACES) as usize * PLACE_BYTES;
-        let is = contents
-            .get(place..place + PLACE_BYTES)
+        let slot_start = (tick % PLACES) as usize * PLACE_BYTES;
+        let actual = contents
+            .get(slot_start..slot_start + PLACE_BYTES)
             .context("the disk's content is too short")?;
-        let was: Vec<u8> = written(tick).collect();
-        let may_be: Vec<u8> = written(tick + PLACES).collect();
-        let is_under_way = tick + PLACES == last + 1;
-        let sectors = is
+        let expected: Vec<u8> = written(tick).collect();
+        let next_content: Vec<u8> = written(tick + PLACES).collect();
+        let is_in_flight = tick + PLACES == last + 1;
+        let sectors = actual
             .chunks(SECTOR_BYTES)
-            .zip(was.chunks(SECTOR_BYTES))
-            .zip(may_be.chunks(SECTOR_BYTES));
-        for (sector, ((is, was), may_be)) in sectors.enumerate() {
+            .zip(expected.chunks(SECTOR_BYTES))
+            .zip(next_content.chunks(SECTOR_BYTES));
+        for (sector, ((actual, expected), next_content)) in sectors.enumerate() {
             ensure!(
-                is == was || is_under_way && is == may_be,
+                actual == expected || is_in_flight && actual == next_content,
                 "sector {sector} of tick {tick} (the last tick is {last}) holds {:?}",
-                String::from_utf8_lossy(&is[..20])
+                String::from_utf8_lossy(&actual[..20])
             );
         }
     }

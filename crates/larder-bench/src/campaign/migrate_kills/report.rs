@@ -70,11 +70,11 @@ impl Fault {
     ];
 
     /// Returns whether the fault kills the source's QEMU.
-    pub(super) const fn ends_source(self) -> bool {
+    pub(super) const fn kills_source(self) -> bool {
         matches!(self, Self::KillSource | Self::KillHost)
     }
 
-    pub(super) const fn ends_destination(self) -> bool {
+    pub(super) const fn kills_destination(self) -> bool {
         matches!(self, Self::KillDestination | Self::KillHostThere)
     }
 }
@@ -110,10 +110,10 @@ pub struct Report {
 }
 
 impl Report {
-    pub(super) fn count(&mut self, what: (Fault, Stage), place: Place) {
+    pub(super) fn count(&mut self, key: (Fault, Stage), place: Place) {
         self.moves += 1;
-        let at = self.rows.iter().position(|(of, _)| *of == what).unwrap_or_else(|| {
-            self.rows.push((what, [0; 3]));
+        let at = self.rows.iter().position(|(of, _)| *of == key).unwrap_or_else(|| {
+            self.rows.push((key, [0; 3]));
             self.rows.len() - 1
         });
         self.rows[at].1[place as usize] += 1;

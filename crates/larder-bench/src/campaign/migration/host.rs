@@ -12,18 +12,18 @@ use larder_vm::control::fetch_disks;
 use larder_vm::control::state::DiskState;
 use tempfile::TempDir;
 
-use super::super::process::{Process, mortal};
+use super::super::process::{Process, killed_with_parent};
 use super::LIMIT;
-use super::larder::{Side, move_command, receive_whole_command};
-use super::vm::{Machine, Vm, put_before};
+use super::larder::{Side, whole_move_command, whole_receive_command};
+use super::vm::{Machine, Vm, prefix_command};
 
-/// Number of disk slots that [`WRITE_AND_LOOK`] writes to.
+/// Number of disk slots that [`WRITE_AND_VERIFY_SCRIPT`] writes to.
 pub const PLACES: u64 = 24;
 
 /// A shell function for a guest's script. `write_and_look TICK` writes new data to one disk slot after the other,
 /// bypassing the guest's page cache, and flushes it. It also checks that the next slot still has the data from a
 /// round ago: stale or lost data is a `MISMATCH` on the console.
-pub const WRITE_AND_LOOK: &str = r#"
+pub const WRITE_AND_VERIFY_SCRIPT: &str = r#"
 mkdir /was
 write_and_look() {
   place=$(($1 % 24))
@@ -61,13 +61,13 @@ impl Host {
         larder: &Path,
         (image, format): (&str, &str),
         mode: &str,
-        folder: TempDir,
-        lasting: TempDir,
+        volatile: TempDir,
+        persistent: TempDir,
     ) -> anyhow::Result<Self> {
         let host = Self {
             larder: larder.to_owned(),
-            folder,
-            lasting,
+            folder: volatile,
+            lasting: persistent,
             starts: None,
         };
         let text = format!(
@@ -95,7 +95,7 @@ impl Host {
     ///
     /// # Errors
     /// If the boot ID cannot be written.
-    pub fn with_boots(mut self) -> anyhow::Result<Self> {
+    pub fn with_boot_ids(mut self) -> anyhow::Result<Self> {
         self.starts = Some(0);
         self.boots()?;
         Ok(self)
@@ -153,7 +153,7 @@ impl Host {
                     "mount --bind '{}' /proc/sys/kernel/random/boot_id && exec \"$@\"",
                     self.boot_id().display()
                 );
-                put_before(&["unshare", "--mount", "sh", "-c", &script, "sh"], command)
+                prefix_command(&["unshare", "--mount", "sh", "-c", &script, "sh"], command)
             }
             None => command,
         };
@@ -165,7 +165,7 @@ impl Host {
 
     /// Returns the `larder vm` command for the VM's file.
     pub fn vm(&self, options: &[&str]) -> Command {
-        let mut command = mortal(self.larder.to_str().expect("UTF-8"));
+        let mut command = killed_with_parent(self.larder.to_str().expect("UTF-8"));
         command.arg("vm").arg(self.file()).args(options);
         self.has(command)
     }
@@ -193,9 +193,9 @@ impl Host {
     ///
     /// # Errors
     /// If the records cannot be listed.
-    pub fn is_noted_away(&self) -> anyhow::Result<bool> {
+    pub fn has_move_record(&self) -> anyhow::Result<bool> {
         match fs::read_dir(self.lasting.path().join("moves")) {
-            Ok(mut notes) => Ok(notes.next().is_some()),
+            Ok(mut records) => Ok(records.next().is_some()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(error.into()),
         }
@@ -206,13 +206,13 @@ impl Host {
     /// # Errors
     /// If it does not, with its output.
     pub fn receiver(&self, vm: &Vm, listen: &str) -> anyhow::Result<Side> {
-        let command = receive_whole_command(&self.larder, listen, vm.qmp_for_others(), &[]);
+        let command = whole_receive_command(&self.larder, listen, vm.external_qmp(), &[]);
         Side::listening(self.has(command))
     }
 
     /// Returns the `larder migrate` command for a QEMU on this host, to a receiver at `to`.
-    pub fn mover(&self, source: &Vm, to: &str, words: &[&str]) -> Command {
-        self.has(move_command(&self.larder, source.qmp_for_others(), to, words))
+    pub fn mover(&self, source: &Vm, to: &str, arguments: &[&str]) -> Command {
+        self.has(whole_move_command(&self.larder, source.external_qmp(), to, arguments))
     }
 
     /// Starts an incoming QEMU on this host.
@@ -220,7 +220,7 @@ impl Host {
     /// # Errors
     /// If QEMU does not start.
     pub fn incoming(&self, machine: &Machine) -> anyhow::Result<Vm> {
-        machine.incoming_with(&self.socket())
+        machine.start_incoming_with_disk(&self.socket())
     }
 
     /// Boots the guest on this host.
@@ -228,6 +228,6 @@ impl Host {
     /// # Errors
     /// If the guest does not get that far.
     pub fn boot(&self, machine: &Machine) -> anyhow::Result<Vm> {
-        machine.boot_with(&self.socket())
+        machine.boot_with_disk(&self.socket())
     }
 }

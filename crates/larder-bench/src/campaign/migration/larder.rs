@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Context;
 use serde_json::Value;
 
-use super::super::process::{Process, mortal};
+use super::super::process::{Process, killed_with_parent};
 use super::LIMIT;
 
 /// Limit for a side's exit after the other one has died: it gives up after 10 s of silence.
@@ -24,65 +24,65 @@ pub struct Side {
 
 /// Keeps the state of a side that uses TLS, such as known hosts, beside its certificates instead of in this host's
 /// state directory.
-fn remembering(mut command: Command, words: &[&str]) -> Command {
-    if let Some([_, folder]) = words.windows(2).find(|pair| pair[0] == "--tls") {
-        command.env("STATE_DIRECTORY", Path::new(folder).join("state"));
+fn with_state_directory(mut command: Command, arguments: &[&str]) -> Command {
+    if let Some([_, directory]) = arguments.windows(2).find(|pair| pair[0] == "--tls") {
+        command.env("STATE_DIRECTORY", Path::new(directory).join("state"));
     }
     command
 }
 
 /// Returns the `larder migrate receive` command for the incoming QEMU at `connect`, with further arguments.
-pub fn receive_command(larder: &Path, listen: &str, connect: &Path, words: &[&str]) -> Command {
-    let mut command = mortal(larder.to_str().expect("UTF-8"));
+pub fn receive_command(larder: &Path, listen: &str, connect: &Path, arguments: &[&str]) -> Command {
+    let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
     command
         .args(["migrate", "receive", "--listen", listen, "--connect"])
         .arg(connect)
-        .args(words);
-    remembering(command, words)
+        .args(arguments);
+    with_state_directory(command, arguments)
 }
 
 /// Returns the `larder migrate send` command for the QEMU that migrates to `listen`, with further arguments.
-pub fn send_command(larder: &Path, listen: &Path, to: &str, words: &[&str]) -> Command {
-    let mut command = mortal(larder.to_str().expect("UTF-8"));
+pub fn send_command(larder: &Path, listen: &Path, to: &str, arguments: &[&str]) -> Command {
+    let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
     command
         .args(["migrate", "send", "--to", to, "--listen"])
         .arg(listen)
-        .args(words);
-    remembering(command, words)
+        .args(arguments);
+    with_state_directory(command, arguments)
 }
 
 /// Returns the `larder migrate --qmp` command for a whole move to a receiver at `to`.
-pub fn move_command(larder: &Path, qmp: &Path, to: &str, words: &[&str]) -> Command {
-    let mut command = mortal(larder.to_str().expect("UTF-8"));
+pub fn whole_move_command(larder: &Path, qmp: &Path, to: &str, arguments: &[&str]) -> Command {
+    let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
     command
         .args(["migrate", "--to", to, "--output", "json", "--qmp"])
         .arg(qmp)
-        .args(words);
-    remembering(command, words)
+        .args(arguments);
+    with_state_directory(command, arguments)
 }
 
 /// Returns the `larder migrate receive` command for a whole move to the QEMU with this monitor.
-pub fn receive_whole_command(larder: &Path, listen: &str, qmp: &Path, words: &[&str]) -> Command {
-    let mut command = mortal(larder.to_str().expect("UTF-8"));
+pub fn whole_receive_command(larder: &Path, listen: &str, qmp: &Path, arguments: &[&str]) -> Command {
+    let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
     command
         .args(["migrate", "receive", "--listen", listen, "--qmp"])
         .arg(qmp)
-        .args(words);
-    remembering(command, words)
+        .args(arguments);
+    with_state_directory(command, arguments)
 }
 
 /// Returns the `larder migrate --take-back` command for the QEMU with this monitor.
 pub fn take_back_command(larder: &Path, qmp: &Path) -> Command {
-    let mut command = mortal(larder.to_str().expect("UTF-8"));
+    let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
     command.args(["migrate", "--take-back", "--qmp"]).arg(qmp);
     command
 }
 
 /// Parses the final result of `larder migrate --output json`; `None` if there is none, because it was killed or
 /// failed early.
-pub fn verdict(said: &str) -> Option<Value> {
+pub fn verdict(output: &str) -> Option<Value> {
     // Log lines may stand between the lines of the JSON.
-    let lines = said.lines().filter(|line| line.starts_with([' ', '{', '}']));
+    let lines = output.lines().filter(|line| line.starts_with([' ', '{', '}']));
     serde_json::from_str(&lines.collect::<String>()).ok()
 }
 
@@ -93,11 +93,11 @@ impl Side {
     /// If it does not, with its output.
     pub fn listening(command: Command) -> anyhow::Result<Self> {
         let process = Process::start(command)?;
-        let said = process.wait_for("ready to receive on ", LIMIT)?;
-        let address = said.rsplit(' ').next().and_then(|word| word.parse().ok());
+        let text = process.wait_for("ready to receive on ", LIMIT)?;
+        let address = text.rsplit(' ').next().and_then(|word| word.parse().ok());
         Ok(Self {
             process,
-            address: Some(address.with_context(|| format!("no address in the receiver's line '{said}'"))?),
+            address: Some(address.with_context(|| format!("no address in the receiver's line '{text}'"))?),
         })
     }
 
@@ -105,16 +105,16 @@ impl Side {
     ///
     /// # Errors
     /// If it does not, with its output.
-    pub fn receiver(larder: &Path, connect: &Path, words: &[&str]) -> anyhow::Result<Self> {
-        Self::listening(receive_command(larder, "127.0.0.1:0", connect, words))
+    pub fn receiver(larder: &Path, connect: &Path, arguments: &[&str]) -> anyhow::Result<Self> {
+        Self::listening(receive_command(larder, "127.0.0.1:0", connect, arguments))
     }
 
     /// Starts a sender, and waits until it is connected and QEMU may migrate.
     ///
     /// # Errors
     /// If the sender does not get that far, with its output.
-    pub fn sender(larder: &Path, listen: &Path, to: SocketAddr, words: &[&str]) -> anyhow::Result<Self> {
-        let process = Process::start(send_command(larder, listen, &to.to_string(), words))?;
+    pub fn sender(larder: &Path, listen: &Path, to: SocketAddr, arguments: &[&str]) -> anyhow::Result<Self> {
+        let process = Process::start(send_command(larder, listen, &to.to_string(), arguments))?;
         process.wait_for("ready to send to ", LIMIT)?;
         Ok(Self { process, address: None })
     }

@@ -33,7 +33,7 @@ pub trait Tamper: Send {
 }
 
 /// Creates the [`Tamper`] for a connection number and a direction; `None` leaves the bytes unchanged.
-pub type Tampers = dyn Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync;
+pub type TamperFactory = dyn Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync;
 
 /// A running relay; its connections are cut when it is dropped.
 pub struct Relay {
@@ -45,7 +45,7 @@ pub struct Relay {
 
 struct Shared {
     to: SocketAddr,
-    tamper: Box<Tampers>,
+    tamper: Box<TamperFactory>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -88,14 +88,14 @@ impl Relay {
     /// # Errors
     /// If no port is free.
     pub fn start(to: SocketAddr) -> anyhow::Result<Self> {
-        Self::tampering(to, |_, _| None)
+        Self::start_with_tamper(to, |_, _| None)
     }
 
     /// Starts a relay that modifies the bytes in transit.
     ///
     /// # Errors
     /// If no port is free.
-    pub fn tampering(
+    pub fn start_with_tamper(
         to: SocketAddr,
         tamper: impl Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync + 'static,
     ) -> anyhow::Result<Self> {
@@ -107,8 +107,8 @@ impl Relay {
             state: Mutex::default(),
             changed: Condvar::new(),
         });
-        let (relay, taken) = (Arc::clone(&shared), Arc::clone(&listener));
-        let accepting = std::thread::spawn(move || relay.accept(&taken));
+        let (relay, accept_listener) = (Arc::clone(&shared), Arc::clone(&listener));
+        let accepting = std::thread::spawn(move || relay.accept(&accept_listener));
         Ok(Self {
             shared,
             listener,
@@ -140,10 +140,10 @@ impl Relay {
     /// # Errors
     /// If they do not.
     pub fn wait_until_held(&self, limit: Duration) -> anyhow::Result<()> {
-        let give_up = Instant::now() + limit;
+        let deadline = Instant::now() + limit;
         let mut state = self.shared.lock();
         while !state.held {
-            let left = give_up.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             ensure!(!left.is_zero(), "the lanes have carried only {} bytes", state.carried);
             let waited = self.shared.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -156,17 +156,17 @@ impl Relay {
     /// # Errors
     /// If that does not happen in time.
     pub fn wait_until_full(&self, bytes: u64, limit: Duration) -> anyhow::Result<()> {
-        const LOOKS: u32 = 10;
-        let give_up = Instant::now() + limit;
-        let (mut before, mut same) = (0, 0);
-        while same < LOOKS {
+        const STABLE_POLLS: u32 = 10;
+        let deadline = Instant::now() + limit;
+        let (mut before, mut stable_polls) = (0, 0);
+        while stable_polls < STABLE_POLLS {
             let carried = self.carried();
             ensure!(
-                Instant::now() < give_up,
+                Instant::now() < deadline,
                 "the lanes have carried {carried} bytes, and the flow has not stopped"
             );
-            same = if carried >= bytes && carried == before {
-                same + 1
+            stable_polls = if carried >= bytes && carried == before {
+                stable_polls + 1
             } else {
                 0
             };
@@ -203,15 +203,15 @@ impl Relay {
 
     /// Ends all connections with an orderly TCP shutdown.
     pub fn cut(&self) {
-        self.cut_those(|_| true);
+        self.cut_matching(|_| true);
     }
 
     /// Ends the connection with this number.
-    pub fn cut_one(&self, number: usize) {
-        self.cut_those(|is| is == number);
+    pub fn cut_connection(&self, number: usize) {
+        self.cut_matching(|is| is == number);
     }
 
-    fn cut_those(&self, which: impl Fn(usize) -> bool) {
+    fn cut_matching(&self, which: impl Fn(usize) -> bool) {
         let state = self.shared.lock();
         for (_, ends) in state
             .connections
@@ -278,16 +278,16 @@ impl Shared {
         let mut changed = Vec::new();
         while let Ok(len @ 1..) = from.read(&mut buffer) {
             let mut bytes = &buffer[..len];
-            let mut goes_on = true;
+            let mut continues = true;
             if let Some(tamper) = &mut tamper {
                 changed.clear();
-                goes_on = tamper.pass(bytes, &mut changed);
+                continues = tamper.pass(bytes, &mut changed);
                 bytes = &changed;
             }
             if !self.write(bytes, to, lane) {
                 break;
             }
-            if !goes_on {
+            if !continues {
                 let _ = from.shutdown(Shutdown::Both);
                 break;
             }
@@ -304,7 +304,7 @@ impl Shared {
     /// Writes bytes as the limits permit. Returns `false` when the connection ends.
     fn write(&self, mut bytes: &[u8], mut to: &TcpStream, lane: Lane) -> bool {
         while !bytes.is_empty() {
-            let len = self.may_go(bytes.len(), lane);
+            let len = self.wait_for_quota(bytes.len(), lane);
             if len == 0 || to.write_all(&bytes[..len]).is_err() {
                 return false;
             }
@@ -314,24 +314,24 @@ impl Shared {
     }
 
     /// Waits until some of `len` bytes may be written. Returns their number; 0 at the end.
-    fn may_go(&self, len: usize, lane: Lane) -> usize {
+    fn wait_for_quota(&self, len: usize, lane: Lane) -> usize {
         let mut state = self.lock();
         loop {
             if state.over {
                 return 0;
             }
-            let room = match state.hold_at {
+            let quota = match state.hold_at {
                 Some(hold_at) if lane.counts => hold_at.saturating_sub(state.carried),
                 _ => u64::MAX,
             };
-            if room > 0 && !state.stalled && !state.is_frozen(lane) {
-                let len = room.min(len as u64);
+            if quota > 0 && !state.stalled && !state.is_frozen(lane) {
+                let len = quota.min(len as u64);
                 if lane.counts {
                     state.carried += len;
                 }
                 return len as usize;
             }
-            if room == 0 && !state.held {
+            if quota == 0 && !state.held {
                 state.held = true;
                 self.changed.notify_all();
             }

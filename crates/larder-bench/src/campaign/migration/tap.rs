@@ -62,8 +62,8 @@ impl Tap {
     pub fn start(path: &Path, to: &Path) -> anyhow::Result<Self> {
         let listener = Arc::new(UnixListener::bind(path)?);
         let to = to.to_owned();
-        let taken = Arc::clone(&listener);
-        let accepting = std::thread::spawn(move || accept(&taken, &to));
+        let accept_listener = Arc::clone(&listener);
+        let accepting = std::thread::spawn(move || accept(&accept_listener, &to));
         Ok(Self { listener, accepting })
     }
 

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::super::guest::{KERNEL_ARGUMENTS, Monitor, accelerator, initramfs, project, test_bed};
-use super::super::process::{Process, mortal};
+use super::super::process::{Process, killed_with_parent};
 use super::{LIMIT, LOOK};
 
 /// Release of QEMU.
@@ -26,7 +26,7 @@ impl Release {
     fn command(self) -> anyhow::Result<Command> {
         const QEMU: &str = "qemu-system-x86_64";
         if self == Self::Host {
-            return Ok(mortal(QEMU));
+            return Ok(killed_with_parent(QEMU));
         }
         ensure!(
             rustix::process::geteuid().is_root(),
@@ -34,18 +34,18 @@ impl Release {
         );
         test_bed("debian13.stamp")?;
         let enter = project().join("testbed/debian13.sh");
-        let mut command = mortal(enter.to_str().context("the project's path is not UTF-8")?);
+        let mut command = killed_with_parent(enter.to_str().context("the project's path is not UTF-8")?);
         command.arg(QEMU);
         Ok(command)
     }
 }
 
 /// Prefixes `command` with other words, which execute it in the end.
-pub fn put_before(words: &[&str], command: Command) -> Command {
+pub fn prefix_command(words: &[&str], command: Command) -> Command {
     let [program, first @ ..] = words else { return command };
-    let mut whole = Command::new(program);
-    whole.args(first).arg(command.get_program()).args(command.get_args());
-    whole
+    let mut prefixed = Command::new(program);
+    prefixed.args(first).arg(command.get_program()).args(command.get_args());
+    prefixed
 }
 
 /// The guest's load: `guest-load` of the test bed, with these options.
@@ -77,7 +77,7 @@ const USE_PLUGGED_MEMORY: &str = "memhp_default_state=online_movable";
 
 /// The memory backend of a QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Backend {
+enum MemoryBackend {
     /// QEMU's default.
     Default,
     /// Private memory that is preallocated.
@@ -86,7 +86,7 @@ enum Backend {
     Shared,
 }
 
-impl Backend {
+impl MemoryBackend {
     fn words(self, memory_kib: u64) -> Vec<String> {
         let object = match self {
             Self::Default => return Vec::new(),
@@ -102,7 +102,7 @@ impl Backend {
 pub struct Machine {
     release: Release,
     memory_kib: u64,
-    backend: Backend,
+    backend: MemoryBackend,
     plugged_mib: u64,
     folder: TempDir,
     initrd: PathBuf,
@@ -125,14 +125,14 @@ impl Machine {
     /// # Errors
     /// If the test bed is not set up.
     pub fn running(release: Release, memory_mib: u64, script: &str) -> anyhow::Result<Self> {
-        let folder = tempfile::tempdir()?;
-        let initrd = initramfs(script, folder.path())?;
+        let directory = tempfile::tempdir()?;
+        let initrd = initramfs(script, directory.path())?;
         Ok(Self {
             release,
             memory_kib: (memory_mib << 10) - 8,
-            backend: Backend::Default,
+            backend: MemoryBackend::Default,
             plugged_mib: 0,
-            folder,
+            folder: directory,
             initrd,
         })
     }
@@ -140,14 +140,14 @@ impl Machine {
     /// Preallocates the memory of each QEMU.
     #[must_use]
     pub const fn preallocated(mut self) -> Self {
-        self.backend = Backend::Preallocated;
+        self.backend = MemoryBackend::Preallocated;
         self
     }
 
     /// Uses shared memory, which a pager can manage.
     #[must_use]
     pub const fn shared(mut self) -> Self {
-        self.backend = Backend::Shared;
+        self.backend = MemoryBackend::Shared;
         self
     }
 
@@ -159,18 +159,18 @@ impl Machine {
     }
 
     /// QEMU's arguments for memory: the machine's own, and a virtio-mem device of twice the plugged size.
-    fn memory_words(&self) -> Vec<String> {
+    fn memory_arguments(&self) -> Vec<String> {
         let (kib, plugged) = (self.memory_kib, self.plugged_mib);
         if plugged == 0 {
             return vec!["-m".to_owned(), format!("{kib}k")];
         }
-        let whole = plugged * 2;
-        let most = kib + (whole << 10);
+        let plugged_max_mib = plugged * 2;
+        let maxmem_kib = kib + (plugged_max_mib << 10);
         [
             "-m".to_owned(),
-            format!("{kib}k,slots=1,maxmem={most}k"),
+            format!("{kib}k,slots=1,maxmem={maxmem_kib}k"),
             "-object".to_owned(),
-            format!("memory-backend-memfd,id=plugged,size={whole}M,share=on,reserve=off"),
+            format!("memory-backend-memfd,id=plugged,size={plugged_max_mib}M,share=on,reserve=off"),
             "-device".to_owned(),
             format!("virtio-mem-pci,memdev=plugged,requested-size={plugged}M,block-size=2M"),
         ]
@@ -194,8 +194,8 @@ impl Machine {
     ///
     /// # Errors
     /// If the guest does not get that far.
-    pub fn boot_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
-        let vm = self.start(before, &[], self.backend)?;
+    pub fn boot_by(&self, prefix: &[&str]) -> anyhow::Result<Vm> {
+        let vm = self.start(prefix, &[], self.backend)?;
         vm.wait_for_console("TICK", 1)?;
         Ok(vm)
     }
@@ -204,8 +204,8 @@ impl Machine {
     ///
     /// # Errors
     /// If the guest does not get that far.
-    pub fn boot_with(&self, socket: &Path) -> anyhow::Result<Vm> {
-        let vm = self.start_with(socket, &[])?;
+    pub fn boot_with_disk(&self, socket: &Path) -> anyhow::Result<Vm> {
+        let vm = self.start_with_disk(socket, &[])?;
         vm.wait_for_console("TICK", 1)?;
         Ok(vm)
     }
@@ -214,15 +214,15 @@ impl Machine {
     ///
     /// # Errors
     /// If QEMU does not start.
-    pub fn incoming_with(&self, socket: &Path) -> anyhow::Result<Vm> {
-        self.start_with(socket, &["-incoming", "defer"])
+    pub fn start_incoming_with_disk(&self, socket: &Path) -> anyhow::Result<Vm> {
+        self.start_with_disk(socket, &["-incoming", "defer"])
     }
 
-    fn start_with(&self, socket: &Path, words: &[&str]) -> anyhow::Result<Vm> {
+    fn start_with_disk(&self, socket: &Path, words: &[&str]) -> anyhow::Result<Vm> {
         let chardev = format!("socket,id=vda,path={},reconnect=1", socket.display());
         let device = "vhost-user-blk-pci,chardev=vda,num-queues=1";
         let disk = ["-chardev", &chardev, "-device", device];
-        self.start(&[], &[&disk, words].concat(), Backend::Shared)
+        self.start(&[], &[&disk, words].concat(), MemoryBackend::Shared)
     }
 
     /// Starts an incoming QEMU, which waits for `migrate-incoming`.
@@ -230,17 +230,17 @@ impl Machine {
     /// # Errors
     /// If QEMU does not start.
     pub fn incoming(&self) -> anyhow::Result<Vm> {
-        self.incoming_by(&[])
+        self.start_incoming_with_prefix(&[])
     }
 
     /// Starts an incoming QEMU whose memory is in this file.
     ///
     /// # Errors
     /// If QEMU does not start.
-    pub fn incoming_in_file(&self, path: &Path) -> anyhow::Result<Vm> {
+    pub fn start_incoming_in_file(&self, path: &Path) -> anyhow::Result<Vm> {
         let (kib, path) = (self.memory_kib, path.display());
         let memory = format!("memory-backend-file,id=memory,size={kib}k,mem-path={path},share=on");
-        let words = [
+        let arguments = [
             "-incoming",
             "defer",
             "-object",
@@ -248,26 +248,26 @@ impl Machine {
             "-machine",
             "memory-backend=memory",
         ];
-        self.start(&[], &words, Backend::Default)
+        self.start(&[], &arguments, MemoryBackend::Default)
     }
 
     /// Starts an incoming QEMU with a command prefix.
     ///
     /// # Errors
     /// If QEMU does not start.
-    pub fn incoming_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
+    pub fn start_incoming_with_prefix(&self, before: &[&str]) -> anyhow::Result<Vm> {
         self.start(before, &["-incoming", "defer"], self.backend)
     }
 
-    fn start(&self, before: &[&str], words: &[&str], backend: Backend) -> anyhow::Result<Vm> {
-        let folder = tempfile::tempdir_in(self.folder.path())?;
-        let (console, qmp) = (folder.path().join("console"), folder.path().join("qmp"));
-        let [others, watched] = ["qmp-others", "qmp-watched"].map(|name| folder.path().join(name));
+    fn start(&self, before: &[&str], words: &[&str], backend: MemoryBackend) -> anyhow::Result<Vm> {
+        let directory = tempfile::tempdir_in(self.folder.path())?;
+        let (console, qmp) = (directory.path().join("console"), directory.path().join("qmp"));
+        let [others, watched] = ["qmp-others", "qmp-watched"].map(|name| directory.path().join(name));
         let monitor = |path: &Path| format!("unix:{},server=on,wait=off", path.display());
         let mut command = self.release.command()?;
         command
             .args(["-accel", &accelerator()?, "-smp", "1"])
-            .args(self.memory_words())
+            .args(self.memory_arguments())
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-kernel"])
             .arg(test_bed("vmlinuz")?.canonicalize()?)
             .arg("-initrd")
@@ -288,8 +288,8 @@ impl Machine {
             ])
             .args(words)
             .args(backend.words(self.memory_kib));
-        let process = Process::start(put_before(before, command))?;
-        let give_up = Instant::now() + LIMIT;
+        let process = Process::start(prefix_command(before, command))?;
+        let deadline = Instant::now() + LIMIT;
         // The sockets exist a moment before QEMU listens.
         let monitor = loop {
             if [&console, &others, &watched].iter().all(|path| path.exists())
@@ -298,7 +298,7 @@ impl Machine {
                 break monitor;
             }
             ensure!(!process.has_ended(), "QEMU: {}", process.output());
-            ensure!(Instant::now() < give_up, "QEMU does not start: {}", process.output());
+            ensure!(Instant::now() < deadline, "QEMU does not start: {}", process.output());
             std::thread::sleep(LOOK);
         };
         Ok(Vm {
@@ -307,7 +307,7 @@ impl Machine {
             watched,
             process,
             console,
-            _folder: folder,
+            _folder: directory,
         })
     }
 }
@@ -353,7 +353,7 @@ impl Vm {
     }
 
     /// Returns the socket of a second monitor, for another program: QEMU serves one client on each.
-    pub fn qmp_for_others(&self) -> &Path {
+    pub fn external_qmp(&self) -> &Path {
         &self.others
     }
 
@@ -361,7 +361,7 @@ impl Vm {
     ///
     /// # Errors
     /// If QEMU has exited, or another thread uses that monitor.
-    pub fn second_monitor(&self) -> anyhow::Result<Monitor> {
+    pub fn observer_monitor(&self) -> anyhow::Result<Monitor> {
         Monitor::patient(&self.watched, Duration::from_secs(1))
     }
 
@@ -444,16 +444,16 @@ impl Vm {
     ///
     /// # Errors
     /// If QEMU exits, or the migration ends otherwise or not in time.
-    pub fn wait_for_migration(&mut self, wanted: &[&str]) -> anyhow::Result<String> {
-        let give_up = Instant::now() + LIMIT;
+    pub fn wait_for_migration(&mut self, statuses: &[&str]) -> anyhow::Result<String> {
+        let deadline = Instant::now() + LIMIT;
         loop {
-            let is = self.migration()?;
-            if wanted.contains(&is.as_str()) {
-                return Ok(is);
+            let status = self.migration()?;
+            if statuses.contains(&status.as_str()) {
+                return Ok(status);
             }
-            if ["completed", "failed", "cancelled"].contains(&is.as_str()) || Instant::now() > give_up {
-                let said = self.process.output();
-                bail!("the migration is {is}, not {wanted:?}; QEMU's output: {said}");
+            if ["completed", "failed", "cancelled"].contains(&status.as_str()) || Instant::now() > deadline {
+                let output = self.process.output();
+                bail!("the migration is {status}, not {statuses:?}; QEMU's output: {output}");
             }
             std::thread::sleep(LOOK);
         }
@@ -481,7 +481,7 @@ impl Vm {
     pub fn wait_for_console(&self, word: &str, count: usize) -> anyhow::Result<()> {
         // The line that is being written may already be counted.
         let goal = self.console().matches(word).count() + count;
-        let give_up = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         loop {
             // Read before the console: a guest that powers off has printed the reason by then.
             let has_ended = self.process.has_ended();
@@ -493,11 +493,11 @@ impl Vm {
             if console.matches(word).count() >= goal {
                 return Ok(());
             }
-            let said = self.process.output();
-            ensure!(!has_ended, "QEMU has exited: {said}");
+            let output = self.process.output();
+            ensure!(!has_ended, "QEMU has exited: {output}");
             ensure!(
-                Instant::now() < give_up,
-                "the guest makes no progress: {console}\n{said}"
+                Instant::now() < deadline,
+                "the guest makes no progress: {console}\n{output}"
             );
             std::thread::sleep(LOOK);
         }
@@ -535,8 +535,8 @@ pub fn counted(consoles: &[String]) -> anyhow::Result<u64> {
         "the guest's memory has wrong content: {text}"
     );
     let mut next = 0;
-    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-    for line in whole.lines().filter(|line| line.contains("TICK")) {
+    let complete_lines = text.rfind('\n').map_or("", |end| &text[..end]);
+    for line in complete_lines.lines().filter(|line| line.contains("TICK")) {
         let number = line
             .trim()
             .strip_prefix("TICK ")

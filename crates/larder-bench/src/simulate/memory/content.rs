@@ -7,7 +7,7 @@ use larder_memory::units::PAGE;
 pub(super) const WORDS: usize = PAGE / 8;
 
 /// Content of a page.
-pub(super) type Words = [u64; WORDS];
+pub(super) type PageWords = [u64; WORDS];
 
 /// Identifier of a write, from its number and kind; 0: zeros.
 pub(super) type Stamp = u64;
@@ -47,14 +47,14 @@ fn word(stamp: Stamp, index: usize) -> u64 {
 }
 
 /// Returns the content that the write with this stamp writes.
-pub(super) fn words(stamp: Stamp) -> Words {
+pub(super) fn words(stamp: Stamp) -> PageWords {
     std::array::from_fn(|index| word(stamp, index))
 }
 
 /// Returns whether a page holds the content of that write.
-pub(super) fn is(words: &Words, stamp: Stamp) -> bool {
+pub(super) fn is(words: &PageWords, stamp: Stamp) -> bool {
     words
         .iter()
         .enumerate()
-        .all(|(index, held)| *held == word(stamp, index))
+        .all(|(index, found)| *found == word(stamp, index))
 }

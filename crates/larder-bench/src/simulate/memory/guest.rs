@@ -7,13 +7,13 @@ use std::task::Waker;
 use larder_memory::guest::{Backing, GuestMemory};
 use larder_memory::state::Region;
 use larder_memory::units::{PAGE, PageIndex, PageRun, runs};
-use larder_memory::userfaultfd::{Filled, Message, RawMessage};
-use larder_memory::worker::{Done, Job, Worker};
+use larder_memory::userfaultfd::{FillResult, RawUffdMessage, UffdMessage};
+use larder_memory::worker::{Job, Worker, WorkerResult};
 
-use super::content::{WORDS, Words};
+use super::content::{PageWords, WORDS};
 use super::world::{Moment, World, with_current};
 
-fn words_of(bytes: &[u8]) -> Words {
+fn to_page_words(bytes: &[u8]) -> PageWords {
     let (chunks, _) = bytes.as_chunks::<8>();
     std::array::from_fn(|index| u64::from_ne_bytes(chunks[index]))
 }
@@ -32,11 +32,11 @@ impl Guest {
 }
 
 impl GuestMemory for Guest {
-    fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
+    fn receive(&self, buffer: &mut [RawUffdMessage]) -> io::Result<usize> {
         Ok(self.call(|world| {
             let count = world.kernel.borrow_mut().receive(buffer);
             for message in &buffer[..count] {
-                if let Some(Message::Removed(_) | Message::Unmapped(_)) = message.decode() {
+                if let Some(UffdMessage::Removed(_) | UffdMessage::Unmapped(_)) = message.decode() {
                     world.comes(Moment::ToldOfRemoval);
                 }
                 world.log(|| format!("pager receives {:x?}", message.decode()));
@@ -45,29 +45,33 @@ impl GuestMemory for Guest {
         }))
     }
 
-    fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled) {
+    fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, FillResult) {
         self.call(|world| {
             // Large copies are sometimes cut short.
             world.comes(Moment::Filled);
             let pages = content.len() / PAGE;
-            let most = if pages > 1 && world.chance(100) {
+            let pages_max = if pages > 1 && world.chance(100) {
                 world.between(1, pages as u64) as usize
             } else {
                 pages
             };
-            for (index, page) in content.chunks(PAGE).take(most).enumerate() {
+            for (index, page) in content.chunks(PAGE).take(pages_max).enumerate() {
                 let at = first.plus(index as u32);
-                let filled = world.kernel.borrow_mut().copy(at, words_of(page), protect);
+                let filled = world.kernel.borrow_mut().copy(at, to_page_words(page), protect);
                 world.log(|| format!("pager fills {at:?}, protected: {protect}: {filled:?}"));
-                if filled != Filled::Done {
-                    return if index > 0 { (index, Filled::Done) } else { (0, filled) };
+                if filled != FillResult::Done {
+                    return if index > 0 {
+                        (index, FillResult::Done)
+                    } else {
+                        (0, filled)
+                    };
                 }
             }
-            (most, Filled::Done)
+            (pages_max, FillResult::Done)
         })
     }
 
-    fn fill_zero(&self, page: PageIndex) -> Filled {
+    fn fill_zero(&self, page: PageIndex) -> FillResult {
         self.call(|world| {
             let filled = world.kernel.borrow_mut().copy(page, [0; WORDS], false);
             world.log(|| format!("pager fills {page:?} with zeros: {filled:?}"));
@@ -75,7 +79,7 @@ impl GuestMemory for Guest {
         })
     }
 
-    fn poison(&self, page: PageIndex) -> Filled {
+    fn poison(&self, page: PageIndex) -> FillResult {
         self.call(|world| {
             let mut kernel = world.kernel.borrow_mut();
             kernel.protect(PageRun::one(page), false);
@@ -88,7 +92,7 @@ impl GuestMemory for Guest {
     fn map(&self, page: PageIndex) {
         self.call(|world| {
             world.log(|| format!("pager maps {page:?}"));
-            world.kernel.borrow_mut().continue_(page);
+            world.kernel.borrow_mut().resolve_minor(page);
         });
     }
 
@@ -116,22 +120,22 @@ impl GuestMemory for Guest {
         });
     }
 
-    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+    fn visit_resident(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
         self.call(|world| present(world, run, found));
         Ok(())
     }
 
     fn read(&self, page: PageIndex, into: &mut [u8; PAGE]) -> io::Result<()> {
         self.call(|world| {
-            let words = world.kernel.borrow().read(page);
-            for (into, word) in into.chunks_mut(8).zip(words) {
+            let arguments = world.kernel.borrow().read(page);
+            for (into, word) in into.chunks_mut(8).zip(arguments) {
                 into.copy_from_slice(&word.to_ne_bytes());
             }
         });
         Ok(())
     }
 
-    fn take_out(&self, run: PageRun) -> io::Result<()> {
+    fn remove_pages(&self, run: PageRun) -> io::Result<()> {
         self.call(|world| {
             world.log(|| format!("pager punches out {run:?}"));
             punch(world, run);
@@ -139,7 +143,7 @@ impl GuestMemory for Guest {
         Ok(())
     }
 
-    fn forget(&self, region: &Region) {
+    fn drop_region(&self, region: &Region) {
         self.call(|world| {
             world.kernel.borrow_mut().forget(region.first);
         });
@@ -149,12 +153,12 @@ impl GuestMemory for Guest {
 /// Reports the pages of `run` that are in memory.
 pub(super) fn present(world: &World, run: PageRun, found: &mut dyn FnMut(PageRun)) {
     let kernel = world.kernel.borrow();
-    let there = run
+    let present_pages = run
         .pages()
         .filter(|page| !kernel.area(*page).is_forgotten && kernel.is_present(*page));
-    let there: Vec<PageIndex> = there.collect();
+    let present_pages: Vec<PageIndex> = present_pages.collect();
     drop(kernel);
-    runs(there).for_each(found);
+    runs(present_pages).for_each(found);
 }
 
 fn punch(world: &World, run: PageRun) {
@@ -178,8 +182,8 @@ impl Backing for Files {
             }
             for (page, into) in run.pages().zip(into.chunks_mut(PAGE)) {
                 if !world.kernel.borrow().area(page).is_forgotten {
-                    let words = world.kernel.borrow().read(page);
-                    for (into, word) in into.chunks_mut(8).zip(words) {
+                    let arguments = world.kernel.borrow().read(page);
+                    for (into, word) in into.chunks_mut(8).zip(arguments) {
                         into.copy_from_slice(&word.to_ne_bytes());
                     }
                 }
@@ -212,7 +216,7 @@ impl Backing for Files {
         .unwrap_or(Ok(()))
     }
 
-    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+    fn visit_resident(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
         with_current(|world| present(world, run, found));
         Ok(())
     }
@@ -222,12 +226,12 @@ impl Backing for Files {
 pub(super) struct Helper(pub(super) Rc<World>);
 
 impl Worker for Helper {
-    fn give(&self, job: Job) {
+    fn submit(&self, job: Job) {
         self.0.call();
         self.0.jobs.borrow_mut().push_back(job);
     }
 
-    fn take(&self, _: Option<&Waker>) -> Option<Done> {
+    fn next_result(&self, _: Option<&Waker>) -> Option<WorkerResult> {
         self.0.point();
         let done = self.0.done.borrow_mut().pop_front();
         if done.is_some() {

@@ -7,12 +7,12 @@ use std::rc::Rc;
 
 use larder_memory::state::Region;
 use larder_memory::units::{PAGE_BYTES, PageIndex, PageRun};
-use larder_memory::userfaultfd::{Cause, Filled, Message, Range, RawMessage};
+use larder_memory::userfaultfd::{AddressRange, FaultCause, FillResult, RawUffdMessage, UffdMessage};
 
-use super::content::{WORDS, Words};
+use super::content::{PageWords, WORDS};
 
 /// A page of physical memory. Device I/O keeps it alive even after it has been punched out of its file.
-pub(super) type Frame = Rc<RefCell<Words>>;
+pub(super) type Frame = Rc<RefCell<PageWords>>;
 
 /// The process's page table entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,7 +33,7 @@ struct Page {
 }
 
 /// A mapping of a file.
-pub(super) struct Area {
+pub(super) struct MappedArea {
     pub(super) region: Region,
     /// True if the area is registered with userfaultfd.
     pub(super) is_registered: bool,
@@ -48,12 +48,12 @@ struct Waiter {
     thread: usize,
     page: PageIndex,
     write: bool,
-    cause: Cause,
+    cause: FaultCause,
     is_read: bool,
 }
 
 struct Event {
-    message: Message,
+    message: UffdMessage,
     thread: usize,
 }
 
@@ -66,7 +66,7 @@ pub(super) enum Access {
 
 pub(super) struct Kernel {
     pages: Vec<Page>,
-    pub(super) areas: Vec<Area>,
+    pub(super) areas: Vec<MappedArea>,
     waiters: Vec<Waiter>,
     events: VecDeque<Event>,
     /// Number of threads that wait until their event is read, or whose event was read and that have not yet
@@ -109,7 +109,7 @@ impl Kernel {
             frame: None,
             pte: Pte::None,
         }));
-        self.areas.push(Area {
+        self.areas.push(MappedArea {
             region,
             is_registered: false,
             is_mapped: true,
@@ -118,7 +118,7 @@ impl Kernel {
         region
     }
 
-    pub(super) fn area(&self, page: PageIndex) -> &Area {
+    pub(super) fn area(&self, page: PageIndex) -> &MappedArea {
         let area = self.areas.iter().find(|area| area.region.contains(page));
         area.expect("every page belongs to an area")
     }
@@ -149,10 +149,10 @@ impl Kernel {
             (Pte::Mapped { protected }, Some(frame)) if !(protected && write && is_registered) => {
                 return Access::Done(Rc::clone(frame));
             }
-            (Pte::Mapped { .. }, Some(_)) => Cause::Protected,
+            (Pte::Mapped { .. }, Some(_)) => FaultCause::Protected,
             (Pte::Mapped { .. }, None) => unreachable!("a punched-out page is not mapped"),
-            (Pte::None | Pte::Protected, Some(_)) => Cause::Minor,
-            (Pte::None | Pte::Protected, None) => Cause::Missing,
+            (Pte::None | Pte::Protected, Some(_)) => FaultCause::Minor,
+            (Pte::None | Pte::Protected, None) => FaultCause::Missing,
         };
         if !is_registered {
             of.pte = Pte::Mapped { protected: false };
@@ -174,7 +174,7 @@ impl Kernel {
     }
 
     /// Returns one of the pages that a thread waits for; `pick` chooses an index below the count that it is given.
-    pub(super) fn some_waited_for(&self, pick: impl FnOnce(u64) -> u64) -> Option<PageIndex> {
+    pub(super) fn random_waited_page(&self, pick: impl FnOnce(u64) -> u64) -> Option<PageIndex> {
         let count = self.waiters.len() as u64;
         (count > 0).then(|| self.waiters[pick(count) as usize].page)
     }
@@ -203,27 +203,27 @@ impl Kernel {
         self.zap(page);
     }
 
-    fn range_of(&self, run: PageRun) -> Range {
+    fn range_of(&self, run: PageRun) -> AddressRange {
         let region = self.area(run.first).region;
-        Range {
+        AddressRange {
             start: region.address_of(run.first),
             len: run.bytes(),
         }
     }
 
     /// Begins `MADV_DONTNEED`, which sends an event and waits until it is read. Returns whether it must wait.
-    pub(super) fn dontneed_begins(&mut self, thread: usize, run: PageRun) -> bool {
+    pub(super) fn begin_dontneed(&mut self, thread: usize, run: PageRun) -> bool {
         if !self.area(run.first).is_registered {
             return false;
         }
         self.changing += 1;
-        let message = Message::Removed(self.range_of(run));
+        let message = UffdMessage::Removed(self.range_of(run));
         self.events.push_back(Event { message, thread });
         true
     }
 
     /// Lets the thread continue if its event was read. Returns whether it was.
-    pub(super) fn event_was_heard(&mut self, thread: usize) -> bool {
+    pub(super) fn take_event_read(&mut self, thread: usize) -> bool {
         let Some(index) = self.heard.iter().position(|heard| *heard == thread) else {
             return false;
         };
@@ -233,7 +233,7 @@ impl Kernel {
     }
 
     /// Completes `MADV_DONTNEED`: removes the mappings of the pages, and their poison if `drops_poison` is set.
-    pub(super) fn dontneed_ends(&mut self, run: PageRun, drops_poison: bool) {
+    pub(super) fn finish_dontneed(&mut self, run: PageRun, drops_poison: bool) {
         for page in run.pages() {
             self.zap(page);
             let of = self.page(page);
@@ -258,7 +258,7 @@ impl Kernel {
         }
         self.changing += 1;
         self.events.push_back(Event {
-            message: Message::Unmapped(self.range_of(run)),
+            message: UffdMessage::Unmapped(self.range_of(run)),
             thread,
         });
         true
@@ -294,7 +294,7 @@ impl Kernel {
         self.heard.extend(self.events.drain(..).map(|event| event.thread));
     }
 
-    pub(super) fn receive(&mut self, buffer: &mut [RawMessage]) -> usize {
+    pub(super) fn receive(&mut self, buffer: &mut [RawUffdMessage]) -> usize {
         let mut count = 0;
         for waiter in self.waiters.iter_mut().filter(|waiter| !waiter.is_read) {
             if count == buffer.len() {
@@ -302,7 +302,7 @@ impl Kernel {
             }
             waiter.is_read = true;
             let area = self.areas.iter().find(|area| area.region.contains(waiter.page));
-            let message = Message::Fault {
+            let message = UffdMessage::Fault {
                 address: area.map_or(0, |area| area.region.address_of(waiter.page)),
                 write: waiter.write,
                 cause: waiter.cause,
@@ -321,7 +321,7 @@ impl Kernel {
         count
     }
 
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn has_unread_messages(&self) -> bool {
         self.waiters.iter().any(|waiter| !waiter.is_read) || !self.events.is_empty()
     }
 
@@ -330,34 +330,34 @@ impl Kernel {
             .retain(|waiter| waiter.page < run.first || waiter.page >= run.end());
     }
 
-    fn cannot(&self, page: PageIndex) -> Option<Filled> {
+    fn cannot(&self, page: PageIndex) -> Option<FillResult> {
         let area = self.area(page);
         if !area.is_mapped || !area.is_registered {
-            return Some(Filled::Gone);
+            return Some(FillResult::Unmapped);
         }
-        (self.changing > 0).then_some(Filled::Changing)
+        (self.changing > 0).then_some(FillResult::MappingChanged)
     }
 
     /// UFFDIO_COPY or UFFDIO_ZEROPAGE of one page.
-    pub(super) fn copy(&mut self, page: PageIndex, words: Words, protected: bool) -> Filled {
-        if let Some(why) = self.cannot(page) {
-            return why;
+    pub(super) fn copy(&mut self, page: PageIndex, arguments: PageWords, protected: bool) -> FillResult {
+        if let Some(reason) = self.cannot(page) {
+            return reason;
         }
         if self.is_short {
-            return Filled::NoMemory;
+            return FillResult::NoMemory;
         }
         let of = self.page(page);
         if of.frame.is_some() {
-            return Filled::Present;
+            return FillResult::AlreadyPresent;
         }
-        of.frame = Some(Rc::new(RefCell::new(words)));
+        of.frame = Some(Rc::new(RefCell::new(arguments)));
         of.pte = Pte::Mapped { protected };
         self.wake(PageRun::one(page));
-        Filled::Done
+        FillResult::Done
     }
 
     /// UFFDIO_CONTINUE. Waiting threads are woken in any case.
-    pub(super) fn continue_(&mut self, page: PageIndex) {
+    pub(super) fn resolve_minor(&mut self, page: PageIndex) {
         if self.cannot(page).is_none() {
             let of = self.page(page);
             if of.frame.is_some() && !matches!(of.pte, Pte::Mapped { .. }) {
@@ -388,21 +388,21 @@ impl Kernel {
     }
 
     /// UFFDIO_POISON.
-    pub(super) fn poison(&mut self, page: PageIndex) -> Filled {
-        if let Some(why) = self.cannot(page) {
-            return why;
+    pub(super) fn poison(&mut self, page: PageIndex) -> FillResult {
+        if let Some(reason) = self.cannot(page) {
+            return reason;
         }
         let of = self.page(page);
         if of.pte != Pte::None {
-            return Filled::Present;
+            return FillResult::AlreadyPresent;
         }
         of.pte = Pte::Poison;
         self.wake(PageRun::one(page));
-        Filled::Done
+        FillResult::Done
     }
 
     /// Returns the file's content; zeros where there is no page.
-    pub(super) fn read(&self, page: PageIndex) -> Words {
+    pub(super) fn read(&self, page: PageIndex) -> PageWords {
         match &self.pages[page.as_usize()].frame {
             Some(frame) => *frame.borrow(),
             None => [0; WORDS],

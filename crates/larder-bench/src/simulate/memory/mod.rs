@@ -23,7 +23,7 @@ pub struct Memory {
 }
 
 /// All kinds.
-pub const MEMORIES: [&Memory; 4] = [
+pub const MEMORY_SUBJECTS: [&Memory; 4] = [
     &Memory {
         name: "memory-ram",
         variant: Variant::Ram,

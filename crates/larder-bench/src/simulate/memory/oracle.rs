@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use larder_memory::pager::REPORTED_WITHIN;
+use larder_memory::pager::HOLE_REPORT_DELAY_MAX;
 use larder_memory::units::PageIndex;
 
-use super::content::{self, Stamp, Words};
+use super::content::{self, PageWords, Stamp};
 
 /// Reason for which a page may be unreadable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,7 +20,7 @@ pub(super) enum Damage {
     GivenUp,
 }
 
-struct Truth {
+struct PageTruth {
     /// Allowed contents.
     may: Vec<Stamp>,
     /// True if the page is being discarded.
@@ -40,14 +40,14 @@ struct Truth {
 /// Allowed content of all pages.
 #[derive(Default)]
 pub(super) struct Oracle {
-    pages: Vec<Truth>,
+    pages: Vec<PageTruth>,
     numbers: u64,
 }
 
 impl Oracle {
     /// Adds zeroed pages.
     pub(super) fn grow(&mut self, pages: u32) {
-        self.pages.extend((0..pages).map(|_| Truth {
+        self.pages.extend((0..pages).map(|_| PageTruth {
             may: vec![0],
             is_given_up: false,
             since: Duration::ZERO,
@@ -71,17 +71,17 @@ impl Oracle {
     }
 
     /// Returns whether a device is writing to the page.
-    pub(super) fn is_in_io(&self, page: PageIndex) -> bool {
+    pub(super) fn has_device_write(&self, page: PageIndex) -> bool {
         self.pages[page.as_usize()].io.is_some()
     }
 
     /// Checks content that the process has read. Returns its stamp.
-    pub(super) fn read(&mut self, page: PageIndex, words: &Words) -> Result<Stamp, String> {
+    pub(super) fn read(&mut self, page: PageIndex, words: &PageWords) -> Result<Stamp, String> {
         let truth = &mut self.pages[page.as_usize()];
-        let Some(found) = truth.may.iter().copied().find(|stamp| content::is(words, *stamp)) else {
-            let what = match self.stamp_of(words) {
+        let Some(found) = truth.may.iter().copied().find(|write_id| content::is(words, *write_id)) else {
+            let what = match self.write_id_of(words) {
                 Some(0) => "zeros".to_owned(),
-                Some(stamp) => format!("write {stamp}"),
+                Some(write_id) => format!("write {write_id}"),
                 None => format!("{:x?}..., which was never written", &words[..4]),
             };
             let truth = &self.pages[page.as_usize()];
@@ -102,7 +102,7 @@ impl Oracle {
         Ok(found)
     }
 
-    fn stamp_of(&self, words: &Words) -> Option<Stamp> {
+    fn write_id_of(&self, words: &PageWords) -> Option<Stamp> {
         let mut all = (1..=self.numbers).flat_map(|number| {
             [content::Kind::Random, content::Kind::Structured, content::Kind::Uniform]
                 .map(|kind| content::stamp(number, kind))
@@ -152,7 +152,7 @@ impl Oracle {
 
     /// Records that the process has punched the page out of its file at the time `now`, and is about to notify the
     /// pager.
-    pub(super) fn give_up_begins(&mut self, page: PageIndex, now: Duration) {
+    pub(super) fn begin_discard(&mut self, page: PageIndex, now: Duration) {
         let truth = &mut self.pages[page.as_usize()];
         truth.is_given_up = true;
         truth.since = now;
@@ -161,7 +161,7 @@ impl Oracle {
     }
 
     /// Records that the discard is complete, and its notification was received.
-    pub(super) fn give_up_ends(&mut self, page: PageIndex) {
+    pub(super) fn end_discard(&mut self, page: PageIndex) {
         let truth = &mut self.pages[page.as_usize()];
         truth.is_given_up = false;
         if !std::mem::take(&mut truth.is_unheard) {
@@ -177,12 +177,12 @@ impl Oracle {
     /// Records that the pager has detached at the time `now`.
     pub(super) fn let_go(&mut self, now: Duration) {
         for truth in &mut self.pages {
-            truth.is_unheard = truth.is_given_up && now.saturating_sub(truth.since) >= REPORTED_WITHIN;
+            truth.is_unheard = truth.is_given_up && now.saturating_sub(truth.since) >= HOLE_REPORT_DELAY_MAX;
         }
     }
 
     /// Records that a device begins to write to the page.
-    pub(super) fn io_begins(&mut self, page: PageIndex, stamp: Stamp) {
+    pub(super) fn begin_device_write(&mut self, page: PageIndex, stamp: Stamp) {
         let truth = &mut self.pages[page.as_usize()];
         truth.io = Some(stamp);
         truth.damage = Damage::None;
@@ -190,11 +190,11 @@ impl Oracle {
     }
 
     /// Records that the device has finished.
-    pub(super) fn io_ends(&mut self, page: PageIndex) {
+    pub(super) fn end_device_write(&mut self, page: PageIndex) {
         let truth = &mut self.pages[page.as_usize()];
-        if let Some(stamp) = truth.io.take() {
+        if let Some(write_id) = truth.io.take() {
             truth.may.clear();
-            truth.may.push(stamp);
+            truth.may.push(write_id);
         }
     }
 }

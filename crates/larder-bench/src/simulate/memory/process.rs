@@ -13,9 +13,9 @@ use super::shape::Shape;
 use super::world::World;
 
 /// Maximum number of pages discarded together.
-const GIVE_UP_PAGES: u64 = 24;
+const DISCARD_PAGES_MAX: u64 = 24;
 /// Maximum duration of device I/O, which must end before the quarantine of a page does.
-const IO_MAX: Duration = Duration::from_millis(40);
+const DEVICE_IO_TIME_MAX: Duration = Duration::from_millis(40);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum What {
@@ -116,23 +116,23 @@ impl Process {
     /// Lets a random thread make a step.
     pub(super) fn step(world: &Rc<World>) {
         let threads = world.shape.threads as u64;
-        Self::step_of(world, world.below(threads) as usize);
+        Self::step_thread(world, world.below(threads) as usize);
     }
 
     /// Lets each thread make a step.
-    pub(super) fn step_all(world: &Rc<World>) {
-        (0..world.shape.threads).for_each(|thread| Self::step_of(world, thread));
+    pub(super) fn step_all_threads(world: &Rc<World>) {
+        (0..world.shape.threads).for_each(|thread| Self::step_thread(world, thread));
     }
 
-    fn step_of(world: &Rc<World>, index: usize) {
+    fn step_thread(world: &Rc<World>, index: usize) {
         let doing = world.process.borrow().threads[index].doing;
         let next = match doing {
             Doing::Nothing if world.process.borrow().is_quiet => return,
             Doing::Nothing => begin(world, index),
             Doing::Access(..) if world.kernel.borrow().is_waiting(index) => return,
             Doing::Access(page, what) => access(world, index, page, what),
-            Doing::GivingUp(run, stage) => go_on_giving_up(world, index, run, stage),
-            Doing::Unmapping => match world.kernel.borrow_mut().event_was_heard(index) {
+            Doing::GivingUp(run, stage) => continue_discard(world, index, run, stage),
+            Doing::Unmapping => match world.kernel.borrow_mut().take_event_read(index) {
                 true => Doing::Nothing,
                 false => doing,
             },
@@ -141,19 +141,19 @@ impl Process {
     }
 
     /// Lets the first thread access `page`.
-    pub(super) fn read_first(world: &Rc<World>, page: PageIndex) {
+    pub(super) fn read_by_first_thread(world: &Rc<World>, page: PageIndex) {
         world.process.borrow_mut().threads[0].doing = Doing::Access(page, What::Read);
     }
 
     /// Completes device I/O that ends by `until`.
-    pub(super) fn end_device_io(&mut self, world: &World, until: Duration) {
+    pub(super) fn complete_device_io(&mut self, world: &World, until: Duration) {
         self.io.retain(|io| {
             if io.ends > until {
                 return true;
             }
             world.log(|| format!("device has written {} to {:?}", io.stamp, io.page));
             *io.frame.borrow_mut() = content::words(io.stamp);
-            self.oracle.io_ends(io.page);
+            self.oracle.end_device_write(io.page);
             false
         });
     }
@@ -165,7 +165,7 @@ fn stamp(world: &World) -> Stamp {
 }
 
 /// Returns a random page that can be accessed.
-fn some_page(world: &World) -> PageIndex {
+fn random_page(world: &World) -> PageIndex {
     let mapped: Vec<_> = {
         let kernel = world.kernel.borrow();
         let areas = kernel.areas.iter().filter(|area| area.is_mapped);
@@ -184,15 +184,15 @@ fn some_page(world: &World) -> PageIndex {
 fn begin(world: &Rc<World>, index: usize) -> Doing {
     let walk = world.process.borrow_mut().threads[index].walk.take();
     if let Some(walk) = walk {
-        return go_on_walking(world, index, walk);
+        return continue_walk(world, index, walk);
     }
     if world.chance(world.shape.give_ups_per_mille) {
         return begin_giving_up(world);
     }
     if world.chance(1) {
-        return begin_unmapping(world, index);
+        return begin_unmap(world, index);
     }
-    let page = some_page(world);
+    let page = random_page(world);
     if world.chance(40) {
         let walk = Walk {
             next: page,
@@ -200,7 +200,7 @@ fn begin(world: &Rc<World>, index: usize) -> Doing {
             up: world.chance(700),
             write: world.chance(200),
         };
-        return go_on_walking(world, index, walk);
+        return continue_walk(world, index, walk);
     }
     let is_quiet = world.process.borrow().oracle.is_quiet(page);
     if !world.shape.quarantine.is_zero() && is_quiet && world.chance(50) {
@@ -214,7 +214,7 @@ fn begin(world: &Rc<World>, index: usize) -> Doing {
     access(world, index, page, what)
 }
 
-fn go_on_walking(world: &Rc<World>, index: usize, walk: Walk) -> Doing {
+fn continue_walk(world: &Rc<World>, index: usize, walk: Walk) -> Doing {
     let page = walk.next;
     let region = {
         let kernel = world.kernel.borrow();
@@ -242,47 +242,48 @@ fn go_on_walking(world: &Rc<World>, index: usize, walk: Walk) -> Doing {
 /// Accesses a page, or waits for it.
 fn access(world: &Rc<World>, index: usize, page: PageIndex, what: What) -> Doing {
     // A driver does not access memory that its device writes to.
-    if world.process.borrow().oracle.is_in_io(page) {
+    if world.process.borrow().oracle.has_device_write(page) {
         return Doing::Access(page, what);
     }
     let is_quiet = world.process.borrow().oracle.is_quiet(page);
     if !world.kernel.borrow().area(page).is_mapped || matches!(what, What::Device(_)) && !is_quiet {
         return Doing::Nothing;
     }
-    let accessed = world.kernel.borrow_mut().access(index, page, what != What::Read);
+    let result = world.kernel.borrow_mut().access(index, page, what != What::Read);
     let mut process = world.process.borrow_mut();
     let process = &mut *process;
-    match accessed {
+    match result {
         Access::Waits => {
             world.log(|| format!("thread {index}: {what:?} of {page:?} waits"));
             return Doing::Access(page, what);
         }
         Access::MemoryError => {
             world.log(|| format!("thread {index}: {what:?} of {page:?}: memory error"));
-            if let Err(why) = process.oracle.memory_error(page) {
-                world.fail(why);
+            if let Err(reason) = process.oracle.memory_error(page) {
+                world.fail(reason);
             }
         }
         Access::Done(frame) => {
             process.accesses += 1;
             match what {
                 What::Read => match process.oracle.read(page, &frame.borrow()) {
-                    Ok(stamp) => world.log(|| format!("thread {index}: reads {stamp} of {page:?}")),
-                    Err(why) => world.fail(why),
+                    Ok(write_id) => world.log(|| format!("thread {index}: reads {write_id} of {page:?}")),
+                    Err(reason) => world.fail(reason),
                 },
-                What::Write(stamp) => {
-                    world.log(|| format!("thread {index}: writes {stamp} to {page:?}"));
-                    *frame.borrow_mut() = content::words(stamp);
-                    process.oracle.written(page, stamp);
+                What::Write(write_id) => {
+                    world.log(|| format!("thread {index}: writes {write_id} to {page:?}"));
+                    *frame.borrow_mut() = content::words(write_id);
+                    process.oracle.written(page, write_id);
                 }
-                What::Device(stamp) => {
-                    let ends = world.now() + Duration::from_micros(world.between(1, IO_MAX.as_micros() as u64));
-                    world.log(|| format!("thread {index}: a device writes {stamp} to {page:?} until {ends:?}"));
-                    process.oracle.io_begins(page, stamp);
+                What::Device(write_id) => {
+                    let ends =
+                        world.now() + Duration::from_micros(world.between(1, DEVICE_IO_TIME_MAX.as_micros() as u64));
+                    world.log(|| format!("thread {index}: a device writes {write_id} to {page:?} until {ends:?}"));
+                    process.oracle.begin_device_write(page, write_id);
                     process.io.push(DeviceIo {
                         page,
                         frame,
-                        stamp,
+                        stamp: write_id,
                         ends,
                     });
                 }
@@ -294,16 +295,16 @@ fn access(world: &Rc<World>, index: usize, page: PageIndex, what: What) -> Doing
 
 fn begin_giving_up(world: &World) -> Doing {
     // Half of the time, discards a page that a thread waits for.
-    let wanted = world.kernel.borrow().some_waited_for(|count| world.below(count));
-    let first = match wanted.filter(|_| world.chance(500)) {
-        Some(wanted) => wanted,
-        None => some_page(world),
+    let waited_page = world.kernel.borrow().random_waited_page(|count| world.below(count));
+    let first = match waited_page.filter(|_| world.chance(500)) {
+        Some(waited_page) => waited_page,
+        None => random_page(world),
     };
     let region = world.kernel.borrow().area(first).region;
-    let room = u64::from(region.pages - (first.get() - region.first.get()));
+    let pages_max = u64::from(region.pages - (first.get() - region.first.get()));
     let run = PageRun {
         first,
-        count: world.between(1, GIVE_UP_PAGES.min(room)) as u32,
+        count: world.between(1, DISCARD_PAGES_MAX.min(pages_max)) as u32,
     };
     let mut process = world.process.borrow_mut();
     if !run.pages().all(|page| process.oracle.is_quiet(page)) {
@@ -312,27 +313,27 @@ fn begin_giving_up(world: &World) -> Doing {
     world.log(|| format!("process punches {run:?}"));
     for page in run.pages() {
         world.kernel.borrow_mut().punch(page);
-        process.oracle.give_up_begins(page, world.now());
+        process.oracle.begin_discard(page, world.now());
     }
     Doing::GivingUp(run, Stage::Punched)
 }
 
-fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> Doing {
+fn continue_discard(world: &World, index: usize, run: PageRun, stage: Stage) -> Doing {
     let mut kernel = world.kernel.borrow_mut();
     match stage {
         Stage::Punched => {
-            let waits = kernel.dontneed_begins(index, run);
+            let waits = kernel.begin_dontneed(index, run);
             world.log(|| format!("thread {index}: notifies the pager that {run:?} is discarded"));
             Doing::GivingUp(run, if waits { Stage::Said } else { Stage::Heard })
         }
-        Stage::Said => match kernel.event_was_heard(index) {
+        Stage::Said => match kernel.take_event_read(index) {
             true => Doing::GivingUp(run, Stage::Heard),
             false => Doing::GivingUp(run, stage),
         },
         Stage::Heard => {
-            kernel.dontneed_ends(run, world.shape.drops_poison);
+            kernel.finish_dontneed(run, world.shape.drops_poison);
             let mut process = world.process.borrow_mut();
-            run.pages().for_each(|page| process.oracle.give_up_ends(page));
+            run.pages().for_each(|page| process.oracle.end_discard(page));
             // Freed memory is often reused soon.
             if world.chance(500) {
                 process.threads[index].walk = Some(Walk {
@@ -349,7 +350,7 @@ fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> D
 }
 
 /// Unmaps a region without operations in progress.
-fn begin_unmapping(world: &World, index: usize) -> Doing {
+fn begin_unmap(world: &World, index: usize) -> Doing {
     let mut kernel = world.kernel.borrow_mut();
     let process = world.process.borrow();
     let mapped: Vec<usize> = (0..kernel.areas.len())

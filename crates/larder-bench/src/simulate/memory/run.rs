@@ -9,37 +9,37 @@ use std::time::Duration;
 
 use larder_block::backend::simulated::SeededRng;
 use larder_memory::entry::Tier;
-use larder_memory::log::SEGMENT;
-use larder_memory::pager::{Options, Pager};
+use larder_memory::pager::{Pager, PagerOptions};
+use larder_memory::segment_log::SEGMENT_BYTES;
 use larder_memory::shared::SharedMemory;
-use larder_memory::state::{Region, State};
-use larder_memory::store::Store;
+use larder_memory::state::{PagerState, Region};
+use larder_memory::store::SegmentStore;
 use larder_memory::units::{PAGE_BYTES, PageIndex, PageRun};
-use larder_memory::worker::Hands;
+use larder_memory::worker::WorkerState;
 
 use super::super::seed::Summary;
 use super::guest::{Files, Guest, Helper, present};
 use super::process::Process;
 use super::shape::{CAPACITY, Shape, Variant};
-use super::store::{Disk, Medium, stored_in};
-use super::world::{Killed, MOMENTS, World, frozen_clock, set_current, with_current};
+use super::store::{Disk, StoreMedium, stored_in};
+use super::world::{KILL_TRIGGERS, Killed, World, frozen_clock, set_current, with_current};
 
 /// Start time of the process, as recorded in its state.
 const STARTED: u64 = 7;
 
 /// Maximum number of successive steps without the clock moving, after which the pager counts as restless.
-const RESTLESS: u32 = 30_000;
+const STEPS_WITHOUT_TIME_MAX: u32 = 30_000;
 /// Number and length of the time steps for the pager to come to rest, in sum longer than any of its retry delays.
-const REST_ROUNDS: u32 = 150;
-const REST_STEP: Duration = Duration::from_millis(200);
+const IDLE_STEPS_MAX: u32 = 150;
+const IDLE_STEP: Duration = Duration::from_millis(200);
 
 /// A run of one seed.
 pub(crate) struct Run {
     world: Rc<World>,
-    media: Vec<Rc<RefCell<Medium>>>,
+    media: Vec<Rc<RefCell<StoreMedium>>>,
     compressed: Option<Arc<SharedMemory>>,
-    state: Option<Arc<State>>,
-    options: Options,
+    state: Option<Arc<PagerState>>,
+    options: PagerOptions,
     is_detaching: bool,
     summary: Summary,
 }
@@ -55,7 +55,7 @@ enum End {
 impl Drop for Run {
     fn drop(&mut self) {
         // Breaks the reference cycle of pager and world.
-        self.forget_pager();
+        self.drop_pager();
         set_current(None);
     }
 }
@@ -65,14 +65,17 @@ impl Run {
     pub(crate) fn new(variant: Variant, seed: u64, is_logged: bool) -> Self {
         let mut random = SeededRng::new(seed);
         let shape = Shape::new(variant, &mut random);
-        let media = shape.disks.iter().map(|(tier, segments)| Medium::new(*tier, *segments));
-        let options = Options {
+        let media = shape
+            .disks
+            .iter()
+            .map(|(tier, segments)| StoreMedium::new(*tier, *segments));
+        let options = PagerOptions {
             limit_bytes: 0,
             compressed_bytes: 0,
             quarantine: shape.quarantine,
-            first_thread: shape.has_first_thread.then_some(100),
+            priority_thread: shape.has_first_thread.then_some(100),
             prefetch: shape.prefetch,
-            workers: shape.threads,
+            guest_threads: shape.threads,
         };
         Self {
             media: media.collect(),
@@ -114,14 +117,14 @@ impl Run {
             let end = catch_unwind(AssertUnwindSafe(|| self.live(life == lives)));
             let end = match end {
                 Ok(end) => end?,
-                Err(thrown) if thrown.is::<Killed>() => End::Killed,
-                Err(thrown) => {
-                    self.forget_pager();
-                    resume_unwind(thrown)
+                Err(panic) if panic.is::<Killed>() => End::Killed,
+                Err(panic) => {
+                    self.drop_pager();
+                    resume_unwind(panic)
                 }
             };
             world.kill_in(0);
-            self.check_unbroken()?;
+            self.check_violation()?;
             match end {
                 End::Killed => self.killed(),
                 End::LetGo => {
@@ -136,9 +139,9 @@ impl Run {
             for _ in 0..world.between(0, 20) {
                 Process::step(&world);
             }
-            self.check_unbroken()?;
+            self.check_violation()?;
         }
-        self.forget_pager();
+        self.drop_pager();
         self.summary.requests = world.process.borrow().accesses;
         self.summary.virtual_time = world.now();
         Ok(self.summary)
@@ -149,18 +152,18 @@ impl Run {
         let world = &self.world;
         match world.below(10) {
             0..3 => {
-                let most = world.pick(&[20, 200, 2000, 10_000]);
-                world.kill_in(world.between(1, most));
+                let limit_max = world.pick(&[20, 200, 2000, 10_000]);
+                world.kill_in(world.between(1, limit_max));
             }
             3..8 => {
-                let (moment, count) = (world.pick(&MOMENTS), world.between(1, 40));
+                let (moment, count) = (world.pick(&KILL_TRIGGERS), world.between(1, 40));
                 world.kill_after(moment, count, world.between(1, 12));
             }
             _ => {}
         }
     }
 
-    fn check_unbroken(&self) -> Outcome {
+    fn check_violation(&self) -> Outcome {
         self.world.broken().map_or(Ok(()), Err)
     }
 
@@ -170,11 +173,11 @@ impl Run {
         self.world.process.borrow_mut().oracle.grow(pages);
     }
 
-    fn forget_pager(&mut self) {
+    fn drop_pager(&mut self) {
         if let Some(pager) = self.world.pager.take() {
-            let figures = pager.figures();
-            self.summary.pages_out += figures.evicted;
-            self.summary.pages_lost += figures.lost;
+            let statistics = pager.stats();
+            self.summary.pages_out += statistics.evicted;
+            self.summary.pages_lost += statistics.lost;
         }
         self.world.hands.take();
         self.world.jobs.take();
@@ -185,8 +188,8 @@ impl Run {
     fn killed(&mut self) {
         self.world.log(|| "--- the pager has exited".to_owned());
         self.summary.stops += 1;
-        self.world.set_meanwhile(0);
-        self.forget_pager();
+        self.world.set_interleave(0);
+        self.drop_pager();
         for medium in &self.media {
             Disk::forget(&self.world, medium);
         }
@@ -195,8 +198,8 @@ impl Run {
     /// Ends the management of the process after a detach.
     fn let_go(&mut self) -> Outcome {
         self.world.log(|| "--- the pager has detached".to_owned());
-        self.world.set_meanwhile(0);
-        self.forget_pager();
+        self.world.set_interleave(0);
+        self.drop_pager();
         self.state = None;
         self.compressed = None;
         self.world.memory.take();
@@ -215,9 +218,9 @@ impl Run {
         let mut state = match self.state.take() {
             Some(state) => {
                 let memory = SharedMemory::open(std::os::fd::AsFd::as_fd(state.memory())).map_err(failed)?;
-                State::open(memory, STARTED).map_err(|error| error.to_string())?
+                PagerState::open(memory, STARTED).map_err(|error| error.to_string())?
             }
-            None => State::create(CAPACITY, STARTED).map_err(failed)?,
+            None => PagerState::create(CAPACITY, STARTED).map_err(failed)?,
         };
         state.set_observer(|| {
             with_current(|world| world.point());
@@ -227,40 +230,40 @@ impl Run {
         let compressed = match &self.compressed {
             Some(compressed) => Arc::clone(compressed),
             None => {
-                let bytes = CAPACITY as usize * PAGE_BYTES as usize + SEGMENT;
+                let bytes = CAPACITY as usize * PAGE_BYTES as usize + SEGMENT_BYTES;
                 Arc::new(SharedMemory::create(c"larder-compressed", bytes).map_err(failed)?)
             }
         };
         self.compressed = Some(Arc::clone(&compressed));
         *world.memory.borrow_mut() = Some((Arc::clone(&state), Arc::clone(&compressed)));
-        world.set_meanwhile(world.shape.meanwhile_per_mille);
+        world.set_interleave(world.shape.meanwhile_per_mille);
         self.set_limits();
         let known = state.regions();
         for region in &known {
             let is_mapped = world.kernel.borrow().area(region.first).is_mapped;
             if is_mapped {
                 world.kernel.borrow_mut().register(region.first);
-            } else if !region.is_gone() {
-                state.forget_region(region.first);
+            } else if !region.is_unmapped() {
+                state.mark_unmapped(region.first);
                 world.kernel.borrow_mut().forget(region.first);
             }
             world.call();
         }
-        let mut there = Vec::new();
-        for region in state.regions().iter().filter(|region| !region.is_gone()) {
+        let mut present_runs = Vec::new();
+        for region in state.regions().iter().filter(|region| !region.is_unmapped()) {
             world.call();
             let run = PageRun {
                 first: region.first,
                 count: region.pages,
             };
-            present(&world, run, &mut |run| there.push(run));
+            present(&world, run, &mut |run| present_runs.push(run));
         }
         world.call();
-        let hands = Hands::new(Arc::new(Files), Arc::clone(&state), Arc::clone(&compressed));
-        *world.hands.borrow_mut() = Some(hands.with_clock(frozen_clock));
+        let worker_state = WorkerState::new(Arc::new(Files), Arc::clone(&state), Arc::clone(&compressed));
+        *world.hands.borrow_mut() = Some(worker_state.with_clock(frozen_clock));
         let stores = self.media.iter().map(|medium| {
             let tier: Tier = medium.borrow().tier();
-            (tier, Box::new(Disk::new(&world, medium)) as Box<dyn Store>)
+            (tier, Box::new(Disk::new(&world, medium)) as Box<dyn SegmentStore>)
         });
         let pager = Pager::new(
             Guest(Rc::clone(&world)),
@@ -268,7 +271,7 @@ impl Run {
             state,
             compressed,
             stores.collect(),
-            &there,
+            &present_runs,
             self.options.clone(),
         );
         *world.pager.borrow_mut() = Some(pager);
@@ -288,7 +291,7 @@ impl Run {
             if !is_mapped {
                 // Keeps the page numbers the same for all pagers.
                 world.kernel.borrow_mut().forget(region.first);
-                state.forget_region(region.first);
+                state.mark_unmapped(region.first);
                 if let Some(pager) = &mut *world.pager.borrow_mut() {
                     pager.add_region(Region { address: 0, ..region }, &[]);
                 }
@@ -329,7 +332,7 @@ impl Run {
         self.begin()?;
         let world = Rc::clone(&self.world);
         for _ in 0..world.between(20, world.shape.steps) {
-            self.check_unbroken()?;
+            self.check_violation()?;
             if let Some(end) = self.step()? {
                 return Ok(end);
             }
@@ -354,12 +357,12 @@ impl Run {
             76..86 => world.work(),
             86..93 => {
                 if !self.media.is_empty() {
-                    Disk::answer_one(&world, &self.media[world.below(self.media.len() as u64) as usize]);
+                    Disk::complete_one(&world, &self.media[world.below(self.media.len() as u64) as usize]);
                 }
             }
             93..96 => world.pass(Duration::from_micros(world.between(1, 20_000))),
             96 => self.seldom()?,
-            _ => self.misfortune(),
+            _ => self.inject_disturbance(),
         }
         Ok(None)
     }
@@ -369,12 +372,12 @@ impl Run {
         let world = &self.world;
         if self.is_detaching && world.chance(100) {
             // The pager waits for reports of holes.
-            world.pass(REST_STEP);
+            world.pass(IDLE_STEP);
         }
         world.turn();
         if self.is_detaching
             && let Some(pager) = &mut *world.pager.borrow_mut()
-            && pager.bring_back(world.between(1, 128) as u32)
+            && pager.page_in_step(world.between(1, 128) as u32)
         {
             return Some(End::LetGo);
         }
@@ -423,7 +426,7 @@ impl Run {
         true
     }
 
-    fn misfortune(&self) {
+    fn inject_disturbance(&self) {
         let world = &self.world;
         if world.chance(300) {
             let page = PageIndex::new(world.below(u64::from(world.kernel.borrow().pages())) as u32);
@@ -449,8 +452,8 @@ impl Run {
         let (page, at, len) = stored[world.below(stored.len() as u64) as usize];
         let (at, bit) = (at + world.below(len), world.below(8) as u8);
         let medium = self.media.iter().find(|medium| medium.borrow().tier() == tier);
-        let is_done = match (medium, &self.compressed) {
-            (Some(medium), _) => medium.borrow_mut().rot(at, bit),
+        let was_damaged = match (medium, &self.compressed) {
+            (Some(medium), _) => medium.borrow_mut().flip_bit(at, bit),
             (None, Some(compressed)) => {
                 let shift = at % 8 * 8 + u64::from(bit);
                 let word = compressed.word((at - at % 8) as usize);
@@ -459,31 +462,31 @@ impl Run {
             }
             (None, None) => false,
         };
-        if is_done {
+        if was_damaged {
             world.log(|| format!("bit {bit} of byte {at} of {tier:?} flips, in the copy of {page:?}"));
             world.process.borrow_mut().oracle.damaged(page);
         }
     }
 
     /// Runs everything until nothing more can be done at the present time.
-    fn exhaust(&mut self) -> Outcome {
+    fn run_until_blocked(&mut self) -> Outcome {
         let world = Rc::clone(&self.world);
-        for _ in 0..RESTLESS {
-            Process::step_all(&world);
-            let was_busy = world.worker_is_busy();
+        for _ in 0..STEPS_WITHOUT_TIME_MAX {
+            Process::step_all_threads(&world);
+            let was_busy = world.is_worker_busy();
             world.work();
             for medium in &self.media {
-                Disk::answer_one(&world, medium);
+                Disk::complete_one(&world, medium);
             }
-            let worked = world.turn_worked();
-            self.check_unbroken()?;
+            let worked = world.run_pager_once();
+            self.check_violation()?;
             if !worked
                 && !was_busy
-                && !world.worker_is_busy()
+                && !world.is_worker_busy()
                 && self.media.iter().all(|medium| medium.borrow().is_idle())
             {
-                Process::step_all(&world);
-                if !world.kernel.borrow().has_news() {
+                Process::step_all_threads(&world);
+                if !world.kernel.borrow().has_unread_messages() {
                     return Ok(());
                 }
             }
@@ -502,8 +505,8 @@ impl Run {
         world.process.borrow_mut().is_quiet = true;
         world.kernel.borrow_mut().is_short = false;
         let mut idle = 0;
-        for _ in 0..REST_ROUNDS {
-            self.exhaust()?;
+        for _ in 0..IDLE_STEPS_MAX {
+            self.run_until_blocked()?;
             let is_due = {
                 let pager = world.pager.borrow();
                 pager.as_ref().is_some_and(|pager| pager.next_turn().is_some())
@@ -513,10 +516,10 @@ impl Run {
             } else {
                 idle + 1
             };
-            if idle > 1 && self.keeps_limit() || idle > 80 {
+            if idle > 1 && self.is_within_limit() || idle > 80 {
                 break;
             }
-            world.pass(REST_STEP);
+            world.pass(IDLE_STEP);
         }
         if world.process.borrow().is_busy() {
             return Err(format!(
@@ -530,12 +533,12 @@ impl Run {
         Ok(())
     }
 
-    fn keeps_limit(&self) -> bool {
+    fn is_within_limit(&self) -> bool {
         let pager = self.world.pager.borrow();
         let Some(pager) = &*pager else { return true };
         pager.used_bytes() <= pager.limit_bytes()
             || pager.stuck().is_some()
-            || pager.present_pages() == 0
+            || pager.resident_pages() == 0
             || self.is_detaching
     }
 
@@ -547,18 +550,18 @@ impl Run {
         pager.check()?;
         let present = world.kernel.borrow().present_pages();
         // Pages whose eviction failed are counted only when they are next accessed.
-        if world.shape.worker_failures_per_mille == 0 && present != pager.present_pages() {
+        if world.shape.worker_failures_per_mille == 0 && present != pager.resident_pages() {
             return Err(format!(
                 "{present} pages are in memory, but the pager counts {}",
-                pager.present_pages()
+                pager.resident_pages()
             ));
         }
-        if world.shape.worker_failures_per_mille == 0 && !self.keeps_limit() {
+        if world.shape.worker_failures_per_mille == 0 && !self.is_within_limit() {
             return Err(format!(
                 "{} bytes are used with a limit of {}, {} pages are in memory, and nothing prevents their eviction; {:?}",
                 pager.used_bytes(),
                 pager.limit_bytes(),
-                pager.present_pages(),
+                pager.resident_pages(),
                 pager.stored_pages(),
             ));
         }
@@ -578,12 +581,12 @@ impl Run {
         world.log(|| "reading all memory".to_owned());
         let was_quiet = std::mem::replace(&mut world.process.borrow_mut().is_quiet, true);
         // First completes the operations in progress.
-        for _ in 0..REST_ROUNDS {
+        for _ in 0..IDLE_STEPS_MAX {
             if !world.process.borrow().is_busy() {
                 break;
             }
-            self.exhaust()?;
-            world.pass(REST_STEP);
+            self.run_until_blocked()?;
+            world.pass(IDLE_STEP);
         }
         if world.process.borrow().is_busy() {
             return Err(format!(
@@ -596,23 +599,23 @@ impl Run {
             if !world.kernel.borrow().area(page).is_mapped {
                 continue;
             }
-            Process::read_first(&world, page);
-            Process::step_all(&world);
+            Process::read_by_first_thread(&world, page);
+            Process::step_all_threads(&world);
             let mut rounds = 0;
             while world.process.borrow().is_busy() {
-                self.exhaust()?;
+                self.run_until_blocked()?;
                 if world.process.borrow().is_busy() {
-                    world.pass(REST_STEP);
+                    world.pass(IDLE_STEP);
                 }
                 rounds += 1;
-                if rounds > REST_ROUNDS {
+                if rounds > IDLE_STEPS_MAX {
                     return Err(format!(
                         "an operation never completes: {}",
                         world.process.borrow().waiting()
                     ));
                 }
             }
-            self.check_unbroken()?;
+            self.check_violation()?;
         }
         world.process.borrow_mut().is_quiet = was_quiet;
         Ok(())
@@ -626,16 +629,16 @@ impl Run {
             self.is_detaching = self.begin_detach();
         }
         for _ in 0..5000 {
-            Process::step_all(&world);
+            Process::step_all_threads(&world);
             world.work();
-            self.media.iter().for_each(|medium| Disk::answer_one(&world, medium));
+            self.media.iter().for_each(|medium| Disk::complete_one(&world, medium));
             if let Some(end) = self.turn() {
                 return Ok(end);
             }
             if world.chance(100) {
-                world.pass(REST_STEP);
+                world.pass(IDLE_STEP);
             }
-            self.check_unbroken()?;
+            self.check_violation()?;
         }
         Err("the stored pages are not paged in".to_owned())
     }

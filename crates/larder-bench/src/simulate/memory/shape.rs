@@ -89,8 +89,8 @@ impl Shape {
             1 => vec![Kind::Structured, Kind::Structured, Kind::Uniform],
             _ => vec![Kind::Random, Kind::Random, Kind::Structured, Kind::Uniform],
         };
-        let is_bad = |random: &mut SeededRng, of: u64| random.below(of) == 0;
-        let fails = is_bad(random, 4);
+        let one_in = |random: &mut SeededRng, of: u64| random.below(of) == 0;
+        let reads_fail = one_in(random, 4);
         Self {
             regions,
             disks,
@@ -115,15 +115,15 @@ impl Shape {
             give_ups_per_mille: random.pick(&[0, 10, 40, 100, 200]),
             drops_poison: random.chance(500),
             meanwhile_per_mille: random.pick(&[0, 50, 200, 400]),
-            read_failures_per_mille: if fails { random.pick(&[20, 300, 1000]) } else { 0 },
-            write_failures_per_mille: if fails || is_bad(random, 4) {
+            read_failures_per_mille: if reads_fail { random.pick(&[20, 300, 1000]) } else { 0 },
+            write_failures_per_mille: if reads_fail || one_in(random, 4) {
                 random.pick(&[50, 400, 1000])
             } else {
                 0
             },
-            worker_failures_per_mille: if is_bad(random, 10) { 30 } else { 0 },
-            damage_per_mille: if is_bad(random, 4) { 10 } else { 0 },
-            shortage_per_mille: if is_bad(random, 4) { 20 } else { 0 },
+            worker_failures_per_mille: if one_in(random, 10) { 30 } else { 0 },
+            damage_per_mille: if one_in(random, 4) { 10 } else { 0 },
+            shortage_per_mille: if one_in(random, 4) { 20 } else { 0 },
         }
     }
 }

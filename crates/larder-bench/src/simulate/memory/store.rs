@@ -6,20 +6,20 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use larder_block::{AlignedBuf, ByteRange, Failure, IoError, Operation};
-use larder_memory::entry::{Location, Tier};
-use larder_memory::log::{SEGMENT, SegmentIndex, data_at};
-use larder_memory::store::{Finished, Store, Ticket};
+use larder_memory::entry::{CopyLocation, Tier};
+use larder_memory::segment_log::{SEGMENT_BYTES, SegmentIndex, data_at};
+use larder_memory::store::{ReadId, SegmentStore, StoreCompletion};
 use larder_memory::units::PageIndex;
 
 use super::world::{Moment, World};
 
 /// The disk's state that outlives a pager.
-pub(super) struct Medium {
+pub(super) struct StoreMedium {
     tier: Tier,
     segments: u32,
     contents: BTreeMap<u32, Box<[u8]>>,
     pending: Vec<Request>,
-    finished: VecDeque<Finished>,
+    finished: VecDeque<StoreCompletion>,
     /// Number of failures of each read for the current pager.
     failures: BTreeMap<(u64, usize), u32>,
     /// True if all writes fail.
@@ -31,17 +31,17 @@ pub(super) struct Medium {
 
 enum Request {
     Write(SegmentIndex, AlignedBuf),
-    Read(u64, usize, AlignedBuf, Ticket),
+    Read(u64, usize, AlignedBuf, ReadId),
 }
 
 /// A disk, as a pager sees it.
 #[derive(Clone)]
 pub(super) struct Disk {
     world: Rc<World>,
-    medium: Rc<RefCell<Medium>>,
+    medium: Rc<RefCell<StoreMedium>>,
 }
 
-impl Medium {
+impl StoreMedium {
     pub(super) fn new(tier: Tier, segments: u32) -> Rc<RefCell<Self>> {
         Rc::new(RefCell::new(Self {
             tier,
@@ -61,9 +61,9 @@ impl Medium {
     }
 
     /// Flips a bit of the stored byte at this offset of the log.
-    pub(super) fn rot(&mut self, at: u64, bit: u8) -> bool {
-        let segment = self.contents.get_mut(&((at / SEGMENT as u64) as u32));
-        let Some(byte) = segment.and_then(|bytes| bytes.get_mut((at % SEGMENT as u64) as usize)) else {
+    pub(super) fn flip_bit(&mut self, at: u64, bit: u8) -> bool {
+        let segment = self.contents.get_mut(&((at / SEGMENT_BYTES as u64) as u32));
+        let Some(byte) = segment.and_then(|bytes| bytes.get_mut((at % SEGMENT_BYTES as u64) as usize)) else {
             return false;
         };
         *byte ^= 1 << bit;
@@ -82,16 +82,18 @@ pub(super) fn stored_in(world: &World, tier: Tier) -> Vec<(PageIndex, u64, u64)>
     let pages = (0..world.kernel.borrow().pages()).map(PageIndex::new);
     pages
         .filter_map(|page| match state.word(page).decode() {
-            Some(Location::In { tier: of, stored, .. }) if of == tier => {
-                Some((page, data_at(stored.place), u64::from(stored.len)))
-            }
+            Some(CopyLocation::InTier {
+                tier: of,
+                object: stored,
+                ..
+            }) if of == tier => Some((page, data_at(stored.offset), u64::from(stored.len))),
             _ => None,
         })
         .collect()
 }
 
 impl Disk {
-    pub(super) fn new(world: &Rc<World>, medium: &Rc<RefCell<Medium>>) -> Self {
+    pub(super) fn new(world: &Rc<World>, medium: &Rc<RefCell<StoreMedium>>) -> Self {
         Self {
             world: Rc::clone(world),
             medium: Rc::clone(medium),
@@ -99,7 +101,7 @@ impl Disk {
     }
 
     /// Completes a random pending request.
-    pub(super) fn answer_one(world: &World, medium: &Rc<RefCell<Medium>>) {
+    pub(super) fn complete_one(world: &World, medium: &Rc<RefCell<StoreMedium>>) {
         let request = {
             let mut medium = medium.borrow_mut();
             if medium.pending.is_empty() {
@@ -119,15 +121,17 @@ impl Disk {
                     segment,
                     &bytes,
                     if fails {
-                        world.below(SEGMENT as u64) as usize
+                        world.below(SEGMENT_BYTES as u64) as usize
                     } else {
-                        SEGMENT
+                        SEGMENT_BYTES
                     },
                 );
                 medium.writes += 1;
-                let failed = fails.then(|| error(medium.tier, Operation::Write, segment.start(), SEGMENT));
+                let failed = fails.then(|| error(medium.tier, Operation::Write, segment.start(), SEGMENT_BYTES));
                 world.log(|| format!("{:?} has written {segment:?}, failed: {fails}", medium.tier));
-                medium.finished.push_back(Finished::Written { segment, bytes, failed });
+                medium
+                    .finished
+                    .push_back(StoreCompletion::Written { segment, bytes, failed });
             }
             Request::Read(start, len, mut bytes, ticket) => {
                 let fails = !medium.borrow().is_healed && world.chance(world.shape.read_failures_per_mille);
@@ -141,24 +145,28 @@ impl Disk {
                         *failures
                     };
                     if failures >= 4 {
-                        could_not_be_read(world, tier, start, len);
+                        record_unreadable(world, tier, start, len);
                     }
                 } else {
                     medium.borrow().get(start, &mut bytes[..len]);
                 }
                 let failed = fails.then(|| error(tier, Operation::Read, start, len));
-                let read = Finished::Read { ticket, bytes, failed };
+                let read = StoreCompletion::Read {
+                    read_id: ticket,
+                    bytes,
+                    failed,
+                };
                 medium.borrow_mut().finished.push_back(read);
             }
         }
     }
 
     /// Handles the death of the pager: each write in flight is complete, partial, or lost.
-    pub(super) fn forget(world: &World, medium: &Rc<RefCell<Medium>>) {
+    pub(super) fn forget(world: &World, medium: &Rc<RefCell<StoreMedium>>) {
         let mut medium = medium.borrow_mut();
         for request in std::mem::take(&mut medium.pending) {
             if let Request::Write(segment, bytes) = request {
-                let written = world.below(SEGMENT as u64 + 1) as usize;
+                let written = world.below(SEGMENT_BYTES as u64 + 1) as usize;
                 medium.put(segment, &bytes, written);
             }
         }
@@ -174,7 +182,7 @@ fn error(tier: Tier, operation: Operation, start: u64, len: usize) -> IoError {
 }
 
 /// Records that the pages in this range may be lost.
-fn could_not_be_read(world: &World, tier: Tier, start: u64, len: usize) {
+fn record_unreadable(world: &World, tier: Tier, start: u64, len: usize) {
     for (page, at, bytes) in stored_in(world, tier) {
         if at < start + len as u64 && start < at + bytes {
             world.process.borrow_mut().oracle.damaged(page);
@@ -182,25 +190,25 @@ fn could_not_be_read(world: &World, tier: Tier, start: u64, len: usize) {
     }
 }
 
-impl Medium {
+impl StoreMedium {
     fn put(&mut self, segment: SegmentIndex, bytes: &AlignedBuf, len: usize) {
         let into = self
             .contents
             .entry(segment.get())
-            .or_insert_with(|| vec![0; SEGMENT].into_boxed_slice());
+            .or_insert_with(|| vec![0; SEGMENT_BYTES].into_boxed_slice());
         into[..len].copy_from_slice(&bytes[..len]);
     }
 
     fn get(&self, start: u64, into: &mut [u8]) {
-        let within = (start % SEGMENT as u64) as usize;
-        match self.contents.get(&((start / SEGMENT as u64) as u32)) {
+        let within = (start % SEGMENT_BYTES as u64) as usize;
+        match self.contents.get(&((start / SEGMENT_BYTES as u64) as u32)) {
             Some(bytes) => into.copy_from_slice(&bytes[within..within + into.len()]),
             None => into.fill(0),
         }
     }
 }
 
-impl Store for Disk {
+impl SegmentStore for Disk {
     fn name(&self) -> &str {
         "disk"
     }
@@ -217,7 +225,7 @@ impl Store for Disk {
         self.world.point();
         let tier = self.medium.borrow().tier;
         self.world.log(|| format!("pager writes {segment:?} to {tier:?}"));
-        let (from, to) = (segment.start(), segment.start() + SEGMENT as u64);
+        let (from, to) = (segment.start(), segment.start() + SEGMENT_BYTES as u64);
         if let Some((page, ..)) = stored_in(&self.world, tier)
             .iter()
             .find(|(_, at, _)| (from..to).contains(at))
@@ -241,19 +249,19 @@ impl Store for Disk {
         self.world.point();
     }
 
-    fn read(&self, start: u64, len: usize, bytes: AlignedBuf, ticket: Ticket) {
+    fn read(&self, start: u64, len: usize, bytes: AlignedBuf, ticket: ReadId) {
         self.world.point();
         let mut medium = self.medium.borrow_mut();
-        let is_in = start.is_multiple_of(512)
+        let is_valid = start.is_multiple_of(512)
             && len.is_multiple_of(512)
             && len <= bytes.len()
-            && start + len as u64 <= u64::from(medium.segments) * SEGMENT as u64;
-        if !is_in {
+            && start + len as u64 <= u64::from(medium.segments) * SEGMENT_BYTES as u64;
+        if !is_valid {
             self.world
                 .fail(format!("the read of {len} bytes at {start} is invalid"));
         }
         let is_written = medium.pending.iter().any(|request| match request {
-            Request::Write(segment, _) => u64::from(segment.get()) == start / SEGMENT as u64,
+            Request::Write(segment, _) => u64::from(segment.get()) == start / SEGMENT_BYTES as u64,
             Request::Read(..) => false,
         });
         if is_written {
@@ -263,7 +271,7 @@ impl Store for Disk {
         medium.pending.push(Request::Read(start, len, bytes, ticket));
     }
 
-    fn take(&self) -> Option<Finished> {
+    fn next_completion(&self) -> Option<StoreCompletion> {
         self.world.point();
         let finished = self.medium.borrow_mut().finished.pop_front();
         if finished.is_some() {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use larder_block::backend::simulated::SeededRng;
 use larder_memory::pager::Pager;
 use larder_memory::shared::SharedMemory;
-use larder_memory::state::State;
-use larder_memory::worker::{Done, Hands, Job};
+use larder_memory::state::PagerState;
+use larder_memory::worker::{Job, WorkerResult, WorkerState};
 use std::sync::Arc;
 
 use super::guest::{Guest, Helper};
@@ -34,7 +34,7 @@ pub(super) enum Moment {
     ToldOfDisk,
 }
 
-pub(super) const MOMENTS: [Moment; 4] = [
+pub(super) const KILL_TRIGGERS: [Moment; 4] = [
     Moment::ToldOfRemoval,
     Moment::Filled,
     Moment::ToldOfWork,
@@ -42,7 +42,7 @@ pub(super) const MOMENTS: [Moment; 4] = [
 ];
 
 /// A kill that is due some steps after the `count`th event of a kind.
-struct KillAfter {
+struct PlannedKill {
     moment: Moment,
     count: u64,
     steps: u64,
@@ -57,7 +57,7 @@ pub(super) struct World {
     now: Cell<Duration>,
     /// Number of calls of the pager and changes of its state until it is killed; 0: never.
     kill_in: Cell<u64>,
-    kill_after: Cell<Option<KillAfter>>,
+    kill_after: Cell<Option<PlannedKill>>,
     /// Calls of the pager in 1000 during which other actors run.
     meanwhile_per_mille: Cell<u32>,
     /// Nesting depth of calls.
@@ -65,10 +65,10 @@ pub(super) struct World {
     pub(super) kernel: RefCell<Kernel>,
     pub(super) process: RefCell<Process>,
     pub(super) pager: RefCell<Option<Pager<Guest, Helper>>>,
-    pub(super) memory: RefCell<Option<(Arc<State>, Arc<SharedMemory>)>>,
-    pub(super) hands: RefCell<Option<Hands>>,
+    pub(super) memory: RefCell<Option<(Arc<PagerState>, Arc<SharedMemory>)>>,
+    pub(super) hands: RefCell<Option<WorkerState>>,
     pub(super) jobs: RefCell<VecDeque<Job>>,
-    pub(super) done: RefCell<VecDeque<Done>>,
+    pub(super) done: RefCell<VecDeque<WorkerResult>>,
     broken: RefCell<Option<String>>,
     is_logged: bool,
     log: RefCell<Vec<String>>,
@@ -147,7 +147,7 @@ impl World {
     /// Lets time pass, and completes device I/O that ends by then.
     pub(super) fn pass(&self, time: Duration) {
         let until = self.now.get() + time;
-        self.process.borrow_mut().end_device_io(self, until);
+        self.process.borrow_mut().complete_device_io(self, until);
         self.now.set(until);
     }
 
@@ -163,9 +163,9 @@ impl World {
     }
 
     /// Records a violated invariant.
-    pub(super) fn fail(&self, why: String) {
-        self.log(|| format!("!!! {why}"));
-        self.broken.borrow_mut().get_or_insert(why);
+    pub(super) fn fail(&self, reason: String) {
+        self.log(|| format!("!!! {reason}"));
+        self.broken.borrow_mut().get_or_insert(reason);
     }
 
     pub(super) fn broken(&self) -> Option<String> {
@@ -180,7 +180,7 @@ impl World {
 
     /// Plans to kill the pager `steps` steps after the `count`th event of this kind.
     pub(super) fn kill_after(&self, moment: Moment, count: u64, steps: u64) {
-        self.kill_after.set(Some(KillAfter { moment, count, steps }));
+        self.kill_after.set(Some(PlannedKill { moment, count, steps }));
     }
 
     /// Records an event.
@@ -197,7 +197,7 @@ impl World {
         self.kill_after.set(Some(kill));
     }
 
-    pub(super) fn set_meanwhile(&self, per_mille: u32) {
+    pub(super) fn set_interleave(&self, per_mille: u32) {
         self.meanwhile_per_mille.set(per_mille);
     }
 
@@ -219,7 +219,7 @@ impl World {
         self.point();
         if self.depth.get() < 2 && self.chance(self.meanwhile_per_mille.get()) {
             self.depth.set(self.depth.get() + 1);
-            let _back = Back(self);
+            let _guard = Back(self);
             for _ in 0..self.between(1, 3) {
                 match self.below(8) {
                     0 => self.work(),
@@ -240,17 +240,17 @@ impl World {
             return;
         };
         self.point();
-        let done = hands.work(job);
+        let done = hands.run_job(job);
         self.point();
         self.done.borrow_mut().push_back(done);
     }
 
     /// Lets the pager run, unless it is running.
     pub(super) fn turn(self: &Rc<Self>) {
-        self.turn_worked();
+        self.run_pager_once();
     }
 
-    pub(super) fn turn_worked(self: &Rc<Self>) -> bool {
+    pub(super) fn run_pager_once(self: &Rc<Self>) -> bool {
         let Ok(mut pager) = self.pager.try_borrow_mut() else {
             return false;
         };
@@ -265,7 +265,7 @@ impl World {
     }
 
     /// Returns whether the worker has a job, or a result that the pager has not received.
-    pub(super) fn worker_is_busy(&self) -> bool {
+    pub(super) fn is_worker_busy(&self) -> bool {
         !self.jobs.borrow().is_empty() || !self.done.borrow().is_empty()
     }
 }

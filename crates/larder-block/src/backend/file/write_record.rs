@@ -9,8 +9,8 @@
 //! - A write is counted as begun before the kernel gets it, and as ended after its completion was reaped, together
 //!   with a time that is not before any time that the write gave the file.
 //! - A capture is taken when no own write is in flight, and only once any later write leaves another state.
-//! - A finding that is not `Unchanged` is carried from mark to mark until [`FileDevice::acknowledge_verdict`]: a process
-//!   that is killed before it has acted upon the finding leaves it to the next one.
+//! - A finding that is not `Unchanged` is carried from mark to mark until [`FileDevice::acknowledge_verdict`]: a
+//!   process that is killed before it has acted upon the finding leaves it to the next one.
 //! - The page stays as it was found until the process writes to the image, or acts upon the finding: a process that
 //!   closes the image before that leaves the page to the next one.
 //! - The page is allocated before it is mapped, so no store raises SIGBUS.
@@ -479,7 +479,7 @@ impl Drop for RecordedChange<'_> {
 }
 
 impl FileDevice {
-    /// Returns whether another program has written to the image since one of the given `uses` of it began
+    /// Returns whether another program has written to the image since one of the uses `use_ids` of it began
     /// ([`Self::acknowledge_verdict`]). Returns `None` if the host was rebooted since: then the caller's durable
     /// records count. `noted_boot` is the boot ID of the host when the caller last wrote these records. It
     /// distinguishes a mark that was lost from one that a reboot has removed.

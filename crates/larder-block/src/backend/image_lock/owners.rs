@@ -7,9 +7,9 @@ use std::os::unix::fs::MetadataExt;
 /// The maximum number of processes named.
 const LISTED_PROCESSES_MAX: usize = 4;
 
-/// Returns the processes other than `known` that have locks on the open file, as `qemu-nbd, pid 4711`. Only root sees
-/// processes of other users, and a process that is exiting is not visible at all, so the list may be empty although
-/// the file is locked.
+/// Returns the processes other than `excluded` that have locks on the open file, as `qemu-nbd, pid 4711`. Only root
+/// sees processes of other users, and a process that is exiting is not visible at all, so the list may be empty
+/// although the file is locked.
 pub fn owners_except(excluded: &[u32], file: BorrowedFd<'_>) -> Vec<String> {
     let (Some(image), Ok(processes)) = (file_identity(file), fs::read_dir("/proc")) else {
         return Vec::new();

@@ -371,7 +371,7 @@ impl Export {
         self.flags.contains(flag)
     }
 
-    /// Checks that this export can replace `before`, for which requests may be in flight.
+    /// Checks that this export can replace `previous`, for which requests may be in flight.
     pub(super) fn check_replaces(&self, previous: &Self) -> Result<(), ExportChange> {
         let missing = previous.flags.without(self.flags).intersection(REQUIRED_FLAGS);
         if self.size < previous.size {

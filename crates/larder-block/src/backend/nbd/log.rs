@@ -143,7 +143,7 @@ impl ReplayLog {
         LogPosition(self.released + self.entries.len() as u64)
     }
 
-    /// Removes the changes acknowledged before `mark`, which are durable now.
+    /// Removes the changes acknowledged before `position`, which are durable now.
     pub(super) fn release(&mut self, position: LogPosition) {
         while self.released < position.0 {
             let Some(entry) = self.entries.pop_front() else {

@@ -343,7 +343,7 @@ impl Shared {
 
     fn submit_read<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> PendingReply<'a> {
         // SAFETY: only the lifetime changes. The slot drops the buffer when the request is answered, or when
-        // `Pending`, which has the true lifetime, is dropped.
+        // `PendingReply`, which has the true lifetime, is dropped.
         let buffer = unsafe { std::mem::transmute::<ReadBuf<'a>, ReadBuf<'static>>(buffer) };
         let request = NbdRequest {
             command: Command::Read,

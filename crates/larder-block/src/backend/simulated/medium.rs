@@ -52,7 +52,7 @@ pub(super) struct FlushCoverage {
 }
 
 impl FlushCoverage {
-    /// Covers every change so far except those `under_way`.
+    /// Covers every change so far except those `in_flight`.
     pub(super) fn new(medium: &SimulatedMedium, in_flight: impl Iterator<Item = ChangeNumber>) -> Self {
         Self {
             next: medium.next,
@@ -219,8 +219,8 @@ impl SimulatedMedium {
         change
     }
 
-    /// Applies the sectors of `part` of a change of `whole`: reads return them from now on. `choose` decides for each
-    /// sector whether it is applied at all.
+    /// Applies the sectors of `part` of a change of `change_range`: reads return them from now on. `choose` decides for
+    /// each sector whether it is applied at all.
     pub(super) fn apply(
         &mut self,
         change: ChangeNumber,
@@ -284,7 +284,7 @@ impl SimulatedMedium {
         }
     }
 
-    /// Makes the changes that `mark` covers durable.
+    /// Makes the changes that `coverage` covers durable.
     pub(super) fn flush(&mut self, coverage: &FlushCoverage) {
         let durable = &mut self.durable;
         let sector_size = u64::from(self.sector_size);

@@ -36,7 +36,7 @@ impl SeededRng {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// Returns a number from `least` to `most`, both included; `least` if `most` is smaller.
+    /// Returns a number from `min` to `max`, both included; `min` if `max` is smaller.
     pub fn between(&mut self, min: u64, max: u64) -> u64 {
         min + self.below(max.saturating_sub(min).saturating_add(1))
     }
@@ -54,7 +54,7 @@ impl SeededRng {
         choices[self.below(choices.len() as u64) as usize]
     }
 
-    /// Returns a time from `least` to `most`, both included.
+    /// Returns a time from `min` to `max`, both included.
     pub fn duration(&mut self, min: Duration, max: Duration) -> Duration {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         Duration::from_nanos(self.between(nanos(min), nanos(max)))

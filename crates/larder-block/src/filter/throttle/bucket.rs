@@ -11,7 +11,7 @@ use crate::event_loop::LoopTime;
 
 pub(super) struct LeakyBucket {
     limit: RateLimit,
-    /// The amount that has not leaked yet, at `at`.
+    /// The amount that has not leaked yet, at `updated_at`.
     level: f64,
     /// The amount in a second bucket, which leaks at the burst's rate.
     burst_level: f64,

@@ -41,13 +41,13 @@ pub struct Head {
 
 /// Memory of one chain: first the pieces that the device reads, then those that it writes.
 #[derive(Default)]
-pub struct Chain {
+pub struct DescriptorChain {
     pieces: Vec<IoVec>,
     /// Number of pieces that the device reads.
     readable_count: usize,
 }
 
-impl Chain {
+impl DescriptorChain {
     /// Returns the pieces that the device reads.
     pub fn readable(&self) -> &[IoVec] {
         &self.pieces[..self.readable_count]
@@ -64,7 +64,7 @@ impl Chain {
     }
 
     /// Returns the number of pieces that fit without a new allocation.
-    pub fn room(&self) -> usize {
+    pub fn capacity(&self) -> usize {
         self.pieces.capacity()
     }
 
@@ -193,10 +193,10 @@ impl Ring {
     /// # Errors
     /// The guest violated the rules. Chains that were popped before stay valid.
     #[inline]
-    pub fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
+    pub fn pop_avail(&mut self, memory: &GuestMemory, chain: &mut DescriptorChain) -> Result<Option<Head>, RingError> {
         match self {
-            Self::Split(ring) => ring.take(memory, chain),
-            Self::Packed(ring) => ring.take(memory, chain),
+            Self::Split(ring) => ring.pop_avail(memory, chain),
+            Self::Packed(ring) => ring.pop_avail(memory, chain),
         }
     }
 
@@ -210,19 +210,19 @@ impl Ring {
     }
 
     /// Enables or suppresses kicks for chains that become available.
-    pub fn want_kicks(&mut self, want: bool) {
+    pub fn set_kicks_enabled(&mut self, enabled: bool) {
         match self {
-            Self::Split(ring) => ring.want_kicks(want),
-            Self::Packed(ring) => ring.want_kicks(want),
+            Self::Split(ring) => ring.set_kicks_enabled(enabled),
+            Self::Packed(ring) => ring.set_kicks_enabled(enabled),
         }
     }
 
     /// Pushes a chain as used, with `written` bytes written. Returns the changed memory, for the dirty log.
     #[inline]
-    pub fn give_back(&mut self, head: Head, written: u32) -> IoVec {
+    pub fn push_used(&mut self, head: Head, written: u32) -> IoVec {
         match self {
-            Self::Split(ring) => ring.give_back(head, written),
-            Self::Packed(ring) => ring.give_back(head, written),
+            Self::Split(ring) => ring.push_used(head, written),
+            Self::Packed(ring) => ring.push_used(head, written),
         }
     }
 
@@ -236,10 +236,10 @@ impl Ring {
     }
 
     /// Forgets earlier interrupts: the next [`Ring::wants_interrupt`] does not rely on them.
-    pub fn forget_interrupts(&mut self) {
+    pub fn reset_interrupt_state(&mut self) {
         match self {
-            Self::Split(ring) => ring.forget_interrupts(),
-            Self::Packed(ring) => ring.forget_interrupts(),
+            Self::Split(ring) => ring.reset_interrupt_state(),
+            Self::Packed(ring) => ring.reset_interrupt_state(),
         }
     }
 
@@ -269,9 +269,9 @@ unsafe fn read_descriptor(table: *const u8, index: usize) -> [u8; 16] {
 
 /// Follows an indirect table. `parse` decodes a descriptor of 16 bytes; `chained` is true if descriptors are
 /// linked by index (split) or simply adjacent (packed).
-fn take_indirect(
+fn follow_indirect(
     memory: &GuestMemory,
-    chain: &mut Chain,
+    chain: &mut DescriptorChain,
     table: Descriptor,
     chained: bool,
     parse: impl Fn([u8; 16]) -> Descriptor,

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU16, Ordering, fence};
 use larder_block::IoVec;
 
 use super::{
-    CHAIN_MAX, Chain, DESC_BYTES, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, Descriptor, Head, RingError, RingLayout,
-    RingPosition, event_passed, read_descriptor, take_indirect,
+    CHAIN_MAX, DESC_BYTES, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, Descriptor, DescriptorChain, Head, RingError,
+    RingLayout, RingPosition, event_passed, follow_indirect, read_descriptor,
 };
 use crate::vhost_user::memory::{GuestMemory, MemoryError};
 use crate::vhost_user::message::RingAddresses;
@@ -59,7 +59,7 @@ pub struct PackedRing {
     /// Slots pushed as used since the last interrupt, at most `size`. `None`: a previous server pushed some and may
     /// have been killed before it interrupted. The guest's event index is then not sufficient, so the guest is
     /// interrupted.
-    uninterrupted: Option<u16>,
+    used_since_interrupt: Option<u16>,
 }
 
 impl PackedRing {
@@ -90,7 +90,7 @@ impl PackedRing {
             device_event: device_event.cast(),
             next_available: in_ring(position.available),
             next_used: in_ring(position.used),
-            uninterrupted: None,
+            used_since_interrupt: None,
         })
     }
 
@@ -118,7 +118,11 @@ impl PackedRing {
     }
 
     #[inline]
-    pub(super) fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
+    pub(super) fn pop_avail(
+        &mut self,
+        memory: &GuestMemory,
+        chain: &mut DescriptorChain,
+    ) -> Result<Option<Head>, RingError> {
         if !self.has_available() {
             return Ok(None);
         }
@@ -132,7 +136,7 @@ impl PackedRing {
                 if descriptor.flags & DESC_F_NEXT != 0 || slots > 1 {
                     return Err(RingError::NestedIndirect);
                 }
-                take_indirect(memory, chain, descriptor, false, parse)?;
+                follow_indirect(memory, chain, descriptor, false, parse)?;
             } else {
                 chain.push(memory, descriptor)?;
             }
@@ -158,12 +162,12 @@ impl PackedRing {
     pub(in crate::vhost_user) fn follow_copies(
         memory: &GuestMemory,
         copies: impl Iterator<Item = [u8; 16]>,
-        chain: &mut Chain,
+        chain: &mut DescriptorChain,
     ) -> Result<(), RingError> {
         for raw in copies {
             let descriptor = parse(raw);
             if descriptor.flags & DESC_F_INDIRECT != 0 {
-                take_indirect(memory, chain, descriptor, false, parse)?;
+                follow_indirect(memory, chain, descriptor, false, parse)?;
             } else {
                 chain.push(memory, descriptor)?;
             }
@@ -172,7 +176,7 @@ impl PackedRing {
     }
 
     /// Returns the raw descriptors of the `slots` slots before the next one to pop: those of the chain popped last.
-    pub(in crate::vhost_user) fn taken_last(&self, slots: u16) -> impl Iterator<Item = [u8; 16]> + '_ {
+    pub(in crate::vhost_user) fn last_popped(&self, slots: u16) -> impl Iterator<Item = [u8; 16]> + '_ {
         let first = u32::from(self.next_available.index()) + u32::from(self.size) - u32::from(slots);
         (0..u32::from(slots)).map(move |offset| {
             let index = (first + offset) % u32::from(self.size);
@@ -181,8 +185,8 @@ impl PackedRing {
         })
     }
 
-    pub(super) fn want_kicks(&mut self, want: bool) {
-        let flags = match (want, self.event_index) {
+    pub(super) fn set_kicks_enabled(&mut self, enabled: bool) {
+        let flags = match (enabled, self.event_index) {
             (false, _) => EVENT_DISABLE,
             (true, false) => EVENT_ENABLE,
             (true, true) => {
@@ -193,14 +197,14 @@ impl PackedRing {
         };
         // Release: off_wrap is visible before the flags that refer to it.
         self.event_word(self.device_event, 1).store(flags, Ordering::Release);
-        if want {
+        if enabled {
             // The fence orders this before the caller's recheck of the ring.
             fence(Ordering::SeqCst);
         }
     }
 
     #[inline]
-    pub(super) fn give_back(&mut self, head: Head, written: u32) -> IoVec {
+    pub(super) fn push_used(&mut self, head: Head, written: u32) -> IoVec {
         let index = self.next_used.index();
         // SAFETY: the index is below the size.
         let base = unsafe { self.descriptors.add(usize::from(index) * 16) };
@@ -216,8 +220,8 @@ impl PackedRing {
         // Release: the guest sees the entry, and the data, before the flags.
         self.flags(index).store(flags, Ordering::Release);
         self.next_used = self.next_used.advanced(head.slots, self.size);
-        self.uninterrupted = self
-            .uninterrupted
+        self.used_since_interrupt = self
+            .used_since_interrupt
             .map(|count| count.saturating_add(head.slots).min(self.size));
         IoVec::new(base, DESC_BYTES as usize)
     }
@@ -226,7 +230,7 @@ impl PackedRing {
         // The used descriptors must be visible before the guest's event suppression is read.
         fence(Ordering::SeqCst);
         let flags = self.event_word(self.driver_event, 1).load(Ordering::Acquire) & 3;
-        let wants = match (flags, self.uninterrupted) {
+        let wants = match (flags, self.used_since_interrupt) {
             (EVENT_DISABLE, _) | (_, Some(0)) => false,
             (EVENT_AT_INDEX, Some(count)) if self.event_index => {
                 let wanted = Cursor(self.event_word(self.driver_event, 0).load(Ordering::Relaxed));
@@ -241,13 +245,13 @@ impl PackedRing {
             _ => true,
         };
         if wants {
-            self.uninterrupted = Some(0);
+            self.used_since_interrupt = Some(0);
         }
         wants
     }
 
-    pub(super) fn forget_interrupts(&mut self) {
-        self.uninterrupted = None;
+    pub(super) fn reset_interrupt_state(&mut self) {
+        self.used_since_interrupt = None;
     }
 
     pub(super) fn position(&self) -> RingPosition {
@@ -262,15 +266,15 @@ impl PackedRing {
         self.next_used
     }
 
-    /// Continues at `used`, after `taken` slots that were popped before and not pushed.
-    pub(in crate::vhost_user) fn resume_at(&mut self, used: Cursor, taken: u16) {
+    /// Continues at `used`, after `popped_slots` slots that were popped before and not pushed.
+    pub(in crate::vhost_user) fn resume_at(&mut self, used: Cursor, popped_slots: u16) {
         self.next_used = used;
-        self.next_available = used.advanced(taken, self.size);
+        self.next_available = used.advanced(popped_slots, self.size);
     }
 
     /// Returns whether the slot at `cursor`, which the driver had made available in the lap of `cursor`, has been
     /// pushed as used since. The slot need not look used: the driver may have reused it for its next lap.
-    pub(in crate::vhost_user) fn was_given_back(&self, cursor: Cursor) -> bool {
+    pub(in crate::vhost_user) fn was_pushed_used(&self, cursor: Cursor) -> bool {
         !self.is_available(cursor)
     }
 }

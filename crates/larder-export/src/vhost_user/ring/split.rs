@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU16, AtomicU32, Ordering, fence};
 use larder_block::IoVec;
 
 use super::{
-    Chain, DESC_BYTES, DESC_F_INDIRECT, DESC_F_NEXT, Descriptor, Head, RingError, RingLayout, RingPosition,
-    event_passed, read_descriptor, take_indirect,
+    DESC_BYTES, DESC_F_INDIRECT, DESC_F_NEXT, Descriptor, DescriptorChain, Head, RingError, RingLayout, RingPosition,
+    event_passed, follow_indirect, read_descriptor,
 };
 use crate::vhost_user::memory::{GuestMemory, MemoryError};
 use crate::vhost_user::message::RingAddresses;
@@ -16,7 +16,7 @@ const USED_F_NO_NOTIFY: u16 = 1;
 
 /// Largest distance from `next_used` to the recorded last interrupt: not less than the largest ring, so that every
 /// index a guest can still wait for is after it, and small enough that the index cannot wrap.
-const LOOK_BACK: u16 = super::RING_SIZE_MAX as u16;
+const INTERRUPT_DISTANCE_MAX: u16 = super::RING_SIZE_MAX as u16;
 
 /// Split ring. Its pointers are into guest memory that its owner keeps mapped, checked for size and alignment.
 pub struct SplitRing {
@@ -30,10 +30,10 @@ pub struct SplitRing {
     /// Index of the next available chain; also the value stored as avail_event after the used ring.
     next_available: u16,
     next_used: u16,
-    /// `next_used` at the last interrupt, or [`LOOK_BACK`] before now if that is later. `None`: a previous server
-    /// pushed chains and may have been killed before it interrupted. The guest's event index is then not sufficient,
-    /// so the guest is interrupted.
-    interrupted: Option<u16>,
+    /// `next_used` at the last interrupt, or [`INTERRUPT_DISTANCE_MAX`] before now if that is later. `None`: a previous
+    /// server pushed chains and may have been killed before it interrupted. The guest's event index is then not
+    /// sufficient, so the guest is interrupted.
+    last_interrupt: Option<u16>,
 }
 
 impl SplitRing {
@@ -55,7 +55,7 @@ impl SplitRing {
             used: used.cast(),
             next_available: position.available,
             next_used: 0,
-            interrupted: None,
+            last_interrupt: None,
         };
         ring.next_used = ring.used_word(1).load(Ordering::Relaxed);
         Ok(ring)
@@ -82,7 +82,11 @@ impl SplitRing {
     }
 
     #[inline]
-    pub(super) fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
+    pub(super) fn pop_avail(
+        &mut self,
+        memory: &GuestMemory,
+        chain: &mut DescriptorChain,
+    ) -> Result<Option<Head>, RingError> {
         let available = self.available_word(1).load(Ordering::Acquire);
         let waiting = available.wrapping_sub(self.next_available);
         if waiting == 0 {
@@ -108,7 +112,7 @@ impl SplitRing {
         &self,
         memory: &GuestMemory,
         id: u16,
-        chain: &mut Chain,
+        chain: &mut DescriptorChain,
     ) -> Result<(), RingError> {
         let mut index = id;
         for _ in 0..self.size {
@@ -124,7 +128,7 @@ impl SplitRing {
                 if descriptor.flags & DESC_F_NEXT != 0 {
                     return Err(RingError::NestedIndirect);
                 }
-                return take_indirect(memory, chain, descriptor, true, parse);
+                return follow_indirect(memory, chain, descriptor, true, parse);
             }
             chain.push(memory, descriptor)?;
             if descriptor.flags & DESC_F_NEXT == 0 {
@@ -135,25 +139,25 @@ impl SplitRing {
         Err(RingError::ChainTooLong(u32::from(self.size)))
     }
 
-    pub(super) fn want_kicks(&mut self, want: bool) {
+    pub(super) fn set_kicks_enabled(&mut self, enabled: bool) {
         if self.event_index {
             // An event index that has already passed requests no kick.
-            if want {
+            if enabled {
                 let at = 2 + 4 * usize::from(self.size);
                 self.used_word(at).store(self.next_available, Ordering::Relaxed);
             }
         } else {
-            let flags = if want { 0 } else { USED_F_NO_NOTIFY };
+            let flags = if enabled { 0 } else { USED_F_NO_NOTIFY };
             self.used_word(0).store(flags, Ordering::Relaxed);
         }
-        if want {
+        if enabled {
             // The fence orders this before the caller's recheck of the available index.
             fence(Ordering::SeqCst);
         }
     }
 
     #[inline]
-    pub(super) fn give_back(&mut self, head: Head, written: u32) -> IoVec {
+    pub(super) fn push_used(&mut self, head: Head, written: u32) -> IoVec {
         let at = 2 + 4 * self.mask(self.next_used);
         // SAFETY: entry `mask(next_used)` of the used ring, in bounds and aligned to 4 as `new` checked.
         let (id, len) = unsafe {
@@ -172,7 +176,7 @@ impl SplitRing {
     pub(super) fn wants_interrupt(&mut self) -> bool {
         // The used index must be visible before the guest's event suppression is read.
         fence(Ordering::SeqCst);
-        let wanted = match self.interrupted {
+        let wanted = match self.last_interrupt {
             None => true,
             Some(at) if at == self.next_used => false,
             Some(at) if self.event_index => {
@@ -181,14 +185,14 @@ impl SplitRing {
             }
             Some(_) => self.available_word(0).load(Ordering::Relaxed) & AVAIL_F_NO_INTERRUPT == 0,
         };
-        let at = self.interrupted.filter(|_| !wanted).unwrap_or(self.next_used);
-        let since = self.next_used.wrapping_sub(at).min(LOOK_BACK);
-        self.interrupted = Some(self.next_used.wrapping_sub(since));
+        let at = self.last_interrupt.filter(|_| !wanted).unwrap_or(self.next_used);
+        let since = self.next_used.wrapping_sub(at).min(INTERRUPT_DISTANCE_MAX);
+        self.last_interrupt = Some(self.next_used.wrapping_sub(since));
         wanted
     }
 
-    pub(super) fn forget_interrupts(&mut self) {
-        self.interrupted = None;
+    pub(super) fn reset_interrupt_state(&mut self) {
+        self.last_interrupt = None;
     }
 
     pub(super) fn position(&self) -> RingPosition {
@@ -204,7 +208,7 @@ impl SplitRing {
     }
 
     /// Continues after `count` chains that were popped before and not pushed.
-    pub(in crate::vhost_user) fn resume_behind(&mut self, count: u16) {
+    pub(in crate::vhost_user) fn resume_after(&mut self, count: u16) {
         self.next_available = self.next_used.wrapping_add(count);
     }
 }

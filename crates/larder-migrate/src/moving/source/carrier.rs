@@ -5,29 +5,29 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::{LOOK_EVERY, SAY_LATE_EVERY};
-use crate::moving::folder::Folder;
+use super::{LATE_WARNING_INTERVAL, POLL_INTERVAL};
 use crate::moving::messages::{ToDestination, ToSource};
-use crate::notes::{Notes, Received};
-use crate::progress::Progress;
+use crate::moving::socket_dir::SocketDir;
+use crate::notes::{Notes, ReceivedNote};
+use crate::progress::SenderProgress;
 use crate::send::{self, SendError, Sender, Steering};
 
 /// Time limit for a session to end after everything is done.
-const END_TIMEOUT: Duration = Duration::from_secs(30);
+const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Session with the destination, and the thread that carries it.
 pub(super) struct Carrier {
     pub(super) notes: Notes,
     pub(super) steering: Arc<Steering>,
-    pub(super) socket: Folder,
+    pub(super) socket_dir: SocketDir,
     pub(super) thread: Option<JoinHandle<Result<(), SendError>>>,
 }
 
 impl Carrier {
-    pub(super) fn start(options: &send::Options, user: u32, progress: &Arc<Progress>) -> Result<Self, String> {
+    pub(super) fn start(options: &send::Options, user: u32, progress: &Arc<SenderProgress>) -> Result<Self, String> {
         let sender = Sender::connect(options).map_err(|error| error.to_string())?;
         let (socket, listener) =
-            Folder::with_listener(user).map_err(|error| format!("cannot create a socket for QEMU: {error}"))?;
+            SocketDir::with_listener(user).map_err(|error| format!("cannot create a socket for QEMU: {error}"))?;
         let steering = Arc::new(Steering::default());
         steering.hold.store(true, Ordering::Relaxed);
         let notes = sender.notes();
@@ -39,7 +39,7 @@ impl Carrier {
         Ok(Self {
             notes,
             steering,
-            socket,
+            socket_dir: socket,
             thread: Some(thread),
         })
     }
@@ -48,28 +48,28 @@ impl Carrier {
     /// ignored until `patience` has passed.
     pub(super) fn ask(
         &self,
-        told: &ToDestination,
+        request: &ToDestination,
         cancel: &AtomicBool,
         patience: Duration,
     ) -> Result<ToSource, String> {
-        self.notes.send(&serde_json::to_vec(told).expect("plain data"));
-        let begun = Instant::now();
-        let mut said = begun;
+        self.notes.send(&serde_json::to_vec(request).expect("plain data"));
+        let started = Instant::now();
+        let mut last_warning = started;
         loop {
-            if begun.elapsed() >= patience && cancel.load(Ordering::Relaxed) {
+            if started.elapsed() >= patience && cancel.load(Ordering::Relaxed) {
                 return Err("cancelled".to_owned());
             }
-            match self.notes.receive(LOOK_EVERY) {
-                Received::Nothing => {}
-                Received::Over => return Err("the connection was lost".to_owned()),
-                Received::Note(note) => {
+            match self.notes.receive(POLL_INTERVAL) {
+                ReceivedNote::Timeout => {}
+                ReceivedNote::SessionEnded => return Err("the connection was lost".to_owned()),
+                ReceivedNote::Note(note) => {
                     return serde_json::from_slice(&note)
                         .map_err(|error| format!("its answer cannot be parsed ({error})"));
                 }
             }
-            if said.elapsed() > SAY_LATE_EVERY {
-                said = Instant::now();
-                tracing::warn!("the destination has not answered for {} s", begun.elapsed().as_secs());
+            if last_warning.elapsed() > LATE_WARNING_INTERVAL {
+                last_warning = Instant::now();
+                tracing::warn!("the destination has not answered for {} s", started.elapsed().as_secs());
             }
         }
     }
@@ -81,16 +81,16 @@ impl Carrier {
     /// Ends the session in order once QEMU's channels have ended, for which they are given time.
     pub(super) fn end(mut self) -> Result<(), SendError> {
         self.steering.hold.store(false, Ordering::Relaxed);
-        let until = Instant::now() + END_TIMEOUT;
+        let until = Instant::now() + SESSION_END_TIMEOUT;
         while !self.is_over() && Instant::now() < until {
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
         self.steering.stop.store(true, Ordering::Relaxed);
         self.join()
     }
 
     /// Ends the session at once; returns the error if it had failed before.
-    pub(super) fn break_off(mut self) -> Option<SendError> {
+    pub(super) fn abort(mut self) -> Option<SendError> {
         self.steering.stop.store(true, Ordering::Relaxed);
         self.join().err().filter(|error| !matches!(error, SendError::Stopped))
     }

@@ -1,11 +1,11 @@
 //! Mover at the source: starts QEMU's migration, watches it, and hands the VM over.
 
 mod carrier;
-mod course;
-mod ending;
+mod downtime;
+mod finish;
 mod hand_over;
+mod move_state;
 mod mover;
-mod settle;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,22 +16,22 @@ use serde::Serialize;
 use serde_json::json;
 use thiserror::Error;
 
-use self::mover::Mover;
-use super::disks::{Deed, DiskServers};
-use super::record::{Leaving, Place};
-use super::watch::Report;
+use self::mover::SourceMover;
+use super::disks::{DiskServers, HandoverAction};
+use super::record::{OutgoingRecord, RecordFile};
+use super::watch::MigrationReport;
 use super::{has_ended, status_of};
 use crate::limits::Limits;
-use crate::progress::Progress;
+use crate::progress::SenderProgress;
 use crate::qmp::{Qmp, QmpError};
 use crate::send;
 
 /// Interval of warnings that an answer is late.
-const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
+const LATE_WARNING_INTERVAL: Duration = Duration::from_secs(30);
 /// Interval at which QEMU is polled.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval at which the destination is asked whether the VM runs there.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Options of a move.
 pub struct Options {
@@ -50,20 +50,20 @@ pub struct Options {
     /// Allows throttling if the migration does not converge.
     pub throttle: bool,
     /// Keeps the source's QEMU after the move.
-    pub keep: bool,
+    pub keep_qemu: bool,
 }
 
 impl Options {
     /// Returns the current limits.
     fn limits(&self) -> Limits {
-        self.send.limits.now()
+        self.send.limits.get()
     }
 }
 
 /// Result of a successful move.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Done {
+pub struct CompletedMove {
     /// Seconds from the start of QEMU's migration until the VM ran at the destination with nothing left to transfer.
     pub seconds: f64,
     /// Milliseconds from the stop of the guest here until the destination reported that it runs.
@@ -84,10 +84,10 @@ pub enum MoveError {
     Preflight(Vec<String>),
     /// The owner of the VM could not be determined; nothing was changed.
     #[error("the VM cannot be moved: {0}")]
-    Unclear(String),
+    OwnerUnknown(String),
     /// The VM runs on at the source.
     #[error("not moved; the VM continues here: {reason}")]
-    Here {
+    NotMoved {
         /// Reason why.
         reason: String,
     },
@@ -100,13 +100,13 @@ pub enum MoveError {
         the same command again once the destination can be reached, and the VM will run there or here. Only if its QEMU there \
         has exited, and the VM will not run there: larder migrate --take-back resumes it here"
     )]
-    InDoubt {
+    OutcomeUnknown {
         /// Reason why there is no answer.
         reason: String,
     },
     /// Post-copy was interrupted and could not be resumed.
     #[error("post-copy was interrupted and could not be resumed, and the VM needs both QEMUs: {reason}")]
-    Broken {
+    PostcopyBroken {
         /// Reason why.
         reason: String,
     },
@@ -114,7 +114,7 @@ pub enum MoveError {
     #[error(
         "the source's QEMU exited in the middle of the move, and the VM is lost unless it runs at the destination: {reason}"
     )]
-    Lost {
+    VmLost {
         /// Reason why.
         reason: String,
     },
@@ -132,7 +132,7 @@ pub enum MoveError {
     Qmp(#[from] QmpError),
     /// The VM was not moved, and QEMU did not resume as it should.
     #[error("{0}")]
-    Unsettled(String),
+    Unresolved(String),
 }
 
 /// Moves the VM.
@@ -141,60 +141,60 @@ pub enum MoveError {
 /// The VM is not at the destination, or its place is unknown; the error states where it is.
 pub fn run(
     options: &Options,
-    progress: &Arc<Progress>,
+    progress: &Arc<SenderProgress>,
     cancel: &AtomicBool,
-    report: &mut dyn FnMut(&Report),
-) -> Result<Done, MoveError> {
-    let mut mover = Mover::new(options, Arc::clone(progress), cancel)?;
-    let leaving: Option<Leaving> = mover
-        .place
+    report: &mut dyn FnMut(&MigrationReport),
+) -> Result<CompletedMove, MoveError> {
+    let mut mover = SourceMover::new(options, Arc::clone(progress), cancel)?;
+    let record: Option<OutgoingRecord> = mover
+        .record_file
         .load()
-        .map_err(|error| MoveError::Unclear(error.to_string()))?;
-    let (mut state, migration) = mover.at_rest(leaving.is_some())?;
+        .map_err(|error| MoveError::OwnerUnknown(error.to_string()))?;
+    let (mut state, migration) = mover.wait_until_idle(record.is_some())?;
     let status = status_of(&migration);
     let has_ended = has_ended(status);
     let is_postcopy = status.starts_with("postcopy-");
-    if let Some(leaving) = leaving {
-        let is_over_there = status == "completed" && state == "postmigrate";
-        if leaving.told && status == "completed" && !is_over_there {
-            return Err(MoveError::Unclear(format!(
+    if let Some(record) = record {
+        let is_complete = status == "completed" && state == "postmigrate";
+        if record.told && status == "completed" && !is_complete {
+            return Err(MoveError::OwnerUnknown(format!(
                 "it was handed over to {}, and another program has resumed it here since: if it does not run there, confirm that with \
                 larder migrate --take-back",
-                leaving.to
+                record.to
             )));
         }
-        if is_over_there || is_postcopy || leaving.told && has_ended {
-            return mover.go_on(leaving, status, report);
+        if is_complete || is_postcopy || record.told && has_ended {
+            return mover.resume_move(record, status, report);
         }
         if has_ended {
-            mover.clear_up(leaving)?;
+            mover.clean_up(record)?;
             state = mover.qmp.run_state()?;
         }
     }
     match (state.as_str(), status) {
         ("running" | "paused" | "suspended" | "io-error", "none" | "completed" | "failed" | "cancelled") => {
-            mover.move_it(runs(&state), report)
+            mover.start_move(is_running(&state), report)
         }
-        ("postmigrate", "completed") => Err(MoveError::Unclear(
+        ("postmigrate", "completed") => Err(MoveError::OwnerUnknown(
             "QEMU's VM was migrated, and there is no record of that: it was moved already, or another program moves it. If it runs \
              nowhere else, QEMU's 'cont' resumes it here"
                 .to_owned(),
         )),
-        ("postmigrate", "failed" | "cancelled") => Err(preflight(
+        ("postmigrate", "failed" | "cancelled") => Err(preflight_error(
             "it is paused since a migration that has failed, and QEMU does not migrate it again before it has run: 'cont' lets \
              it run, and 'stop' pauses it again",
         )),
-        (state, "setup" | "active" | "pre-switchover" | "device" | "cancelling") => Err(MoveError::Unclear(format!(
+        (state, "setup" | "active" | "pre-switchover" | "device" | "cancelling") => Err(MoveError::OwnerUnknown(format!(
             "it is being moved already, or was, by another program: QEMU's VM is '{state}', and its migration '{status}'"
         ))),
-        _ => Err(MoveError::Unclear(format!(
+        _ => Err(MoveError::OwnerUnknown(format!(
             "QEMU's VM is '{state}', and its migration '{status}'"
         ))),
     }
 }
 
 /// Returns true if the VM runs. A guest that is suspended is woken at the destination, as QEMU does it.
-fn runs(state: &str) -> bool {
+fn is_running(state: &str) -> bool {
     matches!(state, "running" | "suspended")
 }
 
@@ -205,27 +205,27 @@ fn runs(state: &str) -> bool {
 /// The VM was not handed over, or can never run here again.
 pub fn take_back(qmp: &Path, records: &Path, servers: &dyn DiskServers) -> Result<(), MoveError> {
     let mut qmp = Qmp::connect(qmp)?;
-    let place = Place::new(records, "from", &qmp);
-    let leaving: Option<Leaving> = place.load().map_err(preflight)?;
+    let record_file = RecordFile::new(records, "from", &qmp);
+    let record: Option<OutgoingRecord> = record_file.load().map_err(preflight_error)?;
     let migration = qmp.migration()?;
     let state = qmp.run_state()?;
-    match (leaving, state.as_str(), status_of(&migration)) {
-        (Some(leaving), "running" | "postmigrate" | "paused", "completed" | "failed" | "cancelled") => {
-            if leaving.disks_left {
-                servers.have(&leaving.disks, Deed::Keep).map_err(|error| {
-                    MoveError::Unsettled(format!(
+    match (record, state.as_str(), status_of(&migration)) {
+        (Some(record), "running" | "postmigrate" | "paused", "completed" | "failed" | "cancelled") => {
+            if record.disks_left {
+                servers.apply(&record.disks, HandoverAction::Commit).map_err(|error| {
+                    MoveError::Unresolved(format!(
                         "the VM is paused here, because its disks cannot be opened: {error}; if they are open at \
                          {}, larder vm NAME --expect closes them there, or end their server; then run the same command again",
-                        leaving.to
+                        record.to
                     ))
                 })?;
             }
-            if leaving.run && state != "running" {
+            if record.run && state != "running" {
                 qmp.execute("cont", json!({}))?;
             }
-            place.remove();
-            leaving.before.restore(&mut qmp);
-            disks_stay(servers, &leaving.disks);
+            record_file.remove();
+            record.before.restore(&mut qmp);
+            restore_caches(servers, &record.disks);
             Ok(())
         }
         (_, _, status) => Err(MoveError::Preflight(vec![format!(
@@ -235,29 +235,29 @@ pub fn take_back(qmp: &Path, records: &Path, servers: &dyn DiskServers) -> Resul
 }
 
 /// Makes the servers use the disks' caches as before the move.
-fn disks_stay(servers: &dyn DiskServers, sockets: &[PathBuf]) {
+fn restore_caches(servers: &dyn DiskServers, sockets: &[PathBuf]) {
     if sockets.is_empty() {
         return;
     }
-    if let Err(error) = servers.have(sockets, Deed::Stay) {
+    if let Err(error) = servers.apply(sockets, HandoverAction::RestoreCaches) {
         tracing::warn!("caches of the VM's disks may remain write-through until their server is restarted: {error}");
     }
 }
 
-fn preflight(error: impl std::fmt::Display) -> MoveError {
+fn preflight_error(error: impl std::fmt::Display) -> MoveError {
     MoveError::Preflight(vec![error.to_string()])
 }
 
 /// Rate limiter for warnings that something is late.
 #[derive(Default)]
-struct Late(Option<Instant>);
+struct WarningLimiter(Option<Instant>);
 
-impl Late {
-    fn is_time(&mut self) -> bool {
-        let is_time = self.0.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY);
-        if is_time {
+impl WarningLimiter {
+    fn is_due(&mut self) -> bool {
+        let is_due = self.0.is_none_or(|last| last.elapsed() > LATE_WARNING_INTERVAL);
+        if is_due {
             self.0 = Some(Instant::now());
         }
-        is_time
+        is_due
     }
 }

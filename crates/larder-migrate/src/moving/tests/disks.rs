@@ -4,16 +4,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::fake::Qemu;
-use super::moves::Bed;
-use crate::moving::disks::{Deed, DiskServers, ServedDisk};
+use super::moves::TestBed;
+use crate::moving::disks::{DiskServers, HandoverAction, ServedDisk};
 use crate::moving::source::{self, MoveError};
 
 /// Server of one disk, on one of the two hosts.
-struct Server {
+struct TestServer {
     /// Hosts that have the disk open, shared by both servers.
     open: Arc<Mutex<Vec<&'static str>>>,
     host: &'static str,
-    waits: bool,
+    awaits_incoming: bool,
     state: Mutex<State>,
     /// QEMU of this host, to check that its guest does not run.
     qemu: Mutex<Option<Arc<Qemu>>>,
@@ -22,17 +22,17 @@ struct Server {
 #[derive(Default)]
 struct State {
     done: Vec<String>,
-    refuses: Vec<Deed>,
+    refused: Vec<HandoverAction>,
 }
 
-impl Server {
-    fn both() -> (Arc<Self>, Arc<Self>) {
+impl TestServer {
+    fn pair() -> (Arc<Self>, Arc<Self>) {
         let open = Arc::new(Mutex::new(vec!["source"]));
-        let new = |host, waits| {
+        let new = |host, awaits_incoming| {
             Arc::new(Self {
                 open: Arc::clone(&open),
                 host,
-                waits,
+                awaits_incoming,
                 state: Mutex::default(),
                 qemu: Mutex::default(),
             })
@@ -40,8 +40,8 @@ impl Server {
         (new("source", false), new("destination", true))
     }
 
-    fn refuses(&self, deeds: &[Deed]) {
-        self.state.lock().expect("no panic").refuses = deeds.to_vec();
+    fn refuse(&self, actions: &[HandoverAction]) {
+        self.state.lock().expect("no panic").refused = actions.to_vec();
     }
 
     fn done(&self) -> Vec<String> {
@@ -49,8 +49,8 @@ impl Server {
     }
 }
 
-impl DiskServers for Server {
-    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
+impl DiskServers for TestServer {
+    fn list(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
         assert_eq!(sockets, [Path::new("/sockets/vda")]);
         let disk = ServedDisk {
             image: "/srv/web.qcow2".to_owned(),
@@ -60,62 +60,62 @@ impl DiskServers for Server {
             format: "qcow2".to_owned(),
             read_only: false,
             shared: false,
-            away: self.waits,
+            away: self.awaits_incoming,
             inode: None,
         };
         Ok(vec![("/sockets/vda".into(), disk)])
     }
 
-    fn settle(&self, _: &[PathBuf]) -> Result<bool, String> {
+    fn flush_caches(&self, _: &[PathBuf]) -> Result<bool, String> {
         let mut state = self.state.lock().expect("no panic");
         state.done.push("flush".to_owned());
         Ok(state.done.len() > 1)
     }
 
-    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
+    fn hot_ranges(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
         vec![(sockets[0].clone(), "17+3,4+1".to_owned())]
     }
 
-    fn warm(&self, socket: &Path, ranges: &str) {
+    fn warm_cache(&self, socket: &Path, ranges: &str) {
         assert_eq!((socket, ranges), (Path::new("/sockets/vda"), "17+3,4+1"));
         self.state.lock().expect("no panic").done.push("warm".to_owned());
     }
 
-    fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String> {
+    fn apply(&self, sockets: &[PathBuf], action: HandoverAction) -> Result<(), String> {
         assert_eq!(sockets, [Path::new("/sockets/vda")]);
         let mut state = self.state.lock().expect("no panic");
-        state.done.push(format!("{deed:?}").to_lowercase());
-        if state.refuses.contains(&deed) {
+        state.done.push(format!("{action:?}").to_lowercase());
+        if state.refused.contains(&action) {
             return Err("it cannot".to_owned());
         }
         let mut open = self.open.lock().expect("no panic");
-        match deed {
-            Deed::Leave | Deed::GiveBack | Deed::Yield => {
+        match action {
+            HandoverAction::Inactivate | HandoverAction::AwaitIncoming | HandoverAction::RollBack => {
                 if let Some(qemu) = &*self.qemu.lock().expect("no panic") {
-                    assert_ne!(qemu.is().run, "running", "its guest has the disk");
+                    assert_ne!(qemu.state().run, "running", "its guest has the disk");
                 }
                 open.retain(|host| *host != self.host);
             }
-            Deed::Take | Deed::Keep => {
+            HandoverAction::Activate | HandoverAction::Commit => {
                 assert!(open.iter().all(|host| *host == self.host), "open on both hosts");
                 if open.is_empty() {
                     open.push(self.host);
                 }
             }
-            Deed::Stay => {}
+            HandoverAction::RestoreCaches => {}
         }
         Ok(())
     }
 }
 
-fn bed() -> (Bed, Arc<Server>, Arc<Server>) {
-    let (here, there) = Server::both();
-    let bed = Bed::with(Arc::clone(&here) as _, Arc::clone(&there) as _);
+fn bed() -> (TestBed, Arc<TestServer>, Arc<TestServer>) {
+    let (here, there) = TestServer::pair();
+    let bed = TestBed::with(Arc::clone(&here) as _, Arc::clone(&there) as _);
     *here.qemu.lock().expect("no panic") = Some(Arc::clone(&bed.source));
     (bed, here, there)
 }
 
-fn open(server: &Server) -> Vec<&'static str> {
+fn open(server: &TestServer) -> Vec<&'static str> {
     server.open.lock().expect("no panic").clone()
 }
 
@@ -137,32 +137,32 @@ fn disks_switch_hosts_before_vm_runs() {
 #[test]
 fn disks_return_when_destination_cannot_open() {
     let (bed, here, there) = bed();
-    there.refuses(&[Deed::Take]);
+    there.refuse(&[HandoverAction::Activate]);
     let server = Arc::clone(&here);
     bed.source.hook("cont", move || assert_eq!(open(&server), ["source"]));
     let result = bed.run();
-    let said = format!("{result:?}");
-    assert!(matches!(result, Err(MoveError::Here { .. })), "{said}");
+    let text = format!("{result:?}");
+    assert!(matches!(result, Err(MoveError::NotMoved { .. })), "{text}");
     assert!(
-        said.contains("its disks cannot be opened at the destination: it cannot"),
-        "{said}"
+        text.contains("its disks cannot be opened at the destination: it cannot"),
+        "{text}"
     );
-    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
     assert_eq!(
         here.done(),
         ["flush", "flush", "inactivate", "commit", "restorecaches", "warm"]
     );
-    assert_eq!(bed.destination.has_heard("cont"), 0);
+    assert_eq!(bed.destination.command_count("cont"), 0);
 }
 
 /// A VM whose disks cannot be closed at the source continues there, with its disks open.
 #[test]
-fn vm_stays_when_disks_cannot_close() {
+fn vm_continues_when_disks_cannot_close() {
     let (bed, here, there) = bed();
-    here.refuses(&[Deed::Leave]);
+    here.refuse(&[HandoverAction::Inactivate]);
     let result = bed.run();
-    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
-    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert!(matches!(result, Err(MoveError::NotMoved { .. })), "{result:?}");
+    assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
     assert!(!there.done().contains(&"activate".to_owned()));
 }
 
@@ -170,67 +170,67 @@ fn vm_stays_when_disks_cannot_close() {
 #[test]
 fn vm_without_disks_stays_stopped() {
     let (bed, here, there) = bed();
-    there.refuses(&[Deed::Take]);
-    here.refuses(&[Deed::Keep]);
+    there.refuse(&[HandoverAction::Activate]);
+    here.refuse(&[HandoverAction::Commit]);
     let result = bed.run();
-    assert!(matches!(result, Err(MoveError::Unsettled(_))), "{result:?}");
-    assert_eq!(bed.source.is().run, "postmigrate");
+    assert!(matches!(result, Err(MoveError::Unresolved(_))), "{result:?}");
+    assert_eq!(bed.source.state().run, "postmigrate");
     let take_back = || source::take_back(&bed.options.qmp, &bed.options.records, &*here);
     take_back().expect_err("its disks cannot be opened");
-    assert_eq!(bed.source.is().run, "postmigrate");
-    here.refuses(&[]);
+    assert_eq!(bed.source.state().run, "postmigrate");
+    here.refuse(&[]);
     take_back().expect("it is here");
-    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
 }
 
 /// The destination closes the disks that it has opened if its QEMU refuses to run the VM.
 #[test]
 fn destination_closes_disks_of_refused_vm() {
     let (bed, here, there) = bed();
-    bed.destination.is().refuses.insert("cont");
+    bed.destination.state().refuses.insert("cont");
     let result = bed.run();
-    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
+    assert!(matches!(result, Err(MoveError::NotMoved { .. })), "{result:?}");
     assert_eq!(
         there.done(),
         ["warm", "activate", "commit", "awaitincoming", "rollback"]
     );
-    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
 }
 
 /// The VM runs on neither host until the destination can keep the disks.
 #[test]
-fn vm_waits_until_destination_keeps_disks() {
+fn vm_waits_until_destination_commits_disks() {
     let (bed, here, there) = bed();
-    there.refuses(&[Deed::Keep]);
+    there.refuse(&[HandoverAction::Commit]);
     let result = bed.run();
-    assert!(matches!(result, Err(MoveError::InDoubt { .. })), "{result:?}");
-    assert_eq!(bed.destination.has_heard("cont"), 0);
-    assert_eq!(bed.source.is().run, "postmigrate");
-    there.refuses(&[]);
+    assert!(matches!(result, Err(MoveError::OutcomeUnknown { .. })), "{result:?}");
+    assert_eq!(bed.destination.command_count("cont"), 0);
+    assert_eq!(bed.source.state().run, "postmigrate");
+    there.refuse(&[]);
     bed.run().expect("moves");
-    assert_eq!(bed.destination.has_heard("cont"), 1);
+    assert_eq!(bed.destination.command_count("cont"), 1);
     assert_eq!(open(&here), ["destination"]);
 }
 
 /// The source does not reopen disks while the destination may have them open.
 #[test]
-fn source_leaves_possibly_open_disks_closed() {
+fn source_does_not_reopen_possibly_open_disks() {
     let (bed, here, there) = bed();
-    there.refuses(&[Deed::Take, Deed::Yield]);
+    there.refuse(&[HandoverAction::Activate, HandoverAction::RollBack]);
     let result = bed.run();
-    assert!(matches!(result, Err(MoveError::InDoubt { .. })), "{result:?}");
-    let said = format!("{result:?}");
+    assert!(matches!(result, Err(MoveError::OutcomeUnknown { .. })), "{result:?}");
+    let text = format!("{result:?}");
     assert!(
-        said.contains("may still be open at the destination: it cannot"),
-        "{said}"
+        text.contains("may still be open at the destination: it cannot"),
+        "{text}"
     );
-    assert_eq!(bed.source.is().run, "postmigrate");
+    assert_eq!(bed.source.state().run, "postmigrate");
     assert!(!here.done().contains(&"commit".to_owned()));
     // The move continues once they are closed there.
-    there.refuses(&[Deed::Take]);
+    there.refuse(&[HandoverAction::Activate]);
     let result = bed.run();
-    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
-    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert!(matches!(result, Err(MoveError::NotMoved { .. })), "{result:?}");
+    assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
 }
 
 /// A later mover reopens disks that a killed mover had closed, before it resumes the VM.
@@ -238,30 +238,30 @@ fn source_leaves_possibly_open_disks_closed() {
 fn later_mover_reopens_closed_disks() {
     let (bed, here, there) = bed();
     // The first mover gives up with the disks open on neither host.
-    there.refuses(&[Deed::Take]);
-    here.refuses(&[Deed::Keep]);
+    there.refuse(&[HandoverAction::Activate]);
+    here.refuse(&[HandoverAction::Commit]);
     bed.run().expect_err("the VM stays paused");
     assert!(bed.record().expect("is there").disks_left);
-    here.refuses(&[]);
+    here.refuse(&[]);
     let result = bed.run();
-    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
-    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert!(matches!(result, Err(MoveError::NotMoved { .. })), "{result:?}");
+    assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
 }
 
 #[test]
 fn disks_without_waiting_server_are_untouched() {
-    let (here, _) = Server::both();
-    let (_, there) = Server::both();
-    let there = Arc::new(Server {
-        waits: false,
+    let (here, _) = TestServer::pair();
+    let (_, there) = TestServer::pair();
+    let there = Arc::new(TestServer {
+        awaits_incoming: false,
         open: Arc::clone(&there.open),
         host: "destination",
         state: Mutex::default(),
         qemu: Mutex::default(),
     });
-    let bed = Bed::with(Arc::clone(&here) as _, Arc::clone(&there) as _);
+    let bed = TestBed::with(Arc::clone(&here) as _, Arc::clone(&there) as _);
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Preflight(_))), "{result:?}");
     assert!(here.done().is_empty() && there.done().is_empty());
-    assert_eq!(bed.source.is().run, "running");
+    assert_eq!(bed.source.state().run, "running");
 }

@@ -14,23 +14,23 @@ use serde_json::{Value, json};
 pub(super) type Hook = Box<dyn FnMut() + Send>;
 
 /// State of a fake QEMU, which tests inspect and change.
-pub(super) struct Fake {
+pub(super) struct FakeState {
     pub(super) run: &'static str,
     pub(super) migration: &'static str,
     pub(super) uuid: &'static str,
     /// Commands that were executed or refused, in order.
-    pub(super) heard: Vec<String>,
+    pub(super) commands: Vec<String>,
     pub(super) capabilities: BTreeMap<String, bool>,
     pub(super) parameters: BTreeMap<String, Value>,
     pub(super) refuses: HashSet<&'static str>,
     /// Command during which QEMU exits.
-    pub(super) dies_at: Option<&'static str>,
+    pub(super) exits_at: Option<&'static str>,
     pub(super) hooks: BTreeMap<&'static str, Hook>,
     /// Run state and migration status once everything was sent, or has arrived.
-    pub(super) comes_to: (&'static str, &'static str),
+    pub(super) final_state: (&'static str, &'static str),
     /// Round counter of a migration that does not converge.
     pub(super) rounds: Option<u64>,
-    is_dead: bool,
+    has_exited: bool,
     /// Socket of the migration stream.
     stream: Option<UnixStream>,
 }
@@ -38,12 +38,12 @@ pub(super) struct Fake {
 /// Running fake QEMU.
 pub(super) struct Qemu {
     pub(super) qmp: PathBuf,
-    fake: Arc<Mutex<Fake>>,
+    fake: Arc<Mutex<FakeState>>,
 }
 
 impl Qemu {
-    fn start(folder: &Path, name: &str, run: &'static str, comes_to: (&'static str, &'static str)) -> Self {
-        let qmp = folder.join(name);
+    fn start(dir: &Path, name: &str, run: &'static str, final_state: (&'static str, &'static str)) -> Self {
+        let qmp = dir.join(name);
         let known = [
             "return-path",
             "multifd",
@@ -52,11 +52,11 @@ impl Qemu {
             "xbzrle",
             "late-block-activate",
         ];
-        let fake = Fake {
+        let fake = FakeState {
             run,
             migration: "none",
             uuid: "9a8b7c6d-0000-1111-2222-333344445555",
-            heard: Vec::new(),
+            commands: Vec::new(),
             capabilities: known.map(|name| (name.to_owned(), name == "xbzrle")).into(),
             parameters: [
                 ("downtime-limit", json!(20)),
@@ -66,11 +66,11 @@ impl Qemu {
             .map(|(name, value)| (name.to_owned(), value))
             .into(),
             refuses: HashSet::new(),
-            dies_at: None,
+            exits_at: None,
             hooks: BTreeMap::new(),
-            comes_to,
+            final_state,
             rounds: None,
-            is_dead: false,
+            has_exited: false,
             stream: None,
         };
         let fake = Arc::new(Mutex::new(fake));
@@ -86,54 +86,58 @@ impl Qemu {
     }
 
     /// Starts a QEMU with a running VM.
-    pub(super) fn source(folder: &Path) -> Self {
-        Self::start(folder, "source", "running", ("postmigrate", "completed"))
+    pub(super) fn source(dir: &Path) -> Self {
+        Self::start(dir, "source", "running", ("postmigrate", "completed"))
     }
 
     /// Starts a QEMU that waits for a VM.
-    pub(super) fn destination(folder: &Path) -> Self {
-        Self::start(folder, "destination", "inmigrate", ("paused", "completed"))
+    pub(super) fn destination(dir: &Path) -> Self {
+        Self::start(dir, "destination", "inmigrate", ("paused", "completed"))
     }
 
-    pub(super) fn is(&self) -> MutexGuard<'_, Fake> {
+    pub(super) fn state(&self) -> MutexGuard<'_, FakeState> {
         self.fake.lock().expect("no panic")
     }
 
     pub(super) fn hook(&self, command: &'static str, hook: impl FnMut() + Send + 'static) {
-        self.is().hooks.insert(command, Box::new(hook));
+        self.state().hooks.insert(command, Box::new(hook));
     }
 
-    pub(super) fn has_heard(&self, command: &str) -> usize {
-        self.is().heard.iter().filter(|heard| *heard == command).count()
+    pub(super) fn command_count(&self, command: &str) -> usize {
+        self.state()
+            .commands
+            .iter()
+            .filter(|received| *received == command)
+            .count()
     }
 
-    pub(super) fn wait_until(&self, what: impl Fn(&Fake) -> bool) {
+    pub(super) fn wait_until(&self, condition: impl Fn(&FakeState) -> bool) {
         let give_up = Instant::now() + Duration::from_secs(30);
-        while !what(&self.is()) {
+        while !condition(&self.state()) {
             assert!(
                 Instant::now() < give_up,
                 "it does not come to that: {:?}",
-                self.is().heard
+                self.state().commands
             );
             thread::sleep(Duration::from_millis(2));
         }
     }
 }
 
-fn serve(client: &UnixStream, shared: &Arc<Mutex<Fake>>) {
+fn serve(client: &UnixStream, shared: &Arc<Mutex<FakeState>>) {
     let mut answer = client;
-    if shared.lock().expect("no panic").is_dead {
+    if shared.lock().expect("no panic").has_exited {
         return;
     }
     let version = json!({"qemu": {"major": 10, "minor": 0, "micro": 3}});
-    let mut say = |value: Value| writeln!(answer, "{value}").is_ok();
-    say(json!({"QMP": {"version": version, "capabilities": ["oob"]}}));
+    let mut send_line = |value: Value| writeln!(answer, "{value}").is_ok();
+    send_line(json!({"QMP": {"version": version, "capabilities": ["oob"]}}));
     for line in BufReader::new(client).lines() {
         let Ok(line) = line else { return };
-        let asked: Value = serde_json::from_str(&line).expect("JSON");
-        let command = asked["execute"]
+        let request: Value = serde_json::from_str(&line).expect("JSON");
+        let command = request["execute"]
             .as_str()
-            .or(asked["exec-oob"].as_str())
+            .or(request["exec-oob"].as_str())
             .expect("a command")
             .to_owned();
         // The hook may inspect and change this QEMU.
@@ -141,31 +145,31 @@ fn serve(client: &UnixStream, shared: &Arc<Mutex<Fake>>) {
         if let Some(mut hook) = hook {
             hook();
         }
-        let result = carry_out(shared, &command, &asked["arguments"]);
-        if shared.lock().expect("no panic").is_dead {
+        let result = execute(shared, &command, &request["arguments"]);
+        if shared.lock().expect("no panic").has_exited {
             return;
         }
         // An event that arrived meanwhile, and the late answer to an earlier command.
-        say(json!({"event": "NOTHING", "timestamp": {"seconds": u64::MAX, "microseconds": 7}}));
-        say(json!({"id": 0, "error": {"desc": "a late answer"}}));
-        let known = match result {
-            Ok(value) => say(json!({"return": value, "id": asked["id"]})),
-            Err(text) => say(json!({"error": {"class": "GenericError", "desc": text}, "id": asked["id"]})),
+        send_line(json!({"event": "NOTHING", "timestamp": {"seconds": u64::MAX, "microseconds": 7}}));
+        send_line(json!({"id": 0, "error": {"desc": "a late answer"}}));
+        let sent = match result {
+            Ok(value) => send_line(json!({"return": value, "id": request["id"]})),
+            Err(text) => send_line(json!({"error": {"class": "GenericError", "desc": text}, "id": request["id"]})),
         };
-        if !known {
+        if !sent {
             return;
         }
     }
 }
 
-fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Result<Value, String> {
+fn execute(shared: &Arc<Mutex<FakeState>>, command: &str, arguments: &Value) -> Result<Value, String> {
     let mut fake = shared.lock().expect("no panic");
-    fake.heard.push(command.to_owned());
+    fake.commands.push(command.to_owned());
     if fake.refuses.contains(command) {
         return Err("it does not want to".to_owned());
     }
-    if fake.dies_at == Some(command) || command == "quit" {
-        fake.is_dead = true;
+    if fake.exits_at == Some(command) || command == "quit" {
+        fake.has_exited = true;
         if let Some(socket) = fake.stream.take() {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
@@ -228,8 +232,8 @@ fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Res
             json!({})
         }
         "migrate" => {
-            let resumes = arguments["resume"] == true;
-            fake.migration = if resumes { "postcopy-recover" } else { "active" };
+            let is_resume = arguments["resume"] == true;
+            fake.migration = if is_resume { "postcopy-recover" } else { "active" };
             let socket = path(arguments);
             let shared = Arc::clone(shared);
             let socket = UnixStream::connect(socket).map_err(|error| error.to_string())?;
@@ -237,11 +241,11 @@ fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Res
             json!({})
         }
         "migrate-incoming" | "migrate-recover" => {
-            let resumes = command == "migrate-recover";
-            fake.migration = if resumes { "postcopy-recover" } else { "setup" };
+            let is_resume = command == "migrate-recover";
+            fake.migration = if is_resume { "postcopy-recover" } else { "setup" };
             let listener = UnixListener::bind(path(arguments)).map_err(|error| error.to_string())?;
             let shared = Arc::clone(shared);
-            thread::spawn(move || take_in(&listener, &shared));
+            thread::spawn(move || receive(&listener, &shared));
             json!({})
         }
         _ => json!({}),
@@ -254,14 +258,14 @@ fn path(arguments: &Value) -> PathBuf {
 }
 
 /// Sends a stream that Larder does not understand and carries all the same.
-fn send(mut socket: UnixStream, shared: &Mutex<Fake>) {
+fn send(mut socket: UnixStream, shared: &Mutex<FakeState>) {
     shared.lock().expect("no panic").stream = socket.try_clone().ok();
     let mut sent = socket.write_all(&[7; 100_000]);
-    let goes_on = || {
+    let continues = || {
         let fake = shared.lock().expect("no panic");
         fake.rounds.is_some() && fake.migration == "active"
     };
-    while sent.is_ok() && goes_on() {
+    while sent.is_ok() && continues() {
         sent = socket.write_all(&[7; 4096]);
         thread::sleep(Duration::from_millis(2));
     }
@@ -271,24 +275,24 @@ fn send(mut socket: UnixStream, shared: &Mutex<Fake>) {
     fake.stream = None;
     if matches!(fake.migration, "active" | "postcopy-recover") {
         (fake.run, fake.migration) = match done {
-            Ok(()) => fake.comes_to,
+            Ok(()) => fake.final_state,
             Err(_) => ("running", "failed"),
         };
     }
 }
 
-fn take_in(listener: &UnixListener, shared: &Mutex<Fake>) {
+fn receive(listener: &UnixListener, shared: &Mutex<FakeState>) {
     let (mut socket, _) = listener.accept().expect("accepts");
     shared.lock().expect("no panic").stream = socket.try_clone().ok();
     let done = socket.read_exact(&mut vec![0; 100_000]);
     let mut fake = shared.lock().expect("no panic");
     if done.is_err() {
         // QEMU exits here too.
-        fake.is_dead = true;
+        fake.has_exited = true;
         return;
     }
-    (fake.run, fake.migration) = fake.comes_to;
-    let says_so = match fake.comes_to.1 {
+    (fake.run, fake.migration) = fake.final_state;
+    let confirms = match fake.final_state.1 {
         "failed" => {
             fake.stream = None;
             return;
@@ -296,7 +300,7 @@ fn take_in(listener: &UnixListener, shared: &Mutex<Fake>) {
         other => other != "active",
     };
     drop(fake);
-    if says_so {
+    if confirms {
         let _ = socket.write_all(&[1]);
     }
     while socket.read(&mut [0; 65536]).is_ok_and(|len| len > 0) {}

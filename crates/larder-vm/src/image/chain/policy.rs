@@ -71,9 +71,9 @@ pub enum ChainError {
     #[error(
         "{image}: its header names the backing file '{}'{}, which {}{}",
         printable(name),
-        of_format(*format),
-        denies(by),
-        allow(by, lines)
+        format_suffix(*format),
+        denial(by),
+        permission_hint(by, lines)
     )]
     Backing {
         image: String,
@@ -85,8 +85,8 @@ pub enum ChainError {
     #[error(
         "{image}: its header names the external data file '{}', which {}{}",
         printable(name),
-        denies(by),
-        allow(by, lines)
+        denial(by),
+        permission_hint(by, lines)
     )]
     DataFile {
         image: String,
@@ -98,7 +98,7 @@ pub enum ChainError {
         "{image}: its header gives the backing file '{}' the format {}, but {} gives {}",
         printable(name),
         header.name(),
-        says(by),
+        source_name(by),
         pinned.name()
     )]
     Format {
@@ -131,9 +131,9 @@ pub enum ChainError {
     },
     #[error(
         "{image}: its header names no {what}, but {} names '{}'{}",
-        says(by),
+        source_name(by),
         printable(name),
-        allow(by, lines)
+        permission_hint(by, lines)
     )]
     NotNamed {
         image: String,
@@ -144,11 +144,11 @@ pub enum ChainError {
     },
 }
 
-fn of_format(format: Option<Format>) -> String {
+fn format_suffix(format: Option<Format>) -> String {
     format.map_or_else(String::new, |format| format!(" of format {}", format.name()))
 }
 
-fn says(by: &PinnedBy) -> String {
+fn source_name(by: &PinnedBy) -> String {
     match by {
         PinnedBy::VmFile => "the VM's file".to_owned(),
         PinnedBy::ChainFile(path) => path.display().to_string(),
@@ -156,14 +156,14 @@ fn says(by: &PinnedBy) -> String {
     }
 }
 
-fn denies(by: &PinnedBy) -> String {
+fn denial(by: &PinnedBy) -> String {
     match by {
         PinnedBy::NoChain => "--backing-chain none does not allow".to_owned(),
-        by => format!("{} does not name", says(by)),
+        by => format!("{} does not name", source_name(by)),
     }
 }
 
-fn allow(by: &PinnedBy, lines: &str) -> String {
+fn permission_hint(by: &PinnedBy, lines: &str) -> String {
     match by {
         PinnedBy::VmFile => format!("; if the header is correct, the VM's file needs for this disk: {lines}"),
         PinnedBy::ChainFile(path) => {
@@ -193,26 +193,26 @@ pub enum Author {
 }
 
 impl Author {
-    /// Returns the author of a file on this host; `is_guessed` means that its format was probed.
-    pub(in crate::image) fn of_file(file: &Metadata, is_guessed: bool) -> Self {
+    /// Returns the author of a file on this host; `is_probed` means that its format was probed.
+    pub(in crate::image) fn from_file(file: &Metadata, is_probed: bool) -> Self {
         let is_device = file.file_type().is_block_device();
         // The members of the group of all disks can change any file of root on them.
-        let is_of_group = || file.mode() & 0o020 != 0 && !(is_device && is_group_of_disks(file.gid()));
+        let is_group_writable = || file.mode() & 0o020 != 0 && !(is_device && is_disk_group(file.gid()));
         match file.uid() {
-            _ if is_device && is_guessed => Self::Guest,
+            _ if is_device && is_probed => Self::Guest,
             _ if file.mode() & 0o002 != 0 => Self::AnyUser,
-            0 if is_of_group() => Self::Group(file.gid()),
+            0 if is_group_writable() => Self::Group(file.gid()),
             user => Self::User(user),
         }
     }
 
     /// Returns the author of the image at this address, if this process runs as root and does not follow names from
     /// that author.
-    pub fn not_followed(image: &ImageAddress) -> Option<Self> {
+    pub fn untrusted(image: &ImageAddress) -> Option<Self> {
         let author = match image {
             // A file that cannot be accessed may have any author.
             ImageAddress::Path(path) => {
-                opener::metadata(path).map_or(Self::AnyUser, |found| Self::of_file(&found, false))
+                opener::metadata(path).map_or(Self::AnyUser, |found| Self::from_file(&found, false))
             }
             ImageAddress::Nbd(_) => Self::Server,
         };
@@ -246,13 +246,13 @@ impl std::fmt::Display for Author {
 }
 
 /// Returns whether this is the group to which the distributions give the host's disks.
-fn is_group_of_disks(number: u32) -> bool {
+fn is_disk_group(number: u32) -> bool {
     let group = Group::from_gid(Gid::from_raw(number)).ok().flatten();
     group.is_some_and(|group| group.name == "disk")
 }
 
 /// Reference in a header: the file and its format.
-pub(super) struct Named<'a> {
+pub(super) struct HeaderReference<'a> {
     pub(super) name: &'a str,
     pub(super) address: ImageAddress,
     pub(super) format: Option<Format>,
@@ -278,13 +278,13 @@ impl ChainPolicy {
         &self,
         (image, author): (&ImageAddress, Author),
         depth: usize,
-        named: Option<Named<'_>>,
+        named: Option<HeaderReference<'_>>,
     ) -> Result<Option<(ImageAddress, Option<Format>)>, ChainError> {
         let (chain, by) = match self {
             Self::Pinned { chain, by } => (chain, by),
             Self::Follow { trust_image } => {
-                if let Some(Named { name, address, .. }) = &named {
-                    may_follow((image, author), name, address, *trust_image)?;
+                if let Some(HeaderReference { name, address, .. }) = &named {
+                    check_author((image, author), name, address, *trust_image)?;
                 }
                 return Ok(named.map(|named| (named.address, named.format)));
             }
@@ -298,7 +298,7 @@ impl ChainPolicy {
                 by: by.clone(),
                 lines: NamedChain::from(chain.as_ref()).with_backing(depth, None).lines(),
             }),
-            (Some(named), Some(pinned)) if is_named(&pinned.image, &named.address) => match named.format {
+            (Some(named), Some(pinned)) if is_same_reference(&pinned.image, &named.address) => match named.format {
                 Some(header) if header != pinned.format => Err(ChainError::Format {
                     image: image.to_string(),
                     name: named.name.to_owned(),
@@ -310,7 +310,7 @@ impl ChainPolicy {
             },
             (Some(named), _) => {
                 // A relative path in the pinning file is relative to that file.
-                let wanted = NamedImage {
+                let actual = NamedImage {
                     image: named.address.absolute(),
                     format: named.format,
                     data_file: None,
@@ -321,7 +321,7 @@ impl ChainPolicy {
                     format: named.format,
                     by: by.clone(),
                     lines: NamedChain::from(chain.as_ref())
-                        .with_backing(depth, Some(wanted))
+                        .with_backing(depth, Some(actual))
                         .lines(),
                 })
             }
@@ -336,13 +336,13 @@ impl ChainPolicy {
         &self,
         (image, author): (&ImageAddress, Author),
         depth: usize,
-        named: Option<Named<'_>>,
+        named: Option<HeaderReference<'_>>,
     ) -> Result<Option<ImageAddress>, ChainError> {
         let (chain, by) = match self {
             Self::Pinned { chain, by } => (chain, by),
             Self::Follow { trust_image } => {
-                if let Some(Named { name, address, .. }) = &named {
-                    may_follow((image, author), name, address, *trust_image)?;
+                if let Some(HeaderReference { name, address, .. }) = &named {
+                    check_author((image, author), name, address, *trust_image)?;
                 }
                 return Ok(named.map(|named| named.address));
             }
@@ -360,7 +360,7 @@ impl ChainPolicy {
                 by: by.clone(),
                 lines: NamedChain::from(chain.as_ref()).with_data_file(depth, None).lines(),
             }),
-            (Some(named), Some(pinned)) if is_named(pinned, &named.address) => Ok(Some(pinned.clone())),
+            (Some(named), Some(pinned)) if is_same_reference(pinned, &named.address) => Ok(Some(pinned.clone())),
             (Some(named), _) => Err(ChainError::DataFile {
                 image: image.to_string(),
                 name: named.name.to_owned(),
@@ -379,7 +379,7 @@ impl ChainPolicy {
 ///
 /// # Errors
 /// The process is root, and trusts neither other users' images nor their links.
-pub fn may_follow(
+pub fn check_author(
     (image, author): (&ImageAddress, Author),
     name: &str,
     address: &ImageAddress,
@@ -472,14 +472,14 @@ impl NamedChain {
     /// Returns whether `chain` allows exactly these files.
     pub fn is_allowed_by(&self, chain: &PinnedChain) -> bool {
         let same = |one: Option<&ImageAddress>, other: Option<&ImageAddress>| match (one, other) {
-            (Some(one), Some(other)) => is_named(other, one),
+            (Some(one), Some(other)) => is_same_reference(other, one),
             (one, other) => one == other,
         };
         let backing = self.backing.iter().zip(&chain.backing);
         same(self.data_file.as_ref(), chain.data_file.as_ref())
             && self.backing.len() == chain.backing.len()
             && backing.into_iter().all(|(named, pinned)| {
-                is_named(&pinned.image, &named.image)
+                is_same_reference(&pinned.image, &named.image)
                     && named.format.is_none_or(|format| format == pinned.format)
                     && same(named.data_file.as_ref(), pinned.data_file.as_ref())
             })
@@ -509,10 +509,10 @@ impl NamedChain {
     pub fn keys(&self) -> Vec<(&'static str, String)> {
         let mut keys = Vec::new();
         if let Some(data_file) = &self.data_file {
-            keys.push(("data-file", toml_text(&data_file.to_string())));
+            keys.push(("data-file", toml_string(&data_file.to_string())));
         }
         if !self.backing.is_empty() {
-            let all: Vec<String> = self.backing.iter().map(table).collect();
+            let all: Vec<String> = self.backing.iter().map(toml_table).collect();
             keys.push(("backing", format!("[{}]", all.join(", "))));
         }
         keys
@@ -535,7 +535,7 @@ impl NamedChain {
     /// Returns the keys as lines of TOML.
     pub fn lines(&self) -> String {
         if let Some(path) = self.path_not_utf8() {
-            return format!("(not possible: {})", not_utf8(path));
+            return format!("(not possible: {})", not_utf8_message(path));
         }
         let keys = self.keys().into_iter();
         let mut lines: Vec<String> = keys.map(|(key, value)| format!("{key} = {value}")).collect();
@@ -551,7 +551,7 @@ impl NamedChain {
 }
 
 /// Returns the reason why a path cannot be written into a VM's file, or one for `--pin-chain`, and what to do.
-pub fn not_utf8(path: &Path) -> String {
+pub fn not_utf8_message(path: &Path) -> String {
     format!(
         "the path '{}' is not UTF-8, and such a file holds UTF-8 only; rename the file, or the directory whose name is not UTF-8",
         printable(&path.to_string_lossy())
@@ -560,35 +560,35 @@ pub fn not_utf8(path: &Path) -> String {
 
 /// Returns whether the `named` file of a header is the pinned one. The comparison is textual: a path from a header is
 /// not looked up before it is allowed, and the pinned path is the one that is opened.
-fn is_named(pinned: &ImageAddress, named: &ImageAddress) -> bool {
+fn is_same_reference(pinned: &ImageAddress, named: &ImageAddress) -> bool {
     match (named, pinned) {
-        (ImageAddress::Path(named), ImageAddress::Path(pinned)) => normal(named) == normal(pinned),
+        (ImageAddress::Path(named), ImageAddress::Path(pinned)) => normalize(named) == normalize(pinned),
         (named, pinned) => named == pinned,
     }
 }
 
 /// Returns an absolute path without `.`, and without `..` after a name.
-fn normal(path: &Path) -> PathBuf {
+fn normalize(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let mut normal = PathBuf::new();
+    let mut normalized = PathBuf::new();
     for part in path.components() {
         match part {
             Component::CurDir => {}
             Component::ParentDir => {
-                normal.pop();
+                normalized.pop();
             }
-            part => normal.push(part),
+            part => normalized.push(part),
         }
     }
-    normal
+    normalized
 }
 
 /// Returns the lines that describe an image and its chain in a VM's file, or in one for `--pin-chain`.
-pub fn text(image: &ChainImage, chain: &PinnedChain) -> String {
+pub fn chain_text(image: &ChainImage, chain: &PinnedChain) -> String {
     let mut text = format!(
         "image = {}\nformat = {}\n",
-        toml_text(&image.image.to_string()),
-        toml_text(image.format.name())
+        toml_string(&image.image.to_string()),
+        toml_string(image.format.name())
     );
     for (key, value) in NamedChain::from(chain).keys() {
         let _ = writeln!(text, "{key} = {value}");
@@ -597,7 +597,7 @@ pub fn text(image: &ChainImage, chain: &PinnedChain) -> String {
 }
 
 /// Returns the chain of an open disk in the form in which it is pinned: with absolute paths.
-pub fn pinned(parts: &[ChainPart]) -> PinnedChain {
+pub fn pinned_chain(parts: &[ChainPart]) -> PinnedChain {
     let mut chain = PinnedChain::default();
     for part in parts {
         let image = part.image.absolute();
@@ -617,19 +617,19 @@ pub fn pinned(parts: &[ChainPart]) -> PinnedChain {
     chain
 }
 
-fn table(image: &NamedImage) -> String {
+fn toml_table(image: &NamedImage) -> String {
     let data_file = image.data_file.as_ref().map_or_else(String::new, |data_file| {
-        format!(", data-file = {}", toml_text(&data_file.to_string()))
+        format!(", data-file = {}", toml_string(&data_file.to_string()))
     });
     format!(
         "{{ image = {}, format = {}{data_file} }}",
-        toml_text(&image.image.to_string()),
-        toml_text(image.format.map_or("?", Format::name))
+        toml_string(&image.image.to_string()),
+        toml_string(image.format.map_or("?", Format::name))
     )
 }
 
 /// Returns the text as a basic string of TOML.
-pub(crate) fn toml_text(text: &str) -> String {
+pub(crate) fn toml_string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for letter in text.chars() {
         match letter {

@@ -21,21 +21,21 @@ use larder_block::backend::file::LockedFile;
 use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, IoResult, WriteBuf, WriteFlags, ZeroFlags,
 };
-use larder_memory::log::{SEGMENT, SegmentIndex};
+use larder_memory::segment_log::{SEGMENT_BYTES, SegmentIndex};
 use larder_memory::store::{BeforeWrite, PendingWrites};
 use tokio::sync::Mutex;
 
-use super::header::{BOTH, write_mark};
+use super::header::{HEADER_AND_MARK_BYTES, write_mark};
 
 /// Step by which the mark moves, in segments, so that it is seldom written.
-const MARK_STEP: u32 = 256;
+const MARK_STEP_SEGMENTS: u32 = 256;
 
 /// Length from which the zeroing is logged.
-const LONG: ByteLen = ByteLen::new(1 << 30);
+const LOGGED_ZEROING_BYTES_MIN: ByteLen = ByteLen::new(1 << 30);
 
 /// A log whose pages are no longer needed.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Unneeded {
+pub(super) enum ErasableLog {
     /// Encrypted, with this many segments.
     Encrypted(u32),
     /// Not encrypted; this many segments may have been written.
@@ -43,21 +43,21 @@ pub(super) enum Unneeded {
 }
 
 /// Erases a log on a device, but not its header.
-pub(super) async fn erase(device: &Rc<dyn BlockDevice>, log: Unneeded) -> IoResult {
-    let range = |segments: u32| ByteRange::new(SEGMENT as u64, u64::from(segments) * SEGMENT as u64);
+pub(super) async fn erase(device: &Rc<dyn BlockDevice>, log: ErasableLog) -> IoResult {
+    let range = |segments: u32| ByteRange::new(SEGMENT_BYTES as u64, u64::from(segments) * SEGMENT_BYTES as u64);
     match log {
-        Unneeded::Encrypted(0) | Unneeded::Plain(0) => Ok(()),
-        Unneeded::Encrypted(segments) => device.discard(range(segments)).await,
-        Unneeded::Plain(segments) => {
+        ErasableLog::Encrypted(0) | ErasableLog::Plain(0) => Ok(()),
+        ErasableLog::Encrypted(segments) => device.discard(range(segments)).await,
+        ErasableLog::Plain(segments) => {
             let range = range(segments);
-            if range.len >= LONG {
+            if range.len >= LOGGED_ZEROING_BYTES_MIN {
                 tracing::info!("swap cache {}: zeroing its first {}", device.name(), range.len);
             }
-            let how = ZeroFlags {
+            let flags = ZeroFlags {
                 unmap: true,
                 ..ZeroFlags::default()
             };
-            device.write_zeroes(range, how).await?;
+            device.write_zeroes(range, flags).await?;
             // The flush precedes clearing or rewriting the header.
             device.flush().await
         }
@@ -65,7 +65,7 @@ pub(super) async fn erase(device: &Rc<dyn BlockDevice>, log: Unneeded) -> IoResu
 }
 
 /// High-water mark of writes to the log of an unencrypted disk.
-pub(super) struct Mark {
+pub(super) struct HighWaterMark {
     device: Rc<dyn BlockDevice>,
     uuid: [u8; 16],
     segments: u32,
@@ -75,7 +75,7 @@ pub(super) struct Mark {
     written: Cell<u32>,
 }
 
-impl Mark {
+impl HighWaterMark {
     /// Returns the mark of a log of `segments`, which is at `written` on the disk.
     pub(super) fn new(device: &Rc<dyn BlockDevice>, uuid: [u8; 16], segments: u32, written: u32) -> Rc<Self> {
         Rc::new(Self {
@@ -87,10 +87,10 @@ impl Mark {
         })
     }
 
-    async fn raise(&self, count: u32) -> IoResult {
+    async fn advance(&self, count: u32) -> IoResult {
         let mut durable = self.durable.lock().await;
         if count > *durable {
-            let next = count.next_multiple_of(MARK_STEP).min(self.segments);
+            let next = count.next_multiple_of(MARK_STEP_SEGMENTS).min(self.segments);
             write_mark(&self.device, &self.uuid, next).await?;
             *durable = next;
         }
@@ -99,12 +99,12 @@ impl Mark {
     }
 }
 
-impl BeforeWrite for Mark {
+impl BeforeWrite for HighWaterMark {
     fn before_write(&self, segment: SegmentIndex) -> BoxFuture<'_, IoResult> {
         let count = segment.get() + 1;
         match count <= self.written.get() {
             true => Box::pin(std::future::ready(Ok(()))),
-            false => Box::pin(self.raise(count)),
+            false => Box::pin(self.advance(count)),
         }
     }
 }
@@ -113,33 +113,33 @@ impl BeforeWrite for Mark {
 pub(in crate::memory) struct SwapRelease {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) writes: PendingWrites,
-    pub(super) kind: Kind,
+    pub(super) kind: SwapKind,
 }
 
 /// Kind of disk, which determines how it is erased.
-pub(super) enum Kind {
+pub(super) enum SwapKind {
     /// A file that Larder created.
-    Made(LockedFile),
+    CreatedFile(LockedFile),
     /// A file that existed before: it keeps its size.
-    Given(LockedFile),
+    ExistingFile(LockedFile),
     /// A device or an export with an encrypted log of this many segments.
     Encrypted(u32),
     /// A device or an export with an unencrypted log.
-    Plain(Rc<Mark>),
+    Plain(Rc<HighWaterMark>),
 }
 
 impl SwapRelease {
     /// Erases the disk.
     pub(in crate::memory) async fn release(self) {
-        self.writes.ended().await;
+        self.writes.drained().await;
         let released = match self.kind {
-            Kind::Made(file) => file
+            SwapKind::CreatedFile(file) => file
                 .clear()
-                .and_then(|()| remove(&file))
+                .and_then(|()| remove_if_unreplaced(&file))
                 .map_err(|error| error.to_string()),
-            Kind::Given(file) => file.clear().map_err(|error| error.to_string()),
-            Kind::Encrypted(segments) => clear(&self.device, Unneeded::Encrypted(segments)).await,
-            Kind::Plain(mark) => clear(&self.device, Unneeded::Plain(mark.written.get())).await,
+            SwapKind::ExistingFile(file) => file.clear().map_err(|error| error.to_string()),
+            SwapKind::Encrypted(segments) => erase_with_header(&self.device, ErasableLog::Encrypted(segments)).await,
+            SwapKind::Plain(mark) => erase_with_header(&self.device, ErasableLog::Plain(mark.written.get())).await,
         };
         if let Err(error) = released {
             let name = self.device.name();
@@ -149,11 +149,11 @@ impl SwapRelease {
 }
 
 /// Erases the log, and then the header.
-async fn clear(device: &Rc<dyn BlockDevice>, log: Unneeded) -> Result<(), String> {
+async fn erase_with_header(device: &Rc<dyn BlockDevice>, log: ErasableLog) -> Result<(), String> {
     let erased = erase(device, log).await;
     match (erased, log) {
-        (Err(error), Unneeded::Plain(_)) => return Err(format!("the pages on it are still readable: {error}")),
-        (Err(error), Unneeded::Encrypted(_)) => {
+        (Err(error), ErasableLog::Plain(_)) => return Err(format!("the pages on it are still readable: {error}")),
+        (Err(error), ErasableLog::Encrypted(_)) => {
             tracing::debug!(
                 "swap cache {}: its encrypted pages are not discarded: {error}",
                 device.name()
@@ -161,13 +161,13 @@ async fn clear(device: &Rc<dyn BlockDevice>, log: Unneeded) -> Result<(), String
         }
         (Ok(()), _) => {}
     }
-    let zeros = AlignedBuf::zeroed(BOTH);
+    let zeros = AlignedBuf::zeroed(HEADER_AND_MARK_BYTES);
     let written = device.write(ByteOffset::ZERO, WriteBuf::new(&zeros), WriteFlags::FUA);
     written.await.map_err(|error| error.to_string())
 }
 
 /// Removes the file, unless another file has its path by now.
-fn remove(file: &LockedFile) -> io::Result<()> {
+fn remove_if_unreplaced(file: &LockedFile) -> io::Result<()> {
     match file.path_change()? {
         None => std::fs::remove_file(file.path()),
         Some(_) => Err(io::Error::other(

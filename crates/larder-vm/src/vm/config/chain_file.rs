@@ -11,9 +11,10 @@ use larder_block::printable;
 use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use toml::de::{DeTable, DeValue};
 
-use super::{ConfigError, Reader, Value, format_of, image_of};
+use super::{ConfigError, ConfigParser, Value, parse_format, parse_image};
 use crate::image::{
-    ChainImage, ChainPart, Format, ImageAddress, NamedChain, PinnedChain, chain_text, not_utf8, pinned_chain,
+    ChainImage, ChainPart, Format, ImageAddress, NamedChain, PinnedChain, format_chain_journals, not_utf8_message,
+    pinned_chain,
 };
 
 /// Example of the syntax of backing files.
@@ -36,7 +37,7 @@ impl ChainFile {
     /// # Errors
     /// See [`ConfigError`]. A file that another user than the caller or root could have written is refused.
     pub fn read(path: &Path) -> Result<Option<Self>, ConfigError> {
-        let text = match read_own(path) {
+        let text = match read_trusted(path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => {
@@ -46,15 +47,15 @@ impl ChainFile {
                 });
             }
         };
-        let mut reader = Reader {
+        let mut reader = ConfigParser {
             path,
             text: &text,
             mistakes: Vec::new(),
         };
         let found = match DeTable::parse(&text) {
-            Ok(table) => reader.chain_file(table.get_ref()),
+            Ok(table) => reader.parse_chain_file(table.get_ref()),
             Err(error) => {
-                reader.mistake(&error.span().unwrap_or(0..0), error.message());
+                reader.add_mistake(&error.span().unwrap_or(0..0), error.message());
                 None
             }
         };
@@ -66,7 +67,7 @@ impl ChainFile {
     }
 
     /// Returns the chain file for an open disk; `None` if it has no image.
-    pub fn of(parts: &[ChainPart]) -> Option<Self> {
+    pub fn from_parts(parts: &[ChainPart]) -> Option<Self> {
         let image = parts.first()?;
         Some(Self {
             image: image.image.absolute(),
@@ -76,7 +77,7 @@ impl ChainFile {
     }
 
     /// Describes the files other than the image, one per line: role, format, and whether it may be written.
-    pub fn files(&self, read_only: bool) -> Vec<String> {
+    pub fn describe_files(&self, read_only: bool) -> Vec<String> {
         let access = if read_only { "read" } else { "read and written" };
         let data_file = |file: &Option<ImageAddress>, access: &str| {
             let file = file.as_ref()?;
@@ -101,13 +102,13 @@ impl ChainFile {
     pub fn write(&self, path: &Path) -> io::Result<()> {
         let named = NamedChain::from(&self.chain);
         if let Some(path) = self.image.path_not_utf8().or_else(|| named.path_not_utf8()) {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, not_utf8(path)));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, not_utf8_message(path)));
         }
         let path = std::path::absolute(path)?;
-        let folder = path.parent().unwrap_or(Path::new("/"));
+        let directory = path.parent().unwrap_or(Path::new("/"));
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(format!(".{}.new", std::process::id()));
-        let new = folder.join(name);
+        let new = directory.join(name);
         let written = self.write_new(&new);
         let written = written.and_then(|()| {
             let (cwd, flags) = (rustix::fs::CWD, rustix::fs::RenameFlags::NOREPLACE);
@@ -118,17 +119,17 @@ impl ChainFile {
             let _ = fs::remove_file(&new);
         }
         written?;
-        File::open(folder)?.sync_all()
+        File::open(directory)?.sync_all()
     }
 
     fn write_new(&self, path: &Path) -> io::Result<()> {
         let mut options = File::options();
         let mut file = options.write(true).create_new(true).mode(0o600).open(path)?;
-        file.write_all(self.text().as_bytes())?;
+        file.write_all(self.to_toml().as_bytes())?;
         file.sync_all()
     }
 
-    fn text(&self) -> String {
+    fn to_toml(&self) -> String {
         let image = ChainImage {
             image: self.image.clone(),
             format: self.format,
@@ -136,13 +137,13 @@ impl ChainFile {
         };
         format!(
             "# The files of a disk, written by larder disk serve --pin-chain: no others are opened for it.\n{}",
-            chain_text(&image, &self.chain)
+            format_chain_journals(&image, &self.chain)
         )
     }
 }
 
 /// Reads a text file that only the caller or root can have written, and that is not a symbolic link.
-fn read_own(path: &Path) -> io::Result<String> {
+fn read_trusted(path: &Path) -> io::Result<String> {
     let mut options = File::options();
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = options.read(true).custom_flags(flags).open(path);
@@ -168,18 +169,18 @@ fn read_own(path: &Path) -> io::Result<String> {
     String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-impl Reader<'_> {
-    fn chain_file(&mut self, table: &DeTable<'_>) -> Option<ChainFile> {
-        let folder = self.folder();
+impl ConfigParser<'_> {
+    fn parse_chain_file(&mut self, table: &DeTable<'_>) -> Option<ChainFile> {
+        let directory = self.directory();
         let (mut image, mut format, mut chain) = (None, None, PinnedChain::default());
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
-                "image" => image = self.read(key, value, |text| image_of(&folder, text)),
-                "format" => format = self.read(key, value, format_of),
-                "data-file" => chain.data_file = self.read(key, value, |text| image_of(&folder, text)),
-                "backing" => chain.backing = self.backing(&folder, value),
-                _ => self.mistake(
+                "image" => image = self.parse_value(key, value, |text| parse_image(&directory, text)),
+                "format" => format = self.parse_value(key, value, parse_format),
+                "data-file" => chain.data_file = self.parse_value(key, value, |text| parse_image(&directory, text)),
+                "backing" => chain.backing = self.parse_backing(&directory, value),
+                _ => self.add_mistake(
                     &at,
                     format!("unknown key '{key}'; a chain has image, format, data-file and backing"),
                 ),
@@ -187,14 +188,14 @@ impl Reader<'_> {
         }
         for key in ["image", "format"] {
             if !table.contains_key(key) {
-                self.mistake(
+                self.add_mistake(
                     &(0..0),
                     format!("there is no {key}; remove this file, and Larder writes a new one"),
                 );
             }
         }
         if format == Some(Format::Raw) {
-            self.refuse_chain_of_raw(&(0..0), &chain);
+            self.check_raw_chain(&(0..0), &chain);
         }
         Some(ChainFile {
             image: image?,
@@ -204,16 +205,19 @@ impl Reader<'_> {
     }
 
     /// Parses the backing files of an image: an array of tables.
-    pub(super) fn backing(&mut self, folder: &Path, value: &Value<'_>) -> Vec<ChainImage> {
+    pub(super) fn parse_backing(&mut self, directory: &Path, value: &Value<'_>) -> Vec<ChainImage> {
         let DeValue::Array(all) = value.get_ref() else {
-            self.mistake(&value.span(), format!("backing: write {BACKING_EXAMPLE}"));
+            self.add_mistake(&value.span(), format!("backing: write {BACKING_EXAMPLE}"));
             return Vec::new();
         };
-        let images: Vec<_> = all.iter().map(|value| self.backing_image(folder, value)).collect();
+        let images: Vec<_> = all
+            .iter()
+            .map(|value| self.parse_backing_image(directory, value))
+            .collect();
         let images: Vec<ChainImage> = images.into_iter().flatten().collect();
         for (number, image) in images.iter().enumerate() {
             if image.format == Format::Raw && (image.data_file.is_some() || number + 1 < images.len()) {
-                self.mistake(
+                self.add_mistake(
                     &value.span(),
                     format!(
                         "backing: {} is raw, and a raw image refers to no other file",
@@ -226,18 +230,18 @@ impl Reader<'_> {
     }
 
     /// Refuses other files in the chain of a raw image.
-    pub(super) fn refuse_chain_of_raw(&mut self, at: &Range<usize>, chain: &PinnedChain) {
+    pub(super) fn check_raw_chain(&mut self, at: &Range<usize>, chain: &PinnedChain) {
         if *chain != PinnedChain::default() {
-            self.mistake(
+            self.add_mistake(
                 at,
                 "a raw image refers to no other file: omit data-file and backing, or set format = \"qcow2\"",
             );
         }
     }
 
-    fn backing_image(&mut self, folder: &Path, value: &Value<'_>) -> Option<ChainImage> {
+    fn parse_backing_image(&mut self, directory: &Path, value: &Value<'_>) -> Option<ChainImage> {
         let DeValue::Table(table) = value.get_ref() else {
-            self.mistake(
+            self.add_mistake(
                 &value.span(),
                 format!("backing: a backing file is a table, as in {BACKING_EXAMPLE}"),
             );
@@ -247,21 +251,21 @@ impl Reader<'_> {
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
-                "image" => image = self.read(key, value, |text| image_of(folder, text)),
-                "data-file" => data_file = self.read(key, value, |text| image_of(folder, text)),
-                "format" => format = self.read(key, value, format_of),
-                _ => self.mistake(
+                "image" => image = self.parse_value(key, value, |text| parse_image(directory, text)),
+                "data-file" => data_file = self.parse_value(key, value, |text| parse_image(directory, text)),
+                "format" => format = self.parse_value(key, value, parse_format),
+                _ => self.add_mistake(
                     &at,
                     format!("unknown key '{key}'; a backing file has image, format and data-file"),
                 ),
             }
         }
-        for (key, is_there) in [
+        for (key, is_present) in [
             ("image", table.contains_key("image")),
             ("format", table.contains_key("format")),
         ] {
-            if !is_there {
-                self.mistake(
+            if !is_present {
+                self.add_mistake(
                     &value.span(),
                     format!("this backing file has no {key}, as in {BACKING_EXAMPLE}"),
                 );

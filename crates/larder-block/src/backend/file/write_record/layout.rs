@@ -104,7 +104,7 @@ impl RecordPage {
         self.words()[word as usize].store(value, Ordering::Release);
     }
 
-    /// Makes this a new mark with no writes begun and nothing captured. The finding and the use in `found` are
+    /// Makes this a new mark with no writes begun and nothing captured. The finding and the use in `finding` are
     /// carried over.
     pub(super) fn initialize(&self, boot: u128, ahead_ns: i64, now_ns: i64, size_max: u64, finding: &RecordFinding) {
         self.store(Word::Magic, 0);

@@ -129,7 +129,7 @@ const WRITE_TIME_SPREAD_NS_MAX: i64 = 2_000_000_000;
 /// The maximum time, in nanoseconds, that a process lives after its last heartbeat: the interval of heartbeats.
 pub(super) const HEARTBEAT_INTERVAL_NS: i64 = 20_000_000;
 
-/// Returns what `found` proves of an image that is in the state `now`.
+/// Returns what `snapshot` proves of an image that is in the state `now`.
 pub(super) fn judge(snapshot: Option<&Snapshot>, now: &ImageState, clock: ClockReading) -> Finding {
     let Some(snapshot) = snapshot.filter(|mark| mark.boot == clock.boot) else {
         return Finding::NoRecord;
