@@ -145,11 +145,17 @@ fn log_wait(busy: &dyn std::fmt::Display, owner: &LockOwner) {
     let (running, orphan) = (RUNNING_WAIT_MAX.as_secs(), ORPHAN_WAIT_MAX.as_secs());
     match owner {
         LockOwner::Running => {
-            tracing::info!("{busy}; waiting up to {running} s, in case its owner is a server that is exiting");
+            tracing::info!(
+                event = "lock-wait",
+                "{busy}; waiting up to {running} s, in case its owner is a server that is exiting"
+            );
         }
-        LockOwner::Exiting(process) => tracing::info!("{busy}; waiting until {process} has exited"),
+        LockOwner::Exiting(process) => {
+            tracing::info!(event = "lock-wait", "{busy}; waiting until {process} has exited");
+        }
         LockOwner::Orphaned => {
             tracing::info!(
+                event = "lock-wait",
                 "{busy}; waiting until the kernel has completed the I/O of a killed process, for up to {orphan} s"
             );
         }

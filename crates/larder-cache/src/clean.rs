@@ -366,6 +366,7 @@ impl Cache {
                 Err(error) => {
                     if self.cleaner.error.borrow().is_none() && failed.is_none() {
                         tracing::error!(
+                            event = "write-back-failed",
                             "{}: data that only its cache has could not be written to it; retrying: {error}",
                             self.lower.name()
                         );

@@ -93,6 +93,10 @@ impl LatencyBypass {
             let bypass_time = (self.bypass_time.get() * 2).clamp(BYPASS_MIN, BYPASS_MAX);
             self.bypass_time.set(bypass_time);
             self.bypass_until.set(Some(now.after(bypass_time)));
+            tracing::debug!(
+                event = "cache-bypassed",
+                "reads bypass the cache for {bypass_time:?} where the disk has the data: a hit takes {slow:.1?}"
+            );
         }
     }
 
@@ -104,9 +108,14 @@ impl LatencyBypass {
         miss.add(time);
         self.miss.set(miss);
         if self.bypass_until.get().is_some() && miss.reliable().is_some_and(|disk| disk >= self.hit.get().value) {
-            // The disk is no faster.
-            self.bypass_until.set(None);
+            self.end_bypass("the disk is no faster");
         }
+    }
+
+    #[cold]
+    fn end_bypass(&self, why: &str) {
+        self.bypass_until.set(None);
+        tracing::debug!(event = "cache-used", "reads use the cache again: {why}");
     }
 
     /// Returns whether reads should bypass the cache.
@@ -117,7 +126,7 @@ impl LatencyBypass {
         if now < until {
             return true;
         }
-        self.bypass_until.set(None);
+        self.end_bypass("its latency is measured again");
         self.hit.set(Average::default());
         false
     }

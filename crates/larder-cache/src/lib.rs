@@ -402,6 +402,7 @@ impl Cache {
         }
         self.state.set(DeviceState::Failing);
         tracing::error!(
+            event = "cache-failed",
             "{}: its cache does not work any more, and is not used until it is opened again: {why}",
             self.lower.name()
         );
@@ -415,6 +416,7 @@ impl Cache {
                 Ok(()) => DeviceState::FailedRecorded,
                 Err(error) => {
                     tracing::error!(
+                        event = "cache-failed",
                         "{}: cannot record that its cache is invalid, so writes fail: {error}",
                         cache.lower.name()
                     );
@@ -434,10 +436,12 @@ impl Cache {
     async fn rescue(&self) {
         match self.clean_and_invalidate().await {
             Ok(()) => tracing::warn!(
+                event = "cache-rescued",
                 "{}: all data that only its cache had is written to it now",
                 self.lower.name()
             ),
             Err(error) => tracing::error!(
+                event = "write-back-failed",
                 "{}: data that only its cache has could not be written to it, and cannot be read until it can be written: {}: {error}",
                 self.lower.name(),
                 self.format_dirty_ranges()

@@ -253,10 +253,9 @@ impl CacheDevice {
         let oldest = (self.current_tick.get() + 1) % AGE_SLOTS;
         let is_idle = self.in_flight() == 0;
         let hangs = self.ages[oldest].get() > 0;
-        self.is_late.set(
-            (LATE_TICKS..AGE_SLOTS)
-                .any(|age| self.ages[(self.current_tick.get() + AGE_SLOTS - age) % AGE_SLOTS].get() > 0),
-        );
+        let is_late = (LATE_TICKS..AGE_SLOTS)
+            .any(|age| self.ages[(self.current_tick.get() + AGE_SLOTS - age) % AGE_SLOTS].get() > 0);
+        self.set_late(is_late);
         if hangs {
             self.mark_hanging();
         }
@@ -266,6 +265,24 @@ impl CacheDevice {
         }
         self.timer_running.set(continues);
         continues
+    }
+
+    fn set_late(&self, is_late: bool) {
+        if self.is_late.replace(is_late) == is_late {
+            return;
+        }
+        let device = self.device.name();
+        match is_late {
+            true => tracing::debug!(
+                event = "cache-bypassed",
+                "reads bypass the cache where the disk has the data: {device} has not answered requests for {} s",
+                LATE_TICKS as u64 * TICK_INTERVAL.as_secs()
+            ),
+            false => tracing::debug!(
+                event = "cache-used",
+                "{device} answers in time: reads use the cache again"
+            ),
+        }
     }
 
     fn mark_hanging(&self) {
@@ -436,6 +453,7 @@ impl Cache {
         let seconds = patience.as_secs();
         if self.has_failed() {
             tracing::error!(
+                event = "cache-hung",
                 "{}: {device}, which was its cache, has not answered for {seconds} s; data that only this device has cannot be read until it answers",
                 self.lower.name()
             );
@@ -451,6 +469,7 @@ impl Cache {
     /// Handles a device that has answered all its requests after it hung.
     fn handle_recovery(&self, device: &str) {
         tracing::warn!(
+            event = "cache-answers",
             "{}: {device}, which was its cache, has answered again",
             self.lower.name()
         );

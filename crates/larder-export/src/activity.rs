@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::histogram::{Histogram, is_sample_due};
-use larder_block::{Io, IoError, IoResult, Loop};
+use larder_block::{Io, IoError, IoResult, Loop, Operation};
 
 /// Sampling rate of requests that complete within the call: one of so many is timed.
 const SYNC_SAMPLE_INTERVAL: u32 = 16;
@@ -21,6 +21,10 @@ const CONCURRENT_SAMPLE_INTERVAL: u32 = 8;
 /// Number of failures that are all logged. A dead disk fails every request, so further failures are logged only when
 /// their count is a power of two.
 const ERRORS_LOGGED_SINGLY_MAX: u64 = 10;
+
+/// Duration in nanoseconds from which a timed request is slow; also the minimum time between two events of slow
+/// requests.
+const SLOW_NANOS: u64 = 1_000_000_000;
 
 /// Kind of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +39,16 @@ pub enum RequestKind {
 
 impl RequestKind {
     const COUNT: usize = 5;
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Flush => "flush",
+            Self::Discard => "discard",
+            Self::WriteZeroes => "write-zeroes request",
+        }
+    }
 }
 
 /// Statistics of a disk's requests. Counters only grow. Times are in nanoseconds.
@@ -50,6 +64,8 @@ pub struct Activity {
     in_flight: Cell<u32>,
     busy_since: Cell<u64>,
     busy: Cell<u64>,
+    /// Time of the last event of a slow request.
+    slow_logged_at: Cell<u64>,
 }
 
 #[derive(Default)]
@@ -73,6 +89,19 @@ pub struct RequestTotals {
     pub times: Histogram,
 }
 
+/// Returns the kind of the event of a failed request.
+const fn failure_event(operation: Operation) -> &'static str {
+    match operation {
+        Operation::Read => "read-failed",
+        Operation::Write => "write-failed",
+        Operation::Flush => "flush-failed",
+        Operation::Discard => "discard-failed",
+        Operation::WriteZeroes => "write-zeroes-failed",
+        Operation::Extents => "extents-failed",
+        Operation::Grow => "growth-failed",
+    }
+}
+
 fn add(counter: &Cell<u64>, amount: u64) {
     counter.set(counter.get() + amount);
 }
@@ -89,6 +118,7 @@ impl Activity {
             in_flight: Cell::new(0),
             busy_since: Cell::new(0),
             busy: Cell::new(0),
+            slow_logged_at: Cell::new(0),
         })
     }
 
@@ -122,8 +152,20 @@ impl Activity {
         add(&self.errors, 1);
         let errors = self.errors.get();
         if errors <= ERRORS_LOGGED_SINGLY_MAX || errors.is_power_of_two() {
-            tracing::error!(errors, "{error}");
+            tracing::error!(event = failure_event(error.operation()), errors, "{error}");
         }
+    }
+
+    /// Logs a slow request, unless another one was logged a moment ago.
+    #[cold]
+    fn report_slow(&self, kind: RequestKind, nanos: u64) {
+        let now = self.on.now().as_nanos();
+        if now.saturating_sub(self.slow_logged_at.get()) < SLOW_NANOS {
+            return;
+        }
+        self.slow_logged_at.set(now);
+        let seconds = Duration::from_nanos(nanos).as_secs_f64();
+        tracing::debug!(event = "slow-request", "a {} took {seconds:.1} s", kind.name());
     }
 
     /// Returns the time, if the next request is to be timed in case that it completes within the call.
@@ -211,6 +253,9 @@ impl Activity {
             .times
             .borrow_mut()
             .add_nanos(nanos, SYNC_SAMPLE_INTERVAL);
+        if nanos >= SLOW_NANOS {
+            self.report_slow(kind, nanos);
+        }
         if self.in_flight.get() == 0 {
             add(&self.busy, nanos * u64::from(SYNC_SAMPLE_INTERVAL));
         }
@@ -240,6 +285,9 @@ impl InFlightRequest<'_> {
         let nanos = self.activity.time_after(self.started_at) - self.started_at;
         let mut times = self.activity.kinds[kind as usize].times.borrow_mut();
         times.add_nanos(nanos, self.weight);
+        if nanos >= SLOW_NANOS {
+            self.activity.report_slow(kind, nanos);
+        }
     }
 }
 

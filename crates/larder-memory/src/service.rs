@@ -295,6 +295,7 @@ impl PagerService {
     pub fn cancel_detach(&self) -> bool {
         let is_detaching = self.is_detaching.get();
         self.cancel_requested.set(is_detaching);
+        tracing::debug!(is_detaching, "the detach is to be cancelled");
         self.wake();
         is_detaching
     }
@@ -411,6 +412,7 @@ impl PagerService {
 
     fn set_ended(&self, end: PagerExit) {
         if self.end.get().is_none() {
+            tracing::debug!(?end, "the memory is no longer managed");
             self.end.set(Some(end));
             self.ended_signal.raise();
             self.guard.borrow_mut().take();
@@ -510,6 +512,7 @@ async fn watch_process(on: Loop, pidfd: OwnedFd, service: Weak<PagerService>) {
         return;
     }
     if let Some(service) = service.upgrade() {
+        tracing::debug!("the process has ended; its disk servers complete their requests");
         service.has_process_ended.set(true);
         service.drain_servers(&on).await;
         service.attached.borrow_mut().take();

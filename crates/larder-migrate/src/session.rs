@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Scope};
 
+use tracing::Span;
+
 use crate::control::Mailbox;
 use crate::wire::{Message, MessageKind};
 
@@ -56,7 +58,8 @@ pub(crate) trait SessionSide: Sync {
         task: impl FnOnce() -> Result<(), Self::Error> + Send + 'scope,
     ) {
         let thread = thread::Builder::new().name(Self::THREAD.to_owned());
-        if let Err(source) = thread.spawn_scoped(scope, move || self.run_task(what, task)) {
+        let span = Span::current();
+        if let Err(source) = thread.spawn_scoped(scope, move || span.in_scope(|| self.run_task(what, task))) {
             self.fail(SessionFailure::system("starting a thread", source));
         }
     }

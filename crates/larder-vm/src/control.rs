@@ -6,6 +6,9 @@
 //! data path shares no state with it, and takes no locks. A client can use only one of a few connections, for a
 //! bounded time. [`writers`] decides which clients may change something; all others may only read.
 //!
+//! The last events of the disks ([`trace`]) are the exception: they are in memory that both threads share, so that they
+//! can be read while a disk's thread hangs.
+//!
 //! [`fetch_disks`], [`change_disk`] and [`reload`] are the client side. Both sides share the types of answers, in
 //! [`state`], and of requests, in [`requests`]; [`openapi`] describes them in machine-readable form.
 
@@ -22,12 +25,13 @@ pub mod requests;
 mod server;
 pub mod state;
 mod subject;
+pub mod trace;
 mod writers;
 
 pub use client::{
     ControlClientError, DiskChangeRequest, cancel_detach, cancel_migration, change_disk, closed_by_peer, detach_memory,
-    fetch_disks, fetch_hot_ranges, fetch_memory, fetch_migration, fetch_server, limit_memory, limit_migration, reload,
-    request_move_step, warm_disk,
+    fetch_disks, fetch_hot_ranges, fetch_memory, fetch_migration, fetch_server, fetch_trace, limit_memory,
+    limit_migration, reload, request_move_step, warm_disk,
 };
 pub use server::{ControlError, ControlServer, ControlSocket};
 pub use subject::{MoveCallback, MoveReply, ReloadCallback, ReloadReply, Subject};
@@ -40,6 +44,9 @@ const OPENAPI_PATH: &str = "/v1/openapi.json";
 
 /// Path of the event stream.
 const EVENTS_PATH: &str = "/v1/events";
+
+/// Path of the last events of each disk.
+const TRACE_PATH: &str = "/v1/trace";
 
 /// Path that reloads the VM's file.
 const RELOAD_PATH: &str = "/v1/reload";

@@ -16,6 +16,7 @@ use larder_block::{Geometry, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
 use larder_export::vhost_user::StopMode;
+use tracing::span::EnteredSpan;
 
 pub use handle::{CacheOperation, DiskChange, DiskChangeError, DiskHandle, DiskSettings};
 use handle::{ControlRequests, RunningDisk};
@@ -24,6 +25,7 @@ use moving::DiskMoveState;
 use slot::DiskSlot;
 pub use warming::{HOT_RANGES_MAX, format_hot_ranges, parse_hot_ranges};
 
+use crate::control::trace::{DiskTrace, TraceRecording};
 use crate::exports::{ExportAddresses, ExportError, ExportSockets, Exports, ExportsConfig};
 use crate::image::{self, ChainPart, ImageAddress, ImageError, ImageOptions, OpenImage};
 use crate::latch::Latch;
@@ -193,7 +195,9 @@ impl Disk {
         let (handle, requests) = handle::channel(config.name.as_deref());
         let (opened_sender, opened_receiver) = mpsc::channel();
         let cancel = config.cancel.clone();
+        let trace = Arc::clone(handle.trace());
         let thread = DiskThread::start(move || {
+            let _recording = record_thread(&trace, &config);
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
             serve(&on, config, None, &thread_stop, requests, &opened_sender)
         })?;
@@ -213,7 +217,9 @@ impl Disk {
         let (prepared, is_prepared) = mpsc::channel();
         let (start, started) = mpsc::channel();
         let cancel = config.cancel.clone();
+        let trace = Arc::clone(handle.trace());
         let thread = DiskThread::start(move || {
+            let _recording = record_thread(&trace, &config);
             let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
             let sockets = ExportSockets::bind(&config.exports)?;
             // The receiver may have given up; then it does not send `start` either.
@@ -329,6 +335,13 @@ impl DiskThread {
     }
 }
 
+/// Records the events of a disk's thread in the disk's trace, and names the disk in messages at level `debug`, until
+/// the result is dropped.
+fn record_thread(trace: &Arc<DiskTrace>, config: &DiskConfig) -> (TraceRecording, EnteredSpan) {
+    let name = config.name.clone().unwrap_or_else(|| config.image.to_string());
+    (trace.record_thread(), tracing::debug_span!("disk", %name).entered())
+}
+
 /// Opens the image, and serves it on `sockets`, or else on those in the configuration.
 fn serve(
     on: &Loop,
@@ -343,13 +356,23 @@ fn serve(
     config.options.single_bytes = config.exports.nbd.is_some();
     on.block_on(async {
         let image = match config.mobility {
-            Mobility::Remote => None,
+            Mobility::Remote => {
+                tracing::debug!(
+                    event = "away",
+                    "{} is not open: its VM is on another host",
+                    config.image
+                );
+                None
+            }
             _ => {
+                tracing::debug!(event = "opening", "{} is being opened", config.image);
                 let opening = image::open(on, &config.image, &config.options);
                 // The tables of a crafted image can take long to check, and a file server may answer slowly.
                 let opened = select(config.cancel.wait_until_set(), opening).await;
                 let image = opened.ok_or(DiskError::Cancelled)??;
                 config.on_open.0(&image.parts).map_err(DiskError::Refused)?;
+                let (format, size) = (image.format.name(), image.device.geometry().size);
+                tracing::debug!(event = "opened", "{} is open: {format}, {size}", config.image);
                 Some(Rc::new(image))
             }
         };
@@ -388,6 +411,13 @@ fn serve(
         if image.borrow().is_none() {
             exports.set_paused(true);
         }
+        let addresses = exports.addresses();
+        tracing::debug!(
+            event = "serving",
+            vhost_user_blk = addresses.vhost_user.as_deref(),
+            nbd = addresses.nbd.as_deref(),
+            "the exports are ready"
+        );
         // The starter may have given up; then `stop` has been set.
         let _ = opened_sender.send(DiskProperties {
             geometry,
@@ -412,6 +442,7 @@ fn serve(
             None => None,
         };
         let stop_mode = stop.get().unwrap_or(StopMode::HandOver);
+        tracing::debug!(event = "stopping", ?stop_mode, "the disk is being stopped");
         let Some(image) = served.open_image() else {
             if let Some(moving) = &served.moving {
                 moving.fail_waiters();
@@ -423,7 +454,9 @@ fn serve(
             };
         };
         // The guest keeps running during this, which shortens the pause until the next process serves it.
+        tracing::debug!(event = "draining", "dirty data is being written to the disk");
         select(cache_hangs(on, &image), write_back(&image)).await;
+        tracing::debug!(event = "draining", "requests in flight are being completed");
         let mut stopping = Box::pin(exports.stop(on, stop_mode));
         let is_stopped = select(cache_hangs(on, &image), stopping.as_mut()).await.is_some();
         if !is_stopped {
@@ -431,6 +464,7 @@ fn serve(
             // would leave them.
             std::mem::forget((stopping, Rc::clone(&exports), on.clone()));
         }
+        tracing::debug!(event = "drained", is_stopped, "the image is being closed");
         if let Err(error) = image.device.close().await {
             let error = error.to_string();
             let cache = image.cache.as_ref().map(|cache| cache.current());
@@ -443,6 +477,7 @@ fn serve(
         if let Some(cache) = &image.cache {
             cache.current().close_state_file();
         }
+        tracing::debug!(event = "closed", "{} is closed", served.config.image);
         match ended.flatten() {
             _ if !is_stopped => Err(DiskError::CacheHangs),
             Some(Err(error)) => Err(ExportError::Socket(error).into()),

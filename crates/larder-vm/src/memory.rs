@@ -366,6 +366,8 @@ fn run_pager(
     mut requests: mpsc::Receiver<MemoryRequest>,
     report: &thread_mpsc::Sender<AttachSummary>,
 ) -> Result<PagerExit, MemoryError> {
+    let _span = tracing::debug_span!("pager", pid = config.pid.as_raw_pid()).entered();
+    tracing::debug!("the process is being examined");
     let on = Loop::new(config.poll_max).map_err(MemoryError::Uring)?;
     on.block_on(async {
         let options = InspectOptions {
@@ -410,6 +412,7 @@ fn run_pager(
                 }
             }
         }
+        tracing::debug!(bytes, was_managed, disks = swaps.len(), "attaching");
         let pager_options = pager::PagerOptions {
             limit_bytes,
             compressed_bytes,
@@ -449,6 +452,7 @@ fn run_pager(
             .inspect_err(|error| tracing::debug!("cannot detect other pagers that detach at the same time: {error}"))
             .ok();
         let service = PagerService::start(&on, attached, options, ledger).map_err(MemoryError::Uring)?;
+        tracing::debug!("attached; faults are resolved from now on");
         // The starter may have given up; then there are no requests, and management continues.
         let _ = report.send(began);
         let managed = Rc::new(RequestHandler {
@@ -464,6 +468,7 @@ fn run_pager(
             std::future::pending().await
         };
         let end = first_of(answering, service.ended()).await;
+        tracing::debug!("the disks of evicted pages are being released");
         for (disk, _) in releases {
             disk.release().await;
         }

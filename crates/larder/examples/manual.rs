@@ -244,6 +244,10 @@ const PAGES: [Page; 16] = [
             ("larder status", "All virtual machines, a line for each disk."),
             ("larder status web", "One of them, with everything that is known."),
             ("larder status web 5 12", "What it does, every 5 seconds, 12 times."),
+            (
+                "larder status web --trace",
+                "The last events of its disks, to find out why one hangs.",
+            ),
         ],
     },
     Page {

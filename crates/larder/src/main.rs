@@ -53,9 +53,9 @@ fn main() -> ExitCode {
     signals::fail_writes_past_size_limit();
     let cli =
         Cli::try_parse().unwrap_or_else(|error| cli::explain_non_utf8_argument(run::explain_usage_error(error)).exit());
-    let (filter, warning) = log::filter();
+    let (levels, warning) = log::levels();
     tracing_subscriber::registry()
-        .with(log::layer(filter))
+        .with(log::layers(&levels))
         .with(events::layer())
         .init();
     if let Some(warning) = warning {

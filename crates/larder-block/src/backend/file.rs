@@ -168,19 +168,19 @@ impl FileDevice {
             let (image, from, to) = (&self.name, geometry.size.get(), visible.get());
             if let (true, FileRole::CacheOf(disk)) = (to < from, &self.role) {
                 tracing::warn!(
-                    image = %disk, cache = %image,
+                    event = "size-changed", image = %disk, cache = %image,
                     "the disk's cache has shrunk from {from} to {to} bytes while in use: the data past its new end is lost; \
                      `larder disk cache replace {image} --control PATH --with FILE` writes the remaining dirty data to the disk and switches to another cache"
                 );
             } else if to < from {
                 tracing::warn!(
-                    %image,
+                    event = "size-changed", %image,
                     "the image has shrunk from {from} to {to} bytes while in use: the data past its new end is lost, and requests there fail; \
                      if this was not intended, stop the guest before it writes more"
                 );
             } else if !self.container {
                 // The file of a container grows as it is used; its content does not.
-                tracing::info!(%image, "the image has grown from {from} to {to} bytes");
+                tracing::info!(event = "size-changed", %image, "the image has grown from {from} to {to} bytes");
             }
             let cut = size.saturating_sub(visible.get());
             if cut > 0 {

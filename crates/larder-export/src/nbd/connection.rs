@@ -11,6 +11,7 @@ use larder_block::nbd::transmission::{REQUEST_HEADER_LEN_MAX, RequestHeader};
 use larder_block::nbd::{Command, Malformed, PAYLOAD_LEN_MAX, StreamReader};
 use larder_block::signal::first_of;
 use larder_block::tls::MaybeTlsStream;
+use tracing::Span;
 
 use super::Shared;
 use super::admission::{Member, NoSlot};
@@ -50,13 +51,14 @@ enum ConnectionEnd {
     Stalled(Duration),
 }
 
-/// Serves a connected client until it or the server ends.
-pub(super) async fn serve(shared: Rc<Shared>, socket: Socket, member: &Rc<Member>) {
+/// Serves a connected client until it or the server ends. `span` names the client in messages.
+pub(super) async fn serve(shared: Rc<Shared>, socket: Socket, member: &Rc<Member>, span: &Span) {
+    tracing::debug!(parent: span, "an NBD client has connected");
     let stream = Rc::new(MaybeTlsStream::plain(socket));
     let mut input = StreamReader::new(Rc::clone(&stream));
     let evicted = shared.changed.until(|| member.is_evicted().then_some(None));
-    if let Some(negotiated) = first_of(run_handshake(&shared, &stream, &mut input), evicted).await {
-        serve_transmission(&shared, negotiated, &stream, input, member).await;
+    if let Some(negotiated) = first_of(run_handshake(&shared, &stream, &mut input, span), evicted).await {
+        serve_transmission(&shared, negotiated, &stream, input, member, span).await;
     }
     stream.shutdown();
 }
@@ -65,6 +67,7 @@ async fn run_handshake(
     shared: &Rc<Shared>,
     stream: &Rc<MaybeTlsStream>,
     input: &mut StreamReader,
+    span: &Span,
 ) -> Option<NegotiatedOptions> {
     let limit = shared.options.handshake_timeout;
     let handshake = shared.on.timeout(limit, Handshake::new(shared, stream, input).run());
@@ -75,11 +78,16 @@ async fn run_handshake(
     match first_of(handshake, stopped).await {
         Some(Ok(negotiated)) => negotiated,
         Some(Err(error)) => {
-            tracing::info!(export = shared.options.export, %error, "an NBD client was refused in the handshake");
+            tracing::info!(
+                parent: span, event = "nbd-refused", export = shared.options.export, %error,
+                "an NBD client was refused in the handshake"
+            );
             None
         }
         None => {
             tracing::info!(
+                parent: span,
+                event = "nbd-refused",
                 export = shared.options.export,
                 ?limit,
                 "an NBD client did not finish the handshake"
@@ -95,8 +103,11 @@ async fn serve_transmission(
     stream: &Rc<MaybeTlsStream>,
     input: StreamReader,
     member: &Rc<Member>,
+    span: &Span,
 ) {
     tracing::debug!(
+        parent: span,
+        event = "nbd-connected",
         export = shared.options.export,
         ?negotiated,
         "an NBD client has finished the handshake"
@@ -130,9 +141,15 @@ async fn serve_transmission(
     connection.outgoing.close();
     match reason {
         ConnectionEnd::Disconnected | ConnectionEnd::Stopping => {
-            tracing::debug!(export = shared.options.export, %reason, "an NBD client was disconnected");
+            tracing::debug!(
+                parent: span, event = "nbd-disconnected", export = shared.options.export, %reason,
+                "an NBD client was disconnected"
+            );
         }
-        reason => tracing::info!(export = shared.options.export, %reason, "an NBD client was disconnected"),
+        reason => tracing::info!(
+            parent: span, event = "nbd-disconnected", export = shared.options.export, %reason,
+            "an NBD client was disconnected"
+        ),
     }
 }
 

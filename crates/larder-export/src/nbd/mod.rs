@@ -276,7 +276,8 @@ impl Shared {
     }
 
     fn admit(self: &Rc<Self>, socket: Socket) {
-        let member = match self.admission.connect(Peer::of(&socket), self.on.now()) {
+        let peer = Peer::of(&socket);
+        let member = match self.admission.connect(peer, self.on.now()) {
             Ok((member, room)) => {
                 self.wake_evicted(room);
                 member
@@ -285,10 +286,11 @@ impl Shared {
         };
         add(&self.counters.accepted, 1);
         self.connections.set(self.connections.get() + 1);
+        let span = tracing::debug_span!("nbd", client = self.counters.accepted.get(), ?peer);
         let shared = Rc::clone(self);
         let client = self.options.clients.as_ref().map(Clients::register);
         self.on.spawn(async move {
-            connection::serve(Rc::clone(&shared), socket, &member).await;
+            connection::serve(Rc::clone(&shared), socket, &member, &span).await;
             drop(client);
             shared.admission.remove_client(&member);
             shared.connections.set(shared.connections.get() - 1);
@@ -305,6 +307,7 @@ impl Shared {
         }
         self.burst_refusals.set(Some(0));
         tracing::warn!(
+            event = "nbd-refused",
             export = self.options.export,
             limit = self.options.connections_max,
             "too many NBD clients: one was refused"
@@ -323,6 +326,7 @@ impl Shared {
         let more = self.burst_refusals.take().unwrap_or(0);
         if more > 0 {
             tracing::warn!(
+                event = "nbd-refused",
                 export = self.options.export,
                 limit = self.options.connections_max,
                 "too many NBD clients: {more} more were refused"

@@ -149,6 +149,8 @@ pub struct VhostUserServer {
     /// Connections that were accepted while another front-end is served.
     waiting: RefCell<VecDeque<Socket>>,
     handover: Rc<HandoverSignal>,
+    /// Number of front-ends that were served so far.
+    sessions: Cell<u64>,
 }
 
 /// Check of a connecting process; returns the reason if it may not use the disk.
@@ -219,6 +221,7 @@ impl VhostUserServer {
             waiting: RefCell::default(),
             admission_check: OnceCell::new(),
             handover: Rc::default(),
+            sessions: Cell::new(0),
         }))
     }
 
@@ -239,6 +242,7 @@ impl VhostUserServer {
         match StoredConnection::resume(options) {
             Ok(inherited) => *self.inherited.borrow_mut() = inherited,
             Err(error) => tracing::warn!(
+                event = "guest-disconnected",
                 disk = options.disk,
                 "cannot continue the front-end's connection, so the front-end has to reconnect: {error}"
             ),
@@ -254,7 +258,14 @@ impl VhostUserServer {
     /// Pauses or resumes all queues. A paused queue accepts no request; messages are still answered.
     pub fn set_paused(&self, paused: bool) {
         // Queues recheck the flag when the loop has returned from the caller.
-        self.shared.paused.set(paused);
+        if self.shared.paused.replace(paused) == paused {
+            return;
+        }
+        if paused {
+            tracing::debug!(event = "queues-paused", "the guest's queues accept no requests");
+        } else {
+            tracing::debug!(event = "queues-resumed", "the guest's queues accept requests again");
+        }
     }
 
     /// Returns whether a front-end has started a queue and not stopped it: its guest runs.
@@ -328,6 +339,7 @@ impl VhostUserServer {
             match check(socket.as_fd()) {
                 Ok(()) => return Ok(socket),
                 Err(why) => tracing::warn!(
+                    event = "guest-refused",
                     disk = %self.shared.device.name(),
                     "refused a connection: {why}"
                 ),
@@ -363,6 +375,7 @@ impl VhostUserServer {
 
     fn warn_of_waiting(&self) {
         tracing::warn!(
+            event = "guest-waits",
             disk = %self.shared.device.name(),
             "another front-end waits: the disk serves one client at a time, and {} is connected",
             self.describe_front_end()
@@ -380,9 +393,11 @@ impl VhostUserServer {
         let socket = Rc::new(socket);
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
         let disk = self.shared.device.name();
+        self.sessions.set(self.sessions.get() + 1);
+        let span = tracing::debug_span!("vhost-user", session = self.sessions.get());
         let is_new = stored.is_none();
         if is_new {
-            tracing::info!(%disk, "front-end connected");
+            tracing::info!(parent: &span, event = "guest-connected", %disk, "front-end connected");
         }
         let mut session = Session::new(
             &self.on,
@@ -390,6 +405,7 @@ impl VhostUserServer {
             Rc::clone(&self.shared),
             self.queues,
             Rc::clone(&self.handover),
+            span.clone(),
         );
         let done = Rc::new(Cell::new(false));
         self.on.spawn(announce_sizes(
@@ -411,12 +427,20 @@ impl VhostUserServer {
             self.wait_for_first_message(&socket).await;
         }
         match session.run().await {
-            Ok(SessionEnd::Closed) => tracing::info!(%disk, "front-end disconnected"),
-            Ok(SessionEnd::HandedOver) => {
-                tracing::info!(%disk, "the front-end's connection is handed over to the next process")
+            Ok(SessionEnd::Closed) => {
+                tracing::info!(parent: &span, event = "guest-disconnected", %disk, "front-end disconnected");
             }
-            Err(_) if self.stopping.get() => {}
-            Err(error) => tracing::error!(%disk, "connection to the front-end closed: {error}"),
+            Ok(SessionEnd::HandedOver) => tracing::info!(
+                parent: &span, event = "hand-over", %disk,
+                "the front-end's connection is handed over to the next process"
+            ),
+            Err(error) if self.stopping.get() => {
+                tracing::debug!(parent: &span, event = "guest-disconnected", "the session has ended: {error}");
+            }
+            Err(error) => tracing::error!(
+                parent: &span, event = "guest-disconnected", %disk,
+                "connection to the front-end closed: {error}"
+            ),
         }
         done.set(true);
         // Wakes the announcer, which then ends.
@@ -438,6 +462,7 @@ impl VhostUserServer {
             .is_none()
         {
             tracing::warn!(
+                event = "guest-waits",
                 disk = %self.shared.device.name(),
                 "{} has connected, sends nothing, and blocks other front-ends; is it a client of another protocol, such as NBD?",
                 self.describe_front_end()

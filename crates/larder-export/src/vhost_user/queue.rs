@@ -101,6 +101,7 @@ impl Shared {
         let rest = all.get() - seen.get();
         if rest > 0 {
             tracing::warn!(
+                event = "size-changed",
                 disk = %self.device.name(),
                 "the guest cannot reach the last {rest} bytes of {all}: they do not fill one of its sectors of {} bytes",
                 self.block_size
@@ -289,6 +290,7 @@ impl Queue {
             return;
         }
         tracing::info!(
+            event = "requests-resubmitted",
             queue = self.index,
             requests = found.len(),
             "resubmitting requests that were in flight"
@@ -393,6 +395,7 @@ impl Queue {
         }
         if !self.broken.replace(true) {
             tracing::error!(
+                event = "queue-failed",
                 queue = self.index,
                 "the guest has corrupted its virtqueue: {error}; the queue is stopped until the guest resets it"
             );

@@ -14,6 +14,7 @@ use std::time::Duration;
 use larder_block::event_loop::Socket;
 use larder_block::signal::{Signal, first_of};
 use larder_block::{ByteLen, Loop};
+use tracing::Span;
 
 use super::QUEUE_SIZE_MAX;
 use super::blk::{self, feature};
@@ -155,6 +156,8 @@ pub(super) struct Session {
     handover: Rc<HandoverSignal>,
     /// True while messages are replayed that the previous process received.
     is_replaying: bool,
+    /// Names the session in messages about changes of its state.
+    span: Span,
 }
 
 impl Session {
@@ -164,6 +167,7 @@ impl Session {
         shared: Rc<Shared>,
         queues_max: u16,
         handover: Rc<HandoverSignal>,
+        span: Span,
     ) -> Self {
         Self {
             on: on.clone(),
@@ -182,6 +186,7 @@ impl Session {
             stored: None,
             handover,
             is_replaying: false,
+            span,
         }
     }
 
@@ -202,7 +207,8 @@ impl Session {
         if !handed_over {
             self.socket.shutdown();
         }
-        let packed = self.is_packed();
+        let (packed, running) = (self.is_packed(), self.running_queues());
+        tracing::debug!(parent: &self.span, handed_over, "the session ends; requests in flight are being completed");
         for (index, ring) in self.rings.iter_mut().enumerate() {
             let Some(queue) = ring.queue.take() else { continue };
             let base = queue.stop().await.to_base(packed);
@@ -210,6 +216,7 @@ impl Session {
                 stored.set_ring_base(index as u32, base);
             }
         }
+        self.log_stop(running);
         *self.shared.dirty_log.borrow_mut() = None;
         match self.stored.take() {
             Some(stored) if handed_over => {
@@ -245,7 +252,10 @@ impl Session {
         }
         self.is_replaying = false;
         if is_resumed {
-            tracing::info!(disk = %self.shared.device.name(), "the front-end's connection continues");
+            tracing::info!(
+                parent: &self.span, event = "guest-continued", disk = %self.shared.device.name(),
+                "the front-end's connection continues"
+            );
         }
         loop {
             if !self.wait_for_message().await? {
@@ -302,7 +312,7 @@ impl Session {
             Ok(Reply::None) if acknowledge => Some(message::reply_u64(number, 0)),
             Ok(Reply::None) => None,
             Err(error) if acknowledge => {
-                tracing::error!("vhost-user request {number} refused: {error}");
+                tracing::error!(parent: &self.span, "vhost-user request {number} refused: {error}");
                 Some(message::reply_u64(number, 1))
             }
             Err(_) => None,
@@ -351,6 +361,7 @@ impl Session {
             FrontendRequest::SetOwner | FrontendRequest::SetLogEvent => {}
             FrontendRequest::ResetOwner => self.stop_all().await,
             FrontendRequest::ResetDevice => {
+                tracing::debug!(parent: &self.span, event = "device-reset", "the front-end resets the device");
                 self.stop_all().await;
                 (0..u32::from(self.queues_max)).for_each(|ring| self.invalidate_inflight(ring));
                 self.shared.active_queues.clear();
@@ -514,6 +525,7 @@ impl Session {
         if let (Some(ring), true) = (running, changed & !feature::LOG_ALL != 0) {
             return Err(SessionError::Running(ring as u32));
         }
+        tracing::debug!(parent: &self.span, "features {:#x} are negotiated", features);
         self.features = features;
         // A driver that cannot flush relies on the durability of every write (virtio 1.2, 5.2.6.2).
         self.shared
@@ -577,6 +589,7 @@ impl Session {
     /// Adopts the in-flight region of a previous server, and notifies a guest that missed a change of the size
     /// meanwhile.
     fn adopt_inflight(&mut self, region: InflightRegion) {
+        tracing::debug!(parent: &self.span, "the front-end passes an in-flight region: {region}");
         let size = self.shared.geometry().size;
         if let Some(state) = region.frontend_state() {
             if !state.write_cache() {
@@ -596,13 +609,16 @@ impl Session {
 
     async fn set_write_cache(&mut self, on: bool) {
         let before = self.shared.write_cache.replace(on);
+        if before != on {
+            tracing::debug!(parent: &self.span, event = "write-cache", on, "the guest sets its write cache");
+        }
         if let Some(state) = self.frontend_state() {
             state.set_write_cache(on);
         }
         // A driver without a cache sends no flush, so writes that were cached until now must be flushed here.
         let must_flush = before && !on && !self.shared.geometry().read_only;
         if must_flush && let Err(error) = self.shared.device.flush().await {
-            tracing::error!("{error}");
+            tracing::error!(parent: &self.span, event = "flush-failed", "{error}");
         }
     }
 
@@ -639,12 +655,28 @@ impl Session {
     }
 
     async fn stop_ring(&mut self, ring: u32) -> Result<(), SessionError> {
-        let packed = self.is_packed();
+        let (packed, running) = (self.is_packed(), self.running_queues());
+        let span = self.span.clone();
         let setup = self.ring(ring)?;
         if let Some(queue) = setup.queue.take() {
+            tracing::debug!(parent: &span, queue = ring, "the queue is being stopped");
             setup.base = queue.stop().await.to_base(packed);
+            tracing::debug!(parent: &span, queue = ring, base = setup.base, "the queue has stopped");
         }
+        self.log_stop(running);
         Ok(())
+    }
+
+    /// Returns the number of running queues.
+    fn running_queues(&self) -> usize {
+        self.rings.iter().filter(|ring| ring.queue.is_some()).count()
+    }
+
+    /// Logs that the last queue has stopped, of `before` that were running.
+    fn log_stop(&self, before: usize) {
+        if before > 0 && self.running_queues() == 0 {
+            tracing::debug!(parent: &self.span, event = "queues-stopped", "no queue of the guest runs any more");
+        }
     }
 
     /// Invalidates the in-flight record of a ring: its next start takes the position from the front-end.
@@ -664,7 +696,7 @@ impl Session {
 
     /// Stops every ring as GET_VRING_BASE does, and keeps its position.
     async fn stop_all(&mut self) {
-        let packed = self.is_packed();
+        let (packed, running) = (self.is_packed(), self.running_queues());
         for ring in &mut self.rings {
             if let Some(queue) = ring.queue.take() {
                 ring.base = queue.stop().await.to_base(packed);
@@ -672,6 +704,7 @@ impl Session {
             ring.started = false;
             ring.kick = None;
         }
+        self.log_stop(running);
     }
 
     fn layout(&self, size: u32) -> RingLayout {
@@ -690,6 +723,7 @@ impl Session {
         let always_enabled = self.features & feature::PROTOCOL_FEATURES == 0;
         let (memory, inflight) = (Rc::clone(&self.memory), self.inflight.clone());
         let (on, shared) = (self.on.clone(), Rc::clone(&self.shared));
+        let span = self.span.clone();
         let setup = self.ring(ring)?;
         let (true, Some(addresses)) = (setup.started && setup.queue.is_none(), setup.addresses) else {
             return Ok(());
@@ -703,6 +737,7 @@ impl Session {
             .and_then(|region| region.queue(ring as u16, setup.size as u16, layout.packed));
         if inflight.is_some() && record.is_none() {
             tracing::warn!(
+                parent: &span,
                 queue = ring,
                 size = setup.size,
                 packed = layout.packed,
@@ -732,6 +767,10 @@ impl Session {
                 log_ring: addresses.log,
             },
         ));
+        tracing::debug!(parent: &span, queue = ring, size, base = setup.base, "the queue has started");
+        if self.running_queues() == 1 {
+            tracing::debug!(parent: &span, event = "queues-started", "the guest starts its first queue");
+        }
         Ok(())
     }
 
@@ -749,11 +788,13 @@ impl Session {
             return;
         };
         let registration = view.request_registration(first.as_fd());
+        tracing::debug!(parent: &self.span, "waiting until the pager has registered the guest's memory");
         let (since, mut has_warned, mut interval) = (self.on.now(), false, PAGER_POLL_INTERVAL_MIN);
         while !view.is_registered(registration) && managed.iter().any(is_managed) {
             if !has_warned && self.on.now().since(since) > PAGER_WARNING_DELAY {
                 has_warned = true;
                 tracing::warn!(
+                    parent: &self.span, event = "pager-waits",
                     "larder memory manages the guest's memory, and does not respond: the guest's requests wait \
                      until it responds or is restarted"
                 );
@@ -762,15 +803,20 @@ impl Session {
             interval = (interval * 2).min(PAGER_POLL_INTERVAL_MAX);
         }
         if has_warned {
-            tracing::info!("larder memory responds: the guest's requests continue");
+            tracing::info!(
+                parent: &self.span, event = "pager-answers",
+                "larder memory responds: the guest's requests continue"
+            );
         }
     }
 
     /// Moves every running queue to a new table of guest memory. A queue whose ring is not in the table stops, and
     /// starts again once it is: a front-end that changes the bounds of a region removes it first, then adds it anew.
     async fn replace_memory(&mut self, memory: GuestMemory) {
+        tracing::debug!(parent: &self.span, event = "memory-mapped", "the front-end changes the guest's memory");
         let memory = Rc::new(memory);
         self.memory = Rc::clone(&memory);
+        let span = self.span.clone();
         for index in 0..self.rings.len() {
             let layout = self.layout(self.rings[index].size);
             let setup = &mut self.rings[index];
@@ -780,7 +826,7 @@ impl Session {
             match Ring::new(&memory, layout, &addresses, queue.position()) {
                 Ok(ring) => queue.replace_memory(Rc::clone(&memory), ring),
                 Err(error) => {
-                    tracing::error!(queue = index, "stopped: {error}");
+                    tracing::error!(parent: &span, event = "queue-failed", queue = index, "stopped: {error}");
                     let queue = setup.queue.take();
                     if let Some(queue) = queue {
                         let base = queue.stop().await.to_base(layout.packed);
@@ -811,7 +857,10 @@ pub(super) async fn announce_size(channel: Rc<RefCell<Option<Socket>>>) {
     let taken = channel.borrow_mut().take();
     let Some(socket) = taken else { return };
     if let Err(error) = socket.write_all(&message::config_change()).await {
-        tracing::warn!("cannot notify the front-end of the new size: {error}");
+        tracing::warn!(
+            event = "size-changed",
+            "cannot notify the front-end of the new size: {error}"
+        );
     }
     channel.borrow_mut().get_or_insert(socket);
 }

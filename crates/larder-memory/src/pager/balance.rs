@@ -97,6 +97,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let mut worked = false;
         if self.no_memory_until.is_some_and(|until| until <= now) {
             self.no_memory_until = None;
+            tracing::debug!("allocations for pages are tried again");
         }
         while let Some((
             page,
@@ -184,6 +185,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn set_stuck(&mut self, why: StuckReason) {
         let is_new = self.stuck.is_none_or(|(before, _)| before != why);
         self.stuck = Some((why, self.now));
+        if is_new {
+            tracing::debug!(?why, "nothing can be evicted");
+        }
         let was_reported =
             |(reported, at): (StuckReason, Instant)| reported == why && self.now - at < STUCK_LOG_INTERVAL;
         let excess_bytes = self.used_bytes().saturating_sub(self.options.limit_bytes);
@@ -232,7 +236,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Records that pages have been evicted.
     pub(super) fn clear_stuck(&mut self) {
-        self.stuck = None;
+        if let Some((why, _)) = self.stuck.take() {
+            tracing::debug!(?why, "pages can be evicted again");
+        }
         self.stuck_retries = 0;
     }
 }

@@ -23,6 +23,7 @@ pub const HOLE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Stops evicting, and starts to page everything in ([`Self::page_in_step`]).
     pub fn begin_detach(&mut self) {
+        tracing::debug!(bytes = self.stored_bytes(), "evictions end, and all pages are paged in");
         self.is_detaching = true;
         self.detach_cursor = 0;
         self.cancel_all_evictions();
@@ -30,6 +31,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Enforces the limit again. Pages that have been paged in are evicted like any other.
     pub fn cancel_detach(&mut self) {
+        tracing::debug!("the detach has ended early, and pages are evicted again");
         self.is_detaching = false;
     }
 

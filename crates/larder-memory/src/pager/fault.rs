@@ -328,6 +328,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 NO_MEMORY_LOG_INTERVAL.as_secs() / 60
             );
         }
+        if self.no_memory_until.is_none() {
+            tracing::debug!("an allocation for a page has failed");
+        }
         self.no_memory_until = Some(self.now + ALLOCATION_RETRY_DELAY);
         PageInResult::NoMemory
     }

@@ -203,7 +203,11 @@ impl DestinationMover {
     }
 
     fn set_stage(&self, stage: IncomingStage) {
-        *self.stage.lock().unwrap_or_else(PoisonError::into_inner) = stage;
+        let mut current = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
+        if *current != stage {
+            tracing::debug!(from = ?*current, to = ?stage, "the stage of the VM has changed");
+            *current = stage;
+        }
     }
 
     fn update_stage(&self, state: IncomingState) -> IncomingState {
@@ -230,7 +234,9 @@ impl DestinationMover {
 
     /// Answers the notes of a session until it is over.
     pub fn answer_notes(&self, notes: &Notes) {
+        let _span = tracing::debug_span!("move", qemu = %self.qmp_path.display()).entered();
         self.in_session.store(true, Ordering::Relaxed);
+        tracing::debug!("a session with the source begins");
         loop {
             match notes.receive(Duration::from_secs(1)) {
                 ReceivedNote::SessionEnded => break,
@@ -239,13 +245,14 @@ impl DestinationMover {
                     let answer = self.handle_note(&note);
                     match &answer {
                         ToSource::Refused { reasons } => tracing::warn!("refused: {}", reasons.join("; ")),
-                        answer => tracing::debug!("{answer:?}"),
+                        answer => tracing::debug!(?answer, "the source's request is answered"),
                     }
                     notes.send(&serde_json::to_vec(&answer).expect("plain data"));
                 }
             }
         }
         self.in_session.store(false, Ordering::Relaxed);
+        tracing::debug!("the session with the source has ended");
     }
 
     /// Processes a note and returns the answer.
@@ -435,6 +442,7 @@ impl Inner {
         self.record_file
             .save(&record)
             .map_err(|error| format!("the destination cannot save the record of the move: {error}"))?;
+        tracing::debug!(phase = ?record.phase, "the phase of the move is recorded");
         self.record = Some(record);
         Ok(())
     }
@@ -447,6 +455,7 @@ impl Inner {
     }
 
     fn clear_record(&mut self) {
+        tracing::debug!("the record of the move is removed");
         self.record = None;
         self.fault_claim = None;
         self.record_file.remove();
@@ -546,7 +555,10 @@ impl Inner {
     fn apply_to_disks(&self, action: HandoverAction) -> Result<(), String> {
         match self.record.as_ref().map(|record| record.disks.as_slice()) {
             None | Some([]) => Ok(()),
-            Some(disks) => self.servers.apply(disks, action),
+            Some(disks) => {
+                tracing::debug!(?action, "the servers of the disks perform a step");
+                self.servers.apply(disks, action)
+            }
         }
     }
 

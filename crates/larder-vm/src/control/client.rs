@@ -20,9 +20,10 @@ use super::memory::{DetachResult, MemoryPatch, MemoryState};
 use super::migration::{CancelResult, MigrationPatch, MigrationState};
 use super::requests::{CacheReplacement, DiskPatch, HotRanges, MoveRequest, ReloadResult};
 use super::state::{DiskList, DiskState, ServerState};
+use super::trace::Traces;
 use super::{
     CANCEL_DETACH_PATH, CANCEL_MIGRATION_PATH, DETACH_PATH, DISKS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH,
-    RELOAD_PATH, SERVER_PATH, disk_path, flush_cache_path, hot_ranges_path, replace_cache_path,
+    RELOAD_PATH, SERVER_PATH, TRACE_PATH, disk_path, flush_cache_path, hot_ranges_path, replace_cache_path,
 };
 use crate::disk::CacheOperation;
 use crate::image::absolute;
@@ -77,6 +78,11 @@ pub enum ControlClientError {
         path.display(), RESPONSE_TIMEOUT.as_secs()
     )]
     Timeout { path: PathBuf },
+    #[error(
+        "the server at {} does not store the events of its disks, because it runs an older version of Larder than this one: restart it with this version; until then, its log has the most important events",
+        path.display()
+    )]
+    NoTrace { path: PathBuf },
     #[error("{error} (reported by the server at {})", path.display())]
     Refused { path: PathBuf, error: String },
 }
@@ -95,6 +101,15 @@ pub fn fetch_disks(path: &Path) -> Result<(Value, DiskList), ControlClientError>
 /// See [`ControlClientError`].
 pub fn fetch_server(path: &Path) -> Result<ServerState, ControlClientError> {
     Ok(request_with_timeout(path, &ControlQuery::FetchServer)?.1)
+}
+
+/// Requests the last events of the disks from the control socket `path`, which answers even while a disk hangs. Returns
+/// the answer as JSON and in parsed form.
+///
+/// # Errors
+/// See [`ControlClientError`].
+pub fn fetch_trace(path: &Path) -> Result<(Value, Traces), ControlClientError> {
+    request_with_timeout(path, &ControlQuery::FetchTrace)
 }
 
 /// A change to a disk.
@@ -221,6 +236,7 @@ enum ControlQuery {
     CancelDetach,
     FetchServer,
     FetchDisks,
+    FetchTrace,
     ChangeDisk(String, DiskChangeRequest),
     Reload,
 }
@@ -230,6 +246,7 @@ impl ControlQuery {
         let (request, body) = match self {
             Self::FetchServer => (Request::get(SERVER_PATH), Bytes::new()),
             Self::FetchDisks => (Request::get(DISKS_PATH), Bytes::new()),
+            Self::FetchTrace => (Request::get(TRACE_PATH), Bytes::new()),
             Self::FetchMigration => (Request::get(MIGRATION_PATH), Bytes::new()),
             Self::LimitMigration(patch) => (Request::patch(MIGRATION_PATH), json!(patch).to_string().into()),
             Self::CancelMigration => (Request::post(CANCEL_MIGRATION_PATH), Bytes::new()),
@@ -313,7 +330,11 @@ async fn request_once<T: DeserializeOwned>(
             why,
         },
     })?;
+    let is_unknown = status == StatusCode::NOT_FOUND;
     parse_response(status, &body).map_err(|problem| match problem {
+        ResponseError::Server(_) if is_unknown && matches!(question, ControlQuery::FetchTrace) => {
+            ControlClientError::NoTrace { path: path.to_owned() }
+        }
         ResponseError::Server(error) => ControlClientError::Refused {
             path: path.to_owned(),
             error,

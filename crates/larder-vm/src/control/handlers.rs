@@ -24,7 +24,7 @@ use super::state::{DiskList, ErrorBody};
 use super::subject::Subject;
 use super::{
     CANCEL_DETACH_PATH, CANCEL_MIGRATION_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH,
-    MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH,
+    MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH, TRACE_PATH,
 };
 use crate::disk::{CacheOperation, DiskAction, DiskChange, DiskHandle, format_hot_ranges, parse_hot_ranges};
 use crate::memory::MemoryHandle;
@@ -105,6 +105,7 @@ enum Resource {
     Server,
     OpenApi,
     Events,
+    Trace,
     Reload,
     Move,
     Memory(Option<MemoryHandle>),
@@ -125,6 +126,7 @@ impl Resource {
             SERVER_PATH => return Some(Self::Server),
             OPENAPI_PATH => return Some(Self::OpenApi),
             EVENTS_PATH => return Some(Self::Events),
+            TRACE_PATH => return Some(Self::Trace),
             RELOAD_PATH => return Some(Self::Reload),
             MOVE_PATH => return Some(Self::Move),
             DISKS_PATH => return Some(Self::Disks),
@@ -150,7 +152,7 @@ impl Resource {
     /// Returns the methods that the resource supports.
     fn methods(&self) -> &'static str {
         match self {
-            Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
+            Self::Server | Self::OpenApi | Self::Events | Self::Trace | Self::Disks => "GET, HEAD",
             Self::Disk(_) | Self::Memory(_) | Self::Migration(_) => "GET, HEAD, PATCH",
             Self::Hot(_) => "GET, HEAD, POST",
             Self::Detach(_)
@@ -201,6 +203,7 @@ pub(super) async fn handle_request(
         Resource::OpenApi => ok_response(&openapi::document()),
         Resource::Events if request.method() == Method::HEAD => event_stream(mpsc::channel(1).1),
         Resource::Events => subscribe_events(request.headers(), asked),
+        Resource::Trace => ok_response(&subject.traces()),
         Resource::Reload => reload(request, subject).await,
         Resource::Move => apply_move_step(request, subject).await,
         Resource::Disks => disks(&subject.disks()).await,

@@ -13,9 +13,10 @@ use super::memory::{DetachResult, MemoryPatch, MemoryState};
 use super::migration::{CancelResult, DOWNTIME_MS_MAX, MigrationPatch, MigrationState};
 use super::requests::{CacheReplacement, DiskPatch, HotRanges, MoveRequest, ReloadResult};
 use super::state::{DiskList, DiskState, ErrorBody, ServerState};
+use super::trace::Traces;
 use super::{
     CANCEL_DETACH_PATH, CANCEL_MIGRATION_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH,
-    MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH,
+    MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH, TRACE_PATH,
 };
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
@@ -26,6 +27,7 @@ pub(super) fn document() -> Value {
     let mut types = Schemas::default();
     let server = types.reference::<ServerState>();
     let disks = types.reference::<DiskList>();
+    let traces = types.reference::<Traces>();
     let disk = types.reference::<DiskState>();
     let patch = types.reference::<DiskPatch>();
     let replacement = types.reference::<CacheReplacement>();
@@ -118,6 +120,12 @@ pub(super) fn document() -> Value {
                     bad_request(),
                     error_content("503", "Too many event subscribers."),
                 ]),
+            }},
+            TRACE_PATH: {"get": {
+                "operationId": "query-trace",
+                "summary": "The last events of each disk.",
+                "description": "Changes of the disk's state, and messages that its server has logged about it: at most the last 1024, the oldest first. The server answers even while a disk's thread hangs.",
+                "responses": responses([("200".to_owned(), json_content("The events.", &traces)), bad_request()]),
             }},
             RELOAD_PATH: {"post": {
                 "operationId": "reload",

@@ -9,6 +9,7 @@ use tokio::sync::oneshot;
 use super::migration::MigrationHandle;
 use super::requests::ReloadResult;
 use super::state::ServerState;
+use super::trace::Traces;
 use crate::disk::DiskHandle;
 use crate::memory::MemoryHandle;
 use crate::vm::config::VmConfig;
@@ -131,6 +132,15 @@ impl Subject {
 
     pub(super) fn disks(&self) -> Vec<DiskHandle> {
         self.lock_disks().clone()
+    }
+
+    /// Returns the last events of the disks, without a query to their threads.
+    pub(super) fn traces(&self) -> Traces {
+        let disks = self.disks();
+        let events = disks.iter().map(|disk| disk.trace().events_of(disk.name()));
+        Traces {
+            disks: events.collect(),
+        }
     }
 
     /// Returns the disk with this name, or with this index in the list, counted from 0.

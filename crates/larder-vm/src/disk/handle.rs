@@ -15,6 +15,7 @@ use super::DiskConfig;
 use super::moving::{DiskAction, DiskMoveState};
 use super::warming::{HOT_RANGES_MAX, Warming};
 use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState, RequestsState};
+use crate::control::trace::DiskTrace;
 use crate::exports::Exports;
 use crate::image::{CacheMode, Format, ImageAddress, OpenImage, ReplaceOptions, cache_mode_long_name};
 
@@ -25,6 +26,7 @@ const QUEUED_REQUESTS_MAX: usize = 16;
 #[derive(Clone)]
 pub struct DiskHandle {
     name: Option<Arc<str>>,
+    trace: Arc<DiskTrace>,
     sender: mpsc::Sender<ControlRequest>,
 }
 
@@ -100,14 +102,23 @@ pub enum DiskChangeError {
 /// Creates the two ends for requests to a disk.
 pub(super) fn channel(name: Option<&str>) -> (DiskHandle, ControlRequests) {
     let (sender, receiver) = mpsc::channel(QUEUED_REQUESTS_MAX);
-    let name = name.map(Arc::from);
-    (DiskHandle { name, sender }, ControlRequests(receiver))
+    let handle = DiskHandle {
+        name: name.map(Arc::from),
+        trace: Arc::default(),
+        sender,
+    };
+    (handle, ControlRequests(receiver))
 }
 
 impl DiskHandle {
     /// Returns the disk's name in its VM.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
+    }
+
+    /// Returns the disk's last events, which can be read and added without its thread.
+    pub(crate) fn trace(&self) -> &Arc<DiskTrace> {
+        &self.trace
     }
 
     /// Returns the disk's state; `None` if it is being closed.
@@ -163,6 +174,9 @@ pub(super) async fn answer(on: &Loop, ControlRequests(mut requests): ControlRequ
                 let (running, served) = (on.clone(), Rc::clone(served));
                 on.spawn(async move {
                     let changed = served.change(&running, change).await;
+                    if let Err(error) = &changed {
+                        tracing::debug!(event = "change-failed", "{error}");
+                    }
                     let _ = reply.send(changed.map(|()| served.state(&running)));
                 });
             }
@@ -260,17 +274,20 @@ impl RunningDisk {
             let set = open.throttle.set_limits(limits);
             set.map_err(|source| DiskChangeError::Limits { image: image(), source })?;
             match LimitsState::new(limits).to_string().as_str() {
-                "" => tracing::info!(disk = %self.name(), "limits removed"),
-                limits => tracing::info!(disk = %self.name(), "limits set: {limits}"),
+                "" => tracing::info!(event = "limits", disk = %self.name(), "limits removed"),
+                limits => tracing::info!(event = "limits", disk = %self.name(), "limits set: {limits}"),
             }
         }
         if let Some((options, prefetch)) = prefetch {
             prefetch.set_options(options).await;
             match options {
-                PrefetchOptions::OFF => tracing::info!(disk = %self.name(), "read-ahead disabled"),
-                options => {
-                    tracing::info!(disk = %self.name(), "read-ahead enabled, with {} of memory", options.memory)
+                PrefetchOptions::OFF => {
+                    tracing::info!(event = "read-ahead", disk = %self.name(), "read-ahead disabled")
                 }
+                options => tracing::info!(
+                    event = "read-ahead", disk = %self.name(),
+                    "read-ahead enabled, with {} of memory", options.memory
+                ),
             }
         }
         let Some(cache) = &open.cache else {
@@ -279,19 +296,31 @@ impl RunningDisk {
         if let Some(endurance) = settings.cache_endurance {
             cache.current().layer.set_endurance(endurance);
             match endurance {
-                Some(bytes) => {
-                    tracing::info!(disk = %self.name(), "writes to the cache limited to {bytes} per day")
-                }
-                None => tracing::info!(disk = %self.name(), "limit of writes to the cache removed"),
+                Some(bytes) => tracing::info!(
+                    event = "cache-endurance", disk = %self.name(),
+                    "writes to the cache limited to {bytes} per day"
+                ),
+                None => tracing::info!(
+                    event = "cache-endurance", disk = %self.name(),
+                    "limit of writes to the cache removed"
+                ),
             }
         }
         if let Some(mode) = settings.cache_mode {
             if !cache.current().layer.is_working() {
                 return Err(DiskChangeError::CacheFailed { image: image() });
             }
+            tracing::debug!(
+                event = "cache-mode",
+                "the cache mode is being set to {}",
+                cache_mode_long_name(mode)
+            );
             let set = cache.set_mode(mode).await;
             set.map_err(|why| DiskChangeError::CacheChange { image: image(), why })?;
-            tracing::info!(disk = %self.name(), "cache mode set to {}", cache_mode_long_name(mode));
+            tracing::info!(
+                event = "cache-mode", disk = %self.name(),
+                "cache mode set to {}", cache_mode_long_name(mode)
+            );
         }
         Ok(())
     }
@@ -310,17 +339,32 @@ impl RunningDisk {
             return Err(DiskChangeError::CacheFailed { image: image() });
         }
         let done = match &operation {
-            CacheOperation::Flush => cache.flush().await,
-            CacheOperation::Replace(by) => cache.replace(on, by).await,
+            CacheOperation::Flush => {
+                tracing::debug!(
+                    event = "cache-flush",
+                    "all dirty data of the cache is being written to the disk"
+                );
+                cache.flush().await
+            }
+            CacheOperation::Replace(by) => {
+                tracing::debug!(
+                    event = "cache-replaced",
+                    "the cache on {} is being replaced",
+                    cache.current().file
+                );
+                cache.replace(on, by).await
+            }
         };
         done.map_err(|why| DiskChangeError::CacheChange { image: image(), why })?;
         match operation {
-            CacheOperation::Flush => {
-                tracing::info!(disk = %self.name(), "all dirty data of the cache is written to the disk")
-            }
-            CacheOperation::Replace(_) => {
-                tracing::info!(disk = %self.name(), "cache replaced; it is on {} now", cache.current().file);
-            }
+            CacheOperation::Flush => tracing::info!(
+                event = "cache-flush", disk = %self.name(),
+                "all dirty data of the cache is written to the disk"
+            ),
+            CacheOperation::Replace(_) => tracing::info!(
+                event = "cache-replaced", disk = %self.name(),
+                "cache replaced; it is on {} now", cache.current().file
+            ),
         }
         Ok(())
     }

@@ -94,6 +94,17 @@ impl DiskMoveState {
     /// A message for the user.
     pub(super) async fn apply(&self, on: &Loop, served: &Rc<RunningDisk>, action: DiskAction) -> Result<(), String> {
         let _guard = self.lock_steps().await;
+        tracing::debug!(event = "move", "step {action:?} begins");
+        let result = self.apply_locked(on, served, action).await;
+        match &result {
+            Ok(()) => tracing::debug!(event = "move", "step {action:?} is complete"),
+            Err(why) => tracing::debug!(event = "move", "step {action:?} failed: {why}"),
+        }
+        result
+    }
+
+    /// Applies a step. The caller has the lock of the steps.
+    async fn apply_locked(&self, on: &Loop, served: &Rc<RunningDisk>, action: DiskAction) -> Result<(), String> {
         match action {
             DiskAction::FlushCache => self.flush_cache(served).await,
             DiskAction::RestoreCache => self.restore_cache(served).await,
@@ -180,7 +191,10 @@ impl DiskMoveState {
         if let Some(cache) = &image.cache {
             cache.current().close_state_file();
         }
-        tracing::info!(disk = %served.name(), "its image is closed, and may be opened on another host");
+        tracing::info!(
+            event = "closed", disk = %served.name(),
+            "its image is closed, and may be opened on another host"
+        );
         Ok(())
     }
 
@@ -210,7 +224,7 @@ impl DiskMoveState {
         self.format.set(image.format);
         self.slot.attach(&image.device);
         served.image.replace(Some(image));
-        tracing::info!(disk = %served.name(), "its image is open");
+        tracing::info!(event = "opened", disk = %served.name(), "its image is open");
         Ok(())
     }
 }

@@ -52,6 +52,7 @@ impl CacheSlot {
         let prepared = cache::prepare(on, &disk, cache_options, options, CACHE_LINE_DEFAULT).await?;
         let opened = prepared.open(on, &disk, None).await?;
         opened.allocate(&disk.image).await;
+        opened.log_opened();
         let switch = LayerSwitch::new(Rc::clone(&disk.device), Rc::clone(&opened.layer) as Rc<dyn BlockDevice>);
         Ok(Self {
             switch: Rc::new(switch),
@@ -243,6 +244,11 @@ impl CacheSlot {
         old.retire(false).await?;
         old.layer.inactivate().await;
         held.replace_layer(Rc::clone(&self.disk.device));
+        tracing::debug!(
+            event = "cache-dropped",
+            "the disk runs without its cache on {}",
+            old.file
+        );
         Ok(())
     }
 
@@ -295,6 +301,7 @@ impl CacheSlot {
         let new = Rc::new(new);
         self.current.replace(Rc::clone(&new));
         drop(held);
+        new.log_opened();
         new.allocate(&self.disk.image).await;
     }
 }

@@ -8,6 +8,7 @@ use larder_cache::{Cache, CacheMode};
 
 use super::ImageAddress;
 use super::cache::{check_write_back, state_file_required};
+use super::cache_spec::cache_mode_long_name;
 use super::cache_state::{CacheLock, StateFileWriter};
 use crate::data_limit::MemoryShare;
 
@@ -32,6 +33,17 @@ pub struct OpenCache {
 }
 
 impl OpenCache {
+    /// Logs that the disk uses the cache.
+    pub(super) fn log_opened(&self) {
+        let mode = cache_mode_long_name(self.layer.mode());
+        tracing::debug!(
+            event = "cache-opened",
+            "the cache on {} is in use: {}, {mode}",
+            self.file,
+            self.size
+        );
+    }
+
     /// Removes the cache's state file after the disk and the cache were closed. The file remains if the cache could
     /// not be closed, if it has dirty data, or if nothing else would show that the disk was used without it.
     pub(crate) fn close_state_file(&self) {

@@ -342,6 +342,7 @@ impl AttachRetry {
         }
         self.managed_by_other = matches!(error, MemoryError::Attach(AttachError::Managed { .. }));
         let why = error.to_string();
+        tracing::debug!(pid = self.process.pid.as_raw_pid(), retry_delay = ?self.retry_delay, "not attached: {why}");
         match &mut self.obstacle {
             Some((last, reported)) if *last == why => {
                 if !std::mem::replace(reported, true) {

@@ -225,6 +225,7 @@ impl MemoryService {
 
     fn report_progress(&mut self, tell: &impl Fn(ServiceProgress), progress: ServiceProgress) {
         if self.progress != progress {
+            tracing::debug!(from = ?self.progress, to = ?progress, "the service changes its state");
             self.progress = progress;
             tell(self.progress.clone());
         }

@@ -13,7 +13,7 @@ use crate::image::{ChainPolicy, Format};
 const SERVER_BYTES: u64 = 1 << 30;
 
 /// Bytes for a disk's thread with its stack, the requests in flight in all queues of a front-end, copies for
-/// alignment, and data that is read from a file while it is opened, such as its list of bitmaps.
+/// alignment, its last events, and data that is read from a file while it is opened, such as its list of bitmaps.
 const DISK_BYTES: u64 = 640 << 20;
 
 /// Bytes for NBD clients: their requests in flight, buffers and connections.

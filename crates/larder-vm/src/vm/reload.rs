@@ -268,6 +268,10 @@ impl ReloadContext {
     /// Applies the file to a disk that is served with the configuration `now`.
     fn update_disk(&mut self, now: &VmDisk, wanted: &VmDisk, disk: &DiskHandle) {
         let name = &wanted.name;
+        {
+            let _recording = disk.trace().record_thread();
+            tracing::debug!(event = "reload", disk = name, "the VM's file is applied to the disk");
+        }
         let fixed = restart_only_changes(now, wanted);
         if !fixed.is_empty() {
             let keys = fixed.join(", ");

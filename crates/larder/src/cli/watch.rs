@@ -61,8 +61,12 @@ pub(crate) struct StatusArguments {
     /// Number of reports
     #[arg(value_parser = OsStringValueParser::new())]
     pub(crate) count: Option<OsString>,
+    /// Print the last events of each disk, the oldest first, also of a disk that hangs: changes of its state, and
+    /// messages of its server
+    #[arg(long)]
+    pub(crate) trace: bool,
     /// Output format: for people, or for programs. JSON for one virtual machine is the answer of its control socket
-    /// to GET /v1/disks; with an interval each report is one line
+    /// to GET /v1/disks, or to GET /v1/trace with --trace; with an interval each report is one line
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }

@@ -3,6 +3,7 @@
 mod all;
 mod detail;
 pub(crate) mod rates;
+mod trace;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -31,10 +32,13 @@ pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
         vm,
         interval,
         count,
+        trace,
         output,
     } = arguments;
     let request = StatusRequest::parse([vm, interval, count])?;
     match (request.vm, request.interval) {
+        (_, Some(_)) if trace => bail!("--trace prints the stored events once: give no interval"),
+        (vm, None) if trace => trace::run(vm.as_ref(), output),
         (vm, Some(every)) => rates::run(vm.as_ref(), every, request.count, output),
         (None, None) => all::run(output),
         (Some(vm), None) => {

@@ -229,7 +229,10 @@ fn foreign_change_in_chain_is_detected() {
     ] {
         qemu_io(format, text(image), &[&format!("write -P 9 {place_on_disk} 64k")]);
         let (misses, said) = warm();
-        assert!(misses > 0 && said.contains("starts empty"), "{image:?}: {misses} {said}");
+        assert!(
+            misses > 0 && said.contains("starts empty"),
+            "{image:?}: {misses} {said}"
+        );
         assert_eq!(warm().0, 0, "{image:?}");
     }
     let served = place.serve(&top, &cache, &[]);

@@ -101,13 +101,13 @@ impl FileDevice {
             return log_cache_path_change(disk, image, change);
         }
         match change {
-            None => tracing::info!(%image, "the image is at its path again"),
+            None => tracing::info!(event = "path-changed", %image, "the image is at its path again"),
             Some(PathChange::Moved) => tracing::warn!(
-                %image,
+                event = "path-changed", %image,
                 "the image was moved while in use: the next server would open another file, or none; move it back"
             ),
             Some(PathChange::Removed) => tracing::warn!(
-                %image,
+                event = "path-changed", %image,
                 "the image was deleted or replaced while in use: its data is lost when the server exits; to save it, \
                  pause the guest and copy {}",
                 content_path(&self.file).display()
@@ -119,13 +119,20 @@ impl FileDevice {
 /// Logs where the path of a disk's cache leads.
 fn log_cache_path_change(disk: &str, cache: &str, change: Option<PathChange>) {
     match change {
-        None => tracing::info!(image = disk, cache, "the cache is at its path again"),
+        None => tracing::info!(
+            event = "path-changed",
+            image = disk,
+            cache,
+            "the cache is at its path again"
+        ),
         Some(PathChange::Moved) => tracing::warn!(
+            event = "path-changed",
             image = disk,
             cache,
             "the disk's cache was moved while in use: the next server would not find it; move it back"
         ),
         Some(PathChange::Removed) => tracing::warn!(
+            event = "path-changed",
             image = disk,
             cache,
             "the disk's cache was deleted or replaced while in use: when the server exits, the cache is lost, with all data that the disk \

@@ -199,7 +199,7 @@ impl FileDevice {
             read_only: options.read_only,
             fast_zeroes: true,
         };
-        tracing::debug!(path = %path.display(), ?kind, ?direct, ?geometry, "opened");
+        tracing::debug!(event = "file-opened", path = %path.display(), ?kind, ?direct, ?geometry, "opened");
         let unit = CONTAINER_UNIT.max(block_size.into());
         let recorded = RecordedImage {
             file: &file,

@@ -159,7 +159,7 @@ impl NbdDevice {
             .map_err(failed)?;
         let export = connection.export;
         let geometry = geometry_of(&export, options.read_only);
-        tracing::debug!(%uri, ?export, ?geometry, "connected");
+        tracing::debug!(event = "upstream-connected", %uri, ?export, ?geometry, "connected");
         warn_odd_size(uri, export.size, &geometry);
         let log_capacity = if export.has(TransmissionFlags::FLUSH) && !options.replay_log.is_zero() {
             options.replay_log.max(REPLAY_LOG_MIN).get()

@@ -456,7 +456,7 @@ impl Requests {
                 self.release(index);
                 self.log_flush_in_flight = false;
                 if let Err(failure) = result {
-                    tracing::warn!(%failure, "a flush to free space in the replay log failed");
+                    tracing::warn!(event = "flush-failed", %failure, "a flush to free space in the replay log failed");
                     self.fail_waiting_changes(failure);
                 }
             }

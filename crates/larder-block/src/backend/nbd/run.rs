@@ -71,7 +71,10 @@ pub(super) async fn maintain_connection(shared: Rc<Shared>, first: Connection) {
         if shared.is_closing.get() {
             return;
         }
-        tracing::warn!(export = %shared.name, unanswered, %why, "the connection is lost; reconnecting");
+        tracing::warn!(
+            event = "upstream-lost", export = %shared.name, unanswered, %why,
+            "the connection is lost; reconnecting"
+        );
         let now = shared.on.now();
         let has_failed = connected_at.since(outage.start) >= limit;
         let is_short = now.since(connected_at) < limit;
@@ -135,7 +138,7 @@ async fn reconnect(shared: &Shared, outage: &mut Outage) -> Option<Connection> {
 /// Fails all requests until there is a connection again.
 fn fail_requests(shared: &Shared) {
     tracing::error!(
-        export = %shared.name, after = ?shared.options.reconnect,
+        event = "upstream-unreachable", export = %shared.name, after = ?shared.options.reconnect,
         "the server does not answer requests: they fail from now on, and reconnection attempts continue"
     );
     shared.is_unreachable.set(true);
@@ -154,7 +157,10 @@ async fn retry_until_connected(shared: &Shared, retry_delay: &mut Duration) -> C
                 if error == last_error {
                     tracing::debug!(export = %shared.name, error, "cannot reconnect");
                 } else {
-                    tracing::warn!(export = %shared.name, error, "cannot reconnect; retrying");
+                    tracing::warn!(
+                        event = "upstream-retry", export = %shared.name, error,
+                        "cannot reconnect; retrying"
+                    );
                     last_error = error;
                 }
             }
@@ -171,7 +177,7 @@ async fn try_reconnect(shared: &Shared) -> Result<Connection, ConnectError> {
         .check_replaces(&shared.export.get())
         .map_err(ConnectError::Changed)?;
     let replayed = replay(shared, &mut connection).await.map_err(ConnectError::Replay)?;
-    tracing::info!(export = %shared.name, replayed, "reconnected");
+    tracing::info!(event = "upstream-reconnected", export = %shared.name, replayed, "reconnected");
     shared.replayed.set(shared.replayed.get() + replayed as u64);
     if replayed > 0 {
         // A server that dies often must not receive the same changes every time.
@@ -302,7 +308,8 @@ impl Shared {
             return;
         }
         tracing::info!(
-            export = %self.name, from = %ByteLen::new(previous.size), to = %ByteLen::new(export.size),
+            event = "size-changed", export = %self.name,
+            from = %ByteLen::new(previous.size), to = %ByteLen::new(export.size),
             "the size of the export has changed"
         );
         self.geometry.set(geometry);

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use tracing::Span;
+
 use super::{LATE_WARNING_INTERVAL, POLL_INTERVAL};
 use crate::moving::messages::{ToDestination, ToSource};
 use crate::moving::socket_dir::SocketDir;
@@ -31,10 +33,10 @@ impl Carrier {
         let steering = Arc::new(Steering::default());
         steering.hold.store(true, Ordering::Relaxed);
         let notes = sender.notes();
-        let (steered, progress) = (Arc::clone(&steering), Arc::clone(progress));
+        let (steered, progress, span) = (Arc::clone(&steering), Arc::clone(progress), Span::current());
         let thread = thread::Builder::new()
             .name("larder-send".to_owned())
-            .spawn(move || sender.carry(&listener, &progress, &steered))
+            .spawn(move || span.in_scope(|| sender.carry(&listener, &progress, &steered)))
             .map_err(|error| format!("cannot start a thread: {error}"))?;
         Ok(Self {
             notes,

@@ -70,6 +70,7 @@ impl SourceMover<'_> {
             })?;
         }
         let run = record.run;
+        tracing::debug!(run, "the VM is kept here: QEMU's migration is being ended");
         let until = Instant::now() + ABORT_TIMEOUT;
         loop {
             let is = match self.resume_step(run) {
@@ -115,6 +116,7 @@ impl SourceMover<'_> {
 
     /// Restores settings and caches of a VM that stays here, to be moved again or not at all.
     pub(super) fn restore_source(&mut self, record: &OutgoingRecord) {
+        tracing::debug!("the VM stays here: settings and caches are being restored");
         self.record_file.remove();
         record.before.restore(&mut self.qmp);
         self.restore_caches(record);
@@ -126,6 +128,7 @@ impl SourceMover<'_> {
     /// starts after a crash in between does not find a VM that seems to wait.
     pub(super) fn finish(&mut self, carrier: Carrier, move_state: &MoveState, rounds: u64) -> CompletedMove {
         let seconds = move_state.started.elapsed().as_secs_f64();
+        tracing::debug!(seconds, "the VM is at the destination");
         if !self.options.keep_qemu && !self.qemu_exited && !self.qmp.quit(QUIT_TIMEOUT) {
             tracing::warn!(
                 "the VM runs at {}; its QEMU here, {}, received the command to quit and still runs: kill it",

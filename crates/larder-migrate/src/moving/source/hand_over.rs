@@ -32,6 +32,7 @@ impl SourceMover<'_> {
     /// Hands the VM over to the destination. The source is stopped, and everything has arrived or arrives by
     /// post-copy. Returns a session in which the destination has answered that it runs the VM.
     pub(super) fn hand_over(&mut self, carrier: Carrier, move_state: &mut MoveState) -> Result<Carrier, MoveError> {
+        tracing::debug!("the hand-over begins");
         let stopped = move_state.monitor.stopped_at(&mut self.qmp).ok().flatten();
         if let Err(reason) = self.inactivate_disks(&mut move_state.record) {
             return Err(match move_state.postcopy {
@@ -57,6 +58,7 @@ impl SourceMover<'_> {
     /// Records that the destination may run the VM from here on.
     fn record_start(&self, move_state: &mut MoveState) -> Result<(), MoveError> {
         if !move_state.record.told {
+            tracing::debug!("the destination may run the VM from now on");
             move_state.record.told = true;
             self.record_file.save(&move_state.record).map_err(|error| {
                 MoveError::Unresolved(format!(
@@ -101,6 +103,7 @@ impl SourceMover<'_> {
                 }
             })?;
         self.record_start(move_state)?;
+        tracing::debug!("the destination is asked over new sessions until it answers");
         let mut lost = "cancelled".to_owned();
         let mut late = WarningLimiter::default();
         let started = Instant::now();
@@ -138,6 +141,7 @@ impl SourceMover<'_> {
 
     /// Handles the answer to `Go`; returns whether the destination has all of the VM's memory.
     fn handle_start_answer(&mut self, answer: ToSource, move_state: &mut MoveState) -> Result<bool, MoveError> {
+        tracing::debug!(?answer, "the destination has answered");
         match answer {
             ToSource::Running { whole: has_all_memory } => {
                 move_state.destination_runs = true;

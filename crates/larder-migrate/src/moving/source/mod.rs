@@ -145,6 +145,7 @@ pub fn run(
     cancel: &AtomicBool,
     report: &mut dyn FnMut(&MigrationReport),
 ) -> Result<CompletedMove, MoveError> {
+    let _span = tracing::debug_span!("move", to = options.send.to).entered();
     let mut mover = SourceMover::new(options, Arc::clone(progress), cancel)?;
     let record: Option<OutgoingRecord> = mover
         .record_file
@@ -152,6 +153,12 @@ pub fn run(
         .map_err(|error| MoveError::OwnerUnknown(error.to_string()))?;
     let (mut state, migration) = mover.wait_until_idle(record.is_some())?;
     let status = status_of(&migration);
+    tracing::debug!(
+        state,
+        status,
+        is_recorded = record.is_some(),
+        "the state of QEMU at the start"
+    );
     let has_ended = has_ended(status);
     let is_postcopy = status.starts_with("postcopy-");
     if let Some(record) = record {
@@ -204,6 +211,7 @@ fn is_running(state: &str) -> bool {
 /// # Errors
 /// The VM was not handed over, or can never run here again.
 pub fn take_back(qmp: &Path, records: &Path, servers: &dyn DiskServers) -> Result<(), MoveError> {
+    let _span = tracing::debug_span!("move", take_back = %qmp.display()).entered();
     let mut qmp = Qmp::connect(qmp)?;
     let record_file = RecordFile::new(records, "from", &qmp);
     let record: Option<OutgoingRecord> = record_file.load().map_err(preflight_error)?;

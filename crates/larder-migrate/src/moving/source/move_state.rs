@@ -33,6 +33,8 @@ pub(super) struct MoveState {
     pub(super) resumed: bool,
     /// Set if the session carries QEMU's channels.
     pub(super) carries_channels: bool,
+    /// Last status of QEMU's migration that was logged.
+    logged_status: String,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -57,6 +59,15 @@ impl MoveState {
             downtime_ms: None,
             resumed: false,
             carries_channels: true,
+            logged_status: String::new(),
+        }
+    }
+
+    /// Logs the status of QEMU's migration, if it has changed.
+    pub(super) fn log_status(&mut self, status: &str) {
+        if self.logged_status != status {
+            tracing::debug!(status, "the status of QEMU's migration has changed");
+            status.clone_into(&mut self.logged_status);
         }
     }
 

@@ -185,6 +185,7 @@ impl<'a> SourceMover<'a> {
                     let moving_devices = self.devices.iter().filter(|(chardev, _)| served.contains(chardev));
                     move_state.record.disks = moving_devices.map(|(_, socket)| socket.clone()).collect();
                 }
+                tracing::debug!(disks = move_state.record.disks.len(), "the destination is prepared");
             }
             Ok(ToSource::Refused { reasons }) => return Err(MoveError::Preflight(reasons)),
             Ok(other) => return Err(preflight_error(format!("the destination answers {other:?}"))),
@@ -233,6 +234,10 @@ impl<'a> SourceMover<'a> {
                 result => break result.map(drop),
             }
         };
+        tracing::debug!(
+            is_done = flushed.is_ok(),
+            "the caches of the disks were to write through"
+        );
         flushed.inspect_err(|_| self.restore_caches(record))
     }
 
@@ -280,7 +285,9 @@ impl<'a> SourceMover<'a> {
         // A later mover must open them again.
         record.disks_left = true;
         self.record_file.save(&*record).map_err(|error| error.to_string())?;
+        tracing::debug!("the disks are being closed here");
         let closed = self.options.servers.apply(&record.disks, HandoverAction::Inactivate);
+        tracing::debug!(is_done = closed.is_ok(), "the disks were to be closed here");
         closed.map_err(|error| format!("the VM's disks cannot be closed: {error}"))
     }
 
@@ -315,6 +322,7 @@ impl<'a> SourceMover<'a> {
             )));
         }
         move_state.started = Instant::now();
+        tracing::debug!("QEMU's migration begins");
         Ok(self.retry_while_busy(|mover| mover.migrate(socket, false))?)
     }
 
@@ -387,6 +395,7 @@ impl<'a> SourceMover<'a> {
                     json!({"status": "late"})
                 }
             };
+            move_state.log_status(status_of(&migration));
             match status_of(&migration) {
                 "completed" => {
                     if !move_state.destination_runs {
@@ -516,6 +525,7 @@ impl<'a> SourceMover<'a> {
         self.inactivate_disks(&mut move_state.record)?;
         let result = self.qmp.execute("migrate-start-postcopy", json!({}));
         result.map_err(|error| error.to_string())?;
+        tracing::debug!("QEMU switches to post-copy");
         move_state.postcopy = PostcopyState::Requested;
         Ok(())
     }
@@ -547,6 +557,7 @@ impl<'a> SourceMover<'a> {
         // A failure is retried at the next sample.
         let set = json!({"downtime-limit": limit_ms});
         if self.qmp.execute("migrate-set-parameters", set).is_ok() {
+            tracing::debug!(limit_ms, expected = ?move_state.expected_downtime, "QEMU's downtime limit is changed");
             move_state.downtime_limit_ms = limit_ms;
         }
     }
@@ -569,6 +580,7 @@ impl<'a> SourceMover<'a> {
         ];
         let runs = is_running(&state);
         if move_state.record.run != runs && (runs || stopped_states.contains(&state.as_str())) {
+            tracing::debug!(runs, "the user has paused or resumed the VM");
             move_state.record.run = runs;
             if let Err(error) = self.record_file.save(&move_state.record) {
                 tracing::warn!("the record of the move cannot be updated: {error}");
