@@ -52,13 +52,7 @@ pub struct AdvicePolicy {
 
 impl Default for AdvicePolicy {
     fn default() -> Self {
-        Self {
-            reserve: 1 << 30,
-            active_share: 0.80,
-            overcommit: 1.50,
-            stall: 0.05,
-            latency_seconds: 0.020,
-        }
+        Self { reserve: 1 << 30, active_share: 0.80, overcommit: 1.50, stall: 0.05, latency_seconds: 0.020 }
     }
 }
 
@@ -105,23 +99,11 @@ pub struct Finding {
 
 impl Finding {
     fn for_vm(vm: &MeasuredVm, practice: Practice, level: Level, code: &'static str, text: String) -> Self {
-        Self {
-            practice,
-            vm: Some(vm.title()),
-            level,
-            code,
-            text,
-        }
+        Self { practice, vm: Some(vm.title()), level, code, text }
     }
 
     fn for_host(practice: Practice, level: Level, code: &'static str, text: String) -> Self {
-        Self {
-            practice,
-            vm: None,
-            level,
-            code,
-            text,
-        }
+        Self { practice, vm: None, level, code, text }
     }
 }
 
@@ -144,12 +126,7 @@ pub fn judge(measured: &Measured, policy: &AdvicePolicy, size: Option<u64>) -> A
     let room = Headroom::new(measured, policy);
     findings.extend(over_commit::findings(measured, policy, &room));
     findings.extend(storage::findings(measured, policy));
-    Advice {
-        policy: *policy,
-        findings,
-        would_fit: size.map(|size| WouldFit::new(size, measured, policy, &room)),
-        room,
-    }
+    Advice { policy: *policy, findings, would_fit: size.map(|size| WouldFit::new(size, measured, policy, &room)), room }
 }
 
 /// Returns the worst memory stall: of the host's tasks, or of a VM whose memory Larder manages.

@@ -53,10 +53,7 @@ impl Observation {
         let samples = self.sample(&found);
         let telemetry_now = query_all(procfs, &self.controls);
         let Some(window) = Window::new(&samples) else {
-            return Err(ReadError::Malformed {
-                path: PathBuf::from("/proc"),
-                what: "no time has passed".to_owned(),
-            });
+            return Err(ReadError::Malformed { path: PathBuf::from("/proc"), what: "no time has passed".to_owned() });
         };
         let mut host = window.host(&mut gaps);
         let memory = procfs.memory()?;
@@ -95,11 +92,7 @@ impl Observation {
             let is_vm = !words.is_empty() && names.iter().flatten().any(|name| is_qemu(name));
             let Ok(id) = procfs.id(pid) else { continue };
             if is_vm {
-                all.push(FoundVm {
-                    id,
-                    command_line: QemuCommandLine::parse(&words),
-                    owner: procfs.owner(pid),
-                });
+                all.push(FoundVm { id, command_line: QemuCommandLine::parse(&words), owner: procfs.owner(pid) });
             }
         }
         if all.is_empty() && procfs.processes().len() <= 1 {
@@ -125,11 +118,7 @@ impl Observation {
             };
             let vms: BTreeMap<ProcessId, ReadResult<Threads>> =
                 found.iter().map(|found| (found.id, self.threads(found.id))).collect();
-            samples.push(Sample {
-                at,
-                host: self.host(),
-                vms,
-            });
+            samples.push(Sample { at, host: self.host(), vms });
         }
         samples
     }
@@ -171,11 +160,7 @@ impl Observation {
         host: &MeasuredHost,
         gaps: &mut Vec<MeasurementGap>,
     ) -> MeasuredVm {
-        let FoundVm {
-            id,
-            command_line: described,
-            owner,
-        } = found;
+        let FoundVm { id, command_line: described, owner } = found;
         let name = described.name.clone().filter(|name| !name.is_empty());
         let mut vm = MeasuredVm {
             name: name.unwrap_or_else(|| unnamed_vm(id.pid)),
@@ -186,11 +171,7 @@ impl Observation {
         };
         let title = vm.title();
         let mut add_gap = |what: &str, why: String| {
-            gaps.push(MeasurementGap {
-                vm: Some(title.clone()),
-                what: what.to_owned(),
-                why,
-            });
+            gaps.push(MeasurementGap { vm: Some(title.clone()), what: what.to_owned(), why });
         };
         match window.vm_cpu(*id) {
             Ok(cpu) => {
@@ -201,10 +182,7 @@ impl Observation {
             }
             Err(why) => add_gap("its CPU time and ready time", why),
         }
-        match self
-            .check_same_process(*id)
-            .and_then(|()| self.procfs.footprint(id.pid))
-        {
+        match self.check_same_process(*id).and_then(|()| self.procfs.footprint(id.pid)) {
             Ok(footprint) => {
                 vm.memory = Some(MeasuredMemory {
                     resident: footprint.proportional.unwrap_or(footprint.resident),
@@ -214,10 +192,7 @@ impl Observation {
             Err(why) => add_gap("its memory", why.to_string()),
         }
         if vm.ram.is_none() {
-            add_gap(
-                "how much memory it was given",
-                "its command line does not give it".to_owned(),
-            );
+            add_gap("how much memory it was given", "its command line does not give it".to_owned());
         }
         if let Some(max) = described.ram_max {
             add_gap(
@@ -270,10 +245,9 @@ fn missing_vcpus_reason(vcpus: &[crate::measured::Vcpu], command_line: &QemuComm
              -name debug-threads=on (libvirt does)"
                 .to_owned(),
         ),
-        [one] if is_all_vcpus(&one.thread) && command_line.vcpus != Some(1) => Some(format!(
-            "all its vCPUs run on one thread ({}), whose time is reported",
-            printable(&one.thread)
-        )),
+        [one] if is_all_vcpus(&one.thread) && command_line.vcpus != Some(1) => {
+            Some(format!("all its vCPUs run on one thread ({}), whose time is reported", printable(&one.thread)))
+        }
         _ => None,
     }
 }

@@ -96,16 +96,10 @@ fn read_error(path: &Path, error: &io::Error, missing: impl FnOnce() -> ReadErro
         _ if error.raw_os_error() == Some(ESRCH) => ReadError::Exited,
         io::ErrorKind::NotFound => missing(),
         io::ErrorKind::PermissionDenied => ReadError::Permission(path.to_owned()),
-        _ => ReadError::Os {
-            path: path.to_owned(),
-            why: error.to_string(),
-        },
+        _ => ReadError::Os { path: path.to_owned(), why: error.to_string() },
     }
 }
 
 fn malformed(path: PathBuf, what: &str) -> ReadError {
-    ReadError::Malformed {
-        path,
-        what: what.to_owned(),
-    }
+    ReadError::Malformed { path, what: what.to_owned() }
 }

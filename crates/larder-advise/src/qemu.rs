@@ -64,10 +64,7 @@ impl QemuCommandLine {
     pub(crate) fn parse(raw_arguments: &[OsString]) -> Self {
         let arguments = split(raw_arguments.get(1..).unwrap_or_default());
         let option = |name: &str, implied| {
-            let value = arguments
-                .iter()
-                .rev()
-                .find_map(|argument: &Argument| argument.value_str_of(name));
+            let value = arguments.iter().rev().find_map(|argument: &Argument| argument.value_str_of(name));
             value.map(|text| KeyValues::parse(text, Some(implied)))
         };
         // A file read with `-readconfig` may set everything, and later options add to it.
@@ -86,10 +83,7 @@ impl QemuCommandLine {
                 Some(smp) => vcpus(&smp),
                 None => (!has_config_file).then_some(1),
             },
-            arguments: raw_arguments
-                .iter()
-                .map(|argument| argument.to_string_lossy().into_owned())
-                .collect(),
+            arguments: raw_arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect(),
         }
     }
 
@@ -122,12 +116,10 @@ fn vcpus(smp: &KeyValues) -> Option<u32> {
     let topology_part = |key: &str| smp.get(key).map(str::parse::<u32>);
     match topology_part("cpus") {
         Some(cpus) => cpus.ok(),
-        None => [
-            "drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads",
-        ]
-        .iter()
-        .filter_map(|key| topology_part(key))
-        .try_fold(1_u32, |all, part| all.checked_mul(part.ok()?)),
+        None => ["drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads"]
+            .iter()
+            .filter_map(|key| topology_part(key))
+            .try_fold(1_u32, |all, part| all.checked_mul(part.ok()?)),
     }
 }
 
@@ -150,14 +142,8 @@ mod tests {
     fn command_line_describes_vm() {
         let cases = [
             ("q -name web -m 4G -smp 4", (Some("web"), Some(4096 * MIB), Some(4))),
-            (
-                "q -name guest=web,debug-threads=on -m 512",
-                (Some("web"), Some(512 * MIB), Some(1)),
-            ),
-            (
-                "q -m size=2G,slots=4,maxmem=8G -smp sockets=2,cores=3,threads=2",
-                (None, Some(2048 * MIB), Some(12)),
-            ),
+            ("q -name guest=web,debug-threads=on -m 512", (Some("web"), Some(512 * MIB), Some(1))),
+            ("q -m size=2G,slots=4,maxmem=8G -smp sockets=2,cores=3,threads=2", (None, Some(2048 * MIB), Some(12))),
             ("q -m 1G -m 2G -smp 2,maxcpus=8", (None, Some(2048 * MIB), Some(2))),
             ("q -m 1G -smp cpus=3,sockets=3", (None, Some(1024 * MIB), Some(3))),
             ("q", (None, Some(128 * MIB), Some(1))),
@@ -181,15 +167,7 @@ mod tests {
         for name in ["CPU 0/KVM", "CPU 127/TCG", "ALL CPUs/TCG"] {
             assert!(is_vcpu(name), "{name}");
         }
-        for name in [
-            "CPU x/KVM",
-            "CPU 0",
-            "CPU",
-            "qemu-system-x86",
-            "IO iothread0",
-            "vhost-1",
-            "call_rcu",
-        ] {
+        for name in ["CPU x/KVM", "CPU 0", "CPU", "qemu-system-x86", "IO iothread0", "vhost-1", "call_rcu"] {
             assert!(!is_vcpu(name), "{name}");
         }
         assert_eq!(vcpu_number("CPU 12/KVM"), Some(12));

@@ -62,27 +62,17 @@ pub(crate) type TelemetryBySocket = BTreeMap<PathBuf, Telemetry>;
 pub(crate) fn query_all(procfs: &Procfs, extra_sockets: &[PathBuf]) -> TelemetryBySocket {
     let servers = find_all(procfs, extra_sockets);
     std::thread::scope(|scope| {
-        let threads: Vec<_> = servers
-            .iter()
-            .map(|(path, server)| (path, scope.spawn(move || query(path, server))))
-            .collect();
+        let threads: Vec<_> =
+            servers.iter().map(|(path, server)| (path, scope.spawn(move || query(path, server)))).collect();
         // A query that panicked is left out.
-        threads
-            .into_iter()
-            .filter_map(|(path, thread)| Some((path.clone(), thread.join().ok()??)))
-            .collect()
+        threads.into_iter().filter_map(|(path, thread)| Some((path.clone(), thread.join().ok()??))).collect()
     })
 }
 
 fn find_all(procfs: &Procfs, extra_sockets: &[PathBuf]) -> BTreeMap<PathBuf, Server> {
     let mut all = BTreeMap::new();
     for path in extra_sockets {
-        let server = Server {
-            kind: ServerKind::Vm,
-            owner: None,
-            vm: None,
-            is_requested: true,
-        };
+        let server = Server { kind: ServerKind::Vm, owner: None, vm: None, is_requested: true };
         all.insert(path.clone(), server);
     }
     for found in find::known_vms() {
@@ -98,12 +88,7 @@ fn find_all(procfs: &Procfs, extra_sockets: &[PathBuf]) -> BTreeMap<PathBuf, Ser
         let Some((path, kind)) = control_socket_of(procfs, pid) else {
             continue;
         };
-        all.entry(path).or_insert(Server {
-            kind,
-            owner: procfs.owner(pid),
-            vm: None,
-            is_requested: false,
-        });
+        all.entry(path).or_insert(Server { kind, owner: procfs.owner(pid), vm: None, is_requested: false });
     }
     all
 }
@@ -115,10 +100,7 @@ fn control_socket_of(procfs: &Procfs, pid: i32) -> Option<(PathBuf, ServerKind)>
         return None;
     }
     let arguments = procfs.command_line(pid).ok()?;
-    let arguments: Vec<String> = arguments
-        .into_iter()
-        .filter_map(|argument| argument.into_string().ok())
-        .collect();
+    let arguments: Vec<String> = arguments.into_iter().filter_map(|argument| argument.into_string().ok()).collect();
     let (path, kind) = parse_control_socket(&arguments)?;
     // A relative path is relative to the directory in which the server was started.
     match path.is_absolute() {
@@ -162,11 +144,7 @@ fn option_value<'a>(option: &str, arguments: &'a [String]) -> Option<&'a str> {
 
 /// Queries a server; returns `None` if it is not running, unless the user asked for it.
 fn query(path: &Path, server: &Server) -> Option<Telemetry> {
-    let mut telemetry = Telemetry {
-        vm: server.vm.clone(),
-        owner: server.owner,
-        ..Telemetry::default()
-    };
+    let mut telemetry = Telemetry { vm: server.vm.clone(), owner: server.owner, ..Telemetry::default() };
     if server.kind != ServerKind::Disk {
         match fetch_memory(path) {
             Ok((_, memory)) => telemetry.memory = Some(memory),
@@ -188,10 +166,7 @@ fn query(path: &Path, server: &Server) -> Option<Telemetry> {
 }
 
 fn is_not_running(error: &ControlClientError) -> bool {
-    matches!(
-        error,
-        ControlClientError::Missing { .. } | ControlClientError::NoListener { .. }
-    )
+    matches!(error, ControlClientError::Missing { .. } | ControlClientError::NoListener { .. })
 }
 
 #[cfg(test)]
@@ -205,14 +180,8 @@ mod tests {
                 "larder memory attach --pid 7 --budget 1G --control /run/m.sock",
                 Some(("/run/m.sock", ServerKind::Memory)),
             ),
-            (
-                "larder memory attach --control=m.sock --pid 7",
-                Some(("m.sock", ServerKind::Memory)),
-            ),
-            (
-                "/usr/bin/larder disk serve a.raw --socket s --control c",
-                Some(("c", ServerKind::Disk)),
-            ),
+            ("larder memory attach --control=m.sock --pid 7", Some(("m.sock", ServerKind::Memory))),
+            ("/usr/bin/larder disk serve a.raw --socket s --control c", Some(("c", ServerKind::Disk))),
             ("larder disk serve a.raw --socket s", None),
             ("larder disk serve a.raw --control", None),
             ("larder memory status --control /run/m.sock", None),
@@ -226,17 +195,10 @@ mod tests {
             let expected = expected.map(|(path, kind)| (PathBuf::from(path), kind));
             assert_eq!(parse_control_socket(&arguments), expected, "{line}");
         }
-        for line in [
-            "larder memory attach --vm web.1",
-            "larder memory attach --vm=/etc/larder/vms/web.1.toml",
-        ] {
+        for line in ["larder memory attach --vm web.1", "larder memory attach --vm=/etc/larder/vms/web.1.toml"] {
             let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
             let (path, kind) = parse_control_socket(&arguments).expect("it listens");
-            assert_eq!(
-                (path.file_name(), kind),
-                (Some("web.1.sock".as_ref()), ServerKind::Memory),
-                "{line}"
-            );
+            assert_eq!((path.file_name(), kind), (Some("web.1.sock".as_ref()), ServerKind::Memory), "{line}");
         }
     }
 }

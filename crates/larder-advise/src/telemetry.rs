@@ -50,20 +50,14 @@ pub(crate) fn vm_telemetry(
             let before = before.filter(|before| before.pid == memory.pid);
             all.managed = before
                 .and_then(|before| memory_activity(before, memory, vm.vcpus_given))
-                .map(|managed| PagedMemory {
-                    control: path.display().to_string(),
-                    ..managed
-                });
+                .map(|managed| PagedMemory { control: path.display().to_string(), ..managed });
         }
         for (index, disk) in telemetry.disks.iter().enumerate() {
             let belongs_to_vm =
                 is_served_to(disk, command_line) || telemetry.vm.as_ref().is_some_and(|name| *name == vm.name);
             let before = old.and_then(|old| old.disks.get(index));
             let before = before.filter(|before| before.image == disk.image);
-            if let (true, Some(rates)) = (
-                belongs_to_vm,
-                before.and_then(|before| DiskRates::between(before, disk)),
-            ) {
+            if let (true, Some(rates)) = (belongs_to_vm, before.and_then(|before| DiskRates::between(before, disk))) {
                 all.disks.push(disk_activity(disk, &rates));
             }
         }
@@ -74,28 +68,20 @@ pub(crate) fn vm_telemetry(
 /// Returns whether a server is trusted: it must run as root or as the VM's user, because other users could report
 /// anything.
 fn is_trusted(telemetry: &Telemetry, owner: Option<u32>) -> bool {
-    telemetry
-        .owner
-        .is_none_or(|server_owner| server_owner == 0 || Some(server_owner) == owner)
+    telemetry.owner.is_none_or(|server_owner| server_owner == 0 || Some(server_owner) == owner)
 }
 
 /// Returns whether QEMU's command line contains the address at which the disk is served.
 fn is_served_to(disk: &DiskState, command_line: &QemuCommandLine) -> bool {
     let socket = disk.exports.vhost_user.as_ref().map(|server| server.socket.as_str());
     let uri = disk.exports.nbd.as_ref().map(|server| server.uri.as_str());
-    socket
-        .into_iter()
-        .chain(uri)
-        .any(|address| command_line.contains(address))
+    socket.into_iter().chain(uri).any(|address| command_line.contains(address))
 }
 
 fn disk_activity(disk: &DiskState, rates: &DiskRates) -> MeasuredDisk {
     let kinds = [rates.read, rates.write];
     let requests: f64 = kinds.iter().map(|kind| kind.per_second).sum();
-    let total_seconds: f64 = kinds
-        .iter()
-        .map(|kind| kind.per_second * kind.await_seconds.unwrap_or_default())
-        .sum();
+    let total_seconds: f64 = kinds.iter().map(|kind| kind.per_second * kind.await_seconds.unwrap_or_default()).sum();
     MeasuredDisk {
         name: printable(disk.name.as_deref().unwrap_or(&disk.image)),
         requests_per_second: requests,
@@ -128,10 +114,7 @@ fn memory_activity(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) 
     let some = lost(&now.pressure.some, &before.pressure.some);
     let full = lost(&now.pressure.full, &before.pressure.full);
     let in_flight = if now.stalled > 0 { some / vcpus } else { 0.0 };
-    let stall = (stalled_ns / elapsed_ns as f64 / vcpus)
-        .min(some)
-        .max(full)
-        .max(in_flight);
+    let stall = (stalled_ns / elapsed_ns as f64 / vcpus).min(some).max(full).max(in_flight);
     Some(PagedMemory {
         control: String::new(),
         size: now.size,
@@ -155,9 +138,8 @@ fn fault_curve(before: &MemoryState, now: &MemoryState, seconds: f64) -> Vec<Fau
         all.find(|old| old.below_pages == below).map_or(0, |old| old.count)
     };
     let distances = now.refault_distances.iter();
-    let new: Vec<(u64, u64)> = distances
-        .map(|it| (it.below_pages, it.count.saturating_sub(count_before(it.below_pages))))
-        .collect();
+    let new: Vec<(u64, u64)> =
+        distances.map(|it| (it.below_pages, it.count.saturating_sub(count_before(it.below_pages)))).collect();
     if new.is_empty() {
         return Vec::new();
     }
@@ -172,10 +154,7 @@ fn fault_curve(before: &MemoryState, now: &MemoryState, seconds: f64) -> Vec<Fau
         .take_while(|pages| now.budget.saturating_add(pages * PAGE_BYTES) < now.size);
     std::iter::once(0)
         .chain(steps)
-        .map(|pages| FaultRatePoint {
-            budget: now.budget + pages * PAGE_BYTES,
-            faults_per_second: faults_with(pages),
-        })
+        .map(|pages| FaultRatePoint { budget: now.budget + pages * PAGE_BYTES, faults_per_second: faults_with(pages) })
         .collect()
 }
 
@@ -221,32 +200,20 @@ mod tests {
         // 1000 faults of 2 ms in 10 s are 20 % of one vCPU's time, 5 % of the time of four.
         let managed = memory_activity(&memory(10, 500), &memory(20, 1500), Some(4)).expect("time has passed");
         assert_eq!((managed.stall, managed.faults_per_second), (0.05, 100.0));
-        assert_eq!(
-            (managed.refaults_per_second, managed.disk_fault_seconds),
-            (50.0, Some(0.002))
-        );
+        assert_eq!((managed.refaults_per_second, managed.disk_fault_seconds), (50.0, Some(0.002)));
         let one = memory_activity(&memory(10, 500), &memory(20, 1500), None).expect("time has passed");
         assert_eq!(one.stall, 0.2);
         // Both vCPUs have been waiting for two seconds for a page on a disk that is unreachable.
         let (before, mut now) = (memory(10, 0), memory(14, 0));
         (now.pressure.some.total_us, now.pressure.full.total_us, now.stalled) = (3_000_000, 2_000_000, 2);
-        assert_eq!(
-            memory_activity(&before, &now, Some(2)).map(|managed| managed.stall),
-            Some(0.5)
-        );
+        assert_eq!(memory_activity(&before, &now, Some(2)).map(|managed| managed.stall), Some(0.5));
         // One vCPU waits, and the other one is not affected.
         now.pressure.full.total_us = 0;
-        assert_eq!(
-            memory_activity(&before, &now, Some(2)).map(|managed| managed.stall),
-            Some(0.375)
-        );
+        assert_eq!(memory_activity(&before, &now, Some(2)).map(|managed| managed.stall), Some(0.375));
         // A page arrived after the first of these 4 s; a thread had waited 10 s for it.
         let mut now = memory(14, 5000);
         now.pressure.some.total_us = 1_000_000;
-        assert_eq!(
-            memory_activity(&before, &now, Some(1)).map(|managed| managed.stall),
-            Some(0.25)
-        );
+        assert_eq!(memory_activity(&before, &now, Some(1)).map(|managed| managed.stall), Some(0.25));
         // Another pager counts from zero.
         assert_eq!(memory_activity(&memory(10, 500), &memory(20, 400), None), None);
         assert_eq!(memory_activity(&memory(10, 500), &memory(10, 500), None), None);
@@ -259,35 +226,20 @@ mod tests {
         // fewer than 8, 10 after fewer than 128, and 30 after more.
         let at = |seconds, counts: [u64; 4]| {
             let below = [4, 8, 128, 1024];
-            let distances = below
-                .iter()
-                .zip(counts)
-                .map(|(below, count)| json!({"below_pages": below, "count": count}));
+            let distances =
+                below.iter().zip(counts).map(|(below, count)| json!({"below_pages": below, "count": count}));
             let mut state = memory(seconds, 0);
             (state.size, state.budget) = (256 * PAGE_BYTES, 64 * PAGE_BYTES);
-            state.refault_distances = distances
-                .map(|it| serde_json::from_value(it).expect("a distance"))
-                .collect();
+            state.refault_distances = distances.map(|it| serde_json::from_value(it).expect("a distance")).collect();
             state
         };
         let mut before = at(10, [7, 7, 7, 7]);
         let now = at(12, [9, 11, 17, 37]);
         let points = |before: &MemoryState| -> Vec<(u64, f64)> {
             let curve = fault_curve(before, &now, 2.0);
-            curve
-                .iter()
-                .map(|at| (at.budget / PAGE_BYTES, at.faults_per_second))
-                .collect()
+            curve.iter().map(|at| (at.budget / PAGE_BYTES, at.faults_per_second)).collect()
         };
-        let expected = [
-            (64, 23.0),
-            (68, 22.0),
-            (72, 20.0),
-            (80, 20.0),
-            (96, 20.0),
-            (128, 20.0),
-            (192, 15.0),
-        ];
+        let expected = [(64, 23.0), (68, 22.0), (72, 20.0), (80, 20.0), (96, 20.0), (128, 20.0), (192, 15.0)];
         assert_eq!(points(&before), expected);
         // The earlier state has no distances yet.
         before.refault_distances.clear();
@@ -297,10 +249,7 @@ mod tests {
 
     #[test]
     fn server_of_another_user_is_ignored() {
-        let telemetry = |owner| Telemetry {
-            owner,
-            ..Telemetry::default()
-        };
+        let telemetry = |owner| Telemetry { owner, ..Telemetry::default() };
         assert!(
             is_trusted(&telemetry(Some(0)), Some(5))
                 && is_trusted(&telemetry(Some(5)), Some(5))

@@ -49,11 +49,7 @@ impl<'a> Window<'a> {
         let (first, last) = (&self.first.host, &self.last.host);
         let mut host = MeasuredHost::default();
         let mut add_gap = |what: &str, why: &ReadError| {
-            gaps.push(MeasurementGap {
-                vm: None,
-                what: what.to_owned(),
-                why: why.to_string(),
-            });
+            gaps.push(MeasurementGap { vm: None, what: what.to_owned(), why: why.to_string() });
         };
         match (&first.cpu, &last.cpu) {
             (Ok(before), Ok(now)) => {
@@ -79,11 +75,7 @@ impl<'a> Window<'a> {
             }
         };
         host.cpu_stall = stall("for how long tasks wait for CPUs", &first.cpu_stall, &last.cpu_stall);
-        host.memory_stall = stall(
-            "for how long tasks wait for memory",
-            &first.memory_stall,
-            &last.memory_stall,
-        );
+        host.memory_stall = stall("for how long tasks wait for memory", &first.memory_stall, &last.memory_stall);
         host.io_stall = stall("for how long tasks wait for disks", &first.io_stall, &last.io_stall);
         match (&first.devices, &last.devices) {
             (Ok(before), Ok(now)) => {
@@ -220,28 +212,15 @@ mod tests {
     /// Returns a sample at `at_ms` ms, by which the host's CPUs have idled for half of the time.
     fn sample(at_ms: u64, threads: &[(i32, &str, u64, u64)]) -> Sample {
         let threads = threads.iter().map(|(number, name, run_ms, wait_ms)| {
-            let times = Ok(ThreadTimes {
-                run: run_ms * MS,
-                wait: wait_ms * MS,
-            });
+            let times = Ok(ThreadTimes { run: run_ms * MS, wait: wait_ms * MS });
             let name = (*name).to_owned();
             (*number, ThreadSample { name, times })
         });
-        let sda = DeviceCounts {
-            name: "sda".to_owned(),
-            requests: at_ms,
-            request_ms: at_ms * 5,
-            busy_ms: at_ms / 4,
-        };
+        let sda = DeviceCounts { name: "sda".to_owned(), requests: at_ms, request_ms: at_ms * 5, busy_ms: at_ms / 4 };
         Sample {
             at: Duration::from_millis(at_ms),
             host: HostSample {
-                cpu: Ok(CpuTimes {
-                    cpus: 2,
-                    idle: at_ms / 10,
-                    stolen: at_ms / 50,
-                    all: at_ms / 5,
-                }),
+                cpu: Ok(CpuTimes { cpus: 2, idle: at_ms / 10, stolen: at_ms / 50, all: at_ms / 5 }),
                 swapped_in: Ok(at_ms),
                 cpu_stall: Ok(Duration::from_millis(at_ms / 2)),
                 memory_stall: missing("/proc/pressure/memory"),
@@ -257,18 +236,9 @@ mod tests {
     fn ready_time_is_queue_wait_share() {
         // In 2 s the first vCPU ran for 500 ms and waited for 1 s, 900 ms of it in the second half.
         let samples = [
-            sample(
-                0,
-                &[(7, "qemu", 10, 0), (8, "CPU 1/KVM", 100, 50), (9, "CPU 0/KVM", 5, 5)],
-            ),
-            sample(
-                1000,
-                &[(7, "qemu", 10, 0), (8, "CPU 1/KVM", 500, 150), (9, "CPU 0/KVM", 5, 5)],
-            ),
-            sample(
-                2000,
-                &[(7, "qemu", 210, 0), (8, "CPU 1/KVM", 600, 1050), (9, "CPU 0/KVM", 5, 5)],
-            ),
+            sample(0, &[(7, "qemu", 10, 0), (8, "CPU 1/KVM", 100, 50), (9, "CPU 0/KVM", 5, 5)]),
+            sample(1000, &[(7, "qemu", 10, 0), (8, "CPU 1/KVM", 500, 150), (9, "CPU 0/KVM", 5, 5)]),
+            sample(2000, &[(7, "qemu", 210, 0), (8, "CPU 1/KVM", 600, 1050), (9, "CPU 0/KVM", 5, 5)]),
         ];
         let window = Window::new(&samples).expect("time has passed");
         let cpu = window.vm_cpu(VM).expect("is measured");
@@ -299,10 +269,7 @@ mod tests {
 
     #[test]
     fn missing_schedstat_prevents_cpu_times() {
-        let mut samples = [
-            sample(0, &[(8, "CPU 0/KVM", 0, 0)]),
-            sample(1000, &[(8, "CPU 0/KVM", 0, 0)]),
-        ];
+        let mut samples = [sample(0, &[(8, "CPU 0/KVM", 0, 0)]), sample(1000, &[(8, "CPU 0/KVM", 0, 0)])];
         for sample in &mut samples {
             if let Some(Ok(threads)) = sample.vms.get_mut(&VM)
                 && let Some(thread) = threads.get_mut(&8)
@@ -311,16 +278,10 @@ mod tests {
             }
         }
         let window = Window::new(&samples).expect("time has passed");
-        assert_eq!(
-            window.vm_cpu(VM),
-            Err("this kernel has no /proc/7/task/8/schedstat".to_owned())
-        );
+        assert_eq!(window.vm_cpu(VM), Err("this kernel has no /proc/7/task/8/schedstat".to_owned()));
         assert!(Window::new(&samples[..1]).is_none());
         // The files exist and contain only zeros.
-        let samples = [
-            sample(0, &[(8, "CPU 0/KVM", 0, 0)]),
-            sample(1000, &[(8, "CPU 0/KVM", 0, 0)]),
-        ];
+        let samples = [sample(0, &[(8, "CPU 0/KVM", 0, 0)]), sample(1000, &[(8, "CPU 0/KVM", 0, 0)])];
         let window = Window::new(&samples).expect("time has passed");
         assert_eq!(window.vm_cpu(VM), Err(SCHEDSTAT_IS_ZERO.to_owned()));
     }
@@ -331,20 +292,11 @@ mod tests {
         let samples = [sample(0, &[]), sample(2000, &[])];
         let mut gaps = Vec::new();
         let host = Window::new(&samples).expect("time has passed").host(&mut gaps);
-        assert_eq!(
-            (host.cpus, host.cpu_busy, host.cpu_stolen),
-            (Some(2), Some(0.5), Some(0.1))
-        );
-        assert_eq!(
-            (host.cpu_stall, host.memory_stall, host.io_stall),
-            (Some(0.5), None, Some(0.0))
-        );
+        assert_eq!((host.cpus, host.cpu_busy, host.cpu_stolen), (Some(2), Some(0.5), Some(0.1)));
+        assert_eq!((host.cpu_stall, host.memory_stall, host.io_stall), (Some(0.5), None, Some(0.0)));
         assert_eq!(host.swapped_in_per_second, Some(1000.0 * 4096.0));
         let sda = &host.devices[0];
-        assert_eq!(
-            (sda.requests_per_second, sda.await_seconds, sda.utilization),
-            (1000.0, Some(0.005), 0.25)
-        );
+        assert_eq!((sda.requests_per_second, sda.await_seconds, sda.utilization), (1000.0, Some(0.005), 0.25));
         assert_eq!(gaps.len(), 1);
         assert_eq!(gaps[0].why, "this kernel has no /proc/pressure/memory");
     }

@@ -90,12 +90,7 @@ impl Ram {
         if unsafe { libc::syscall(libc::SYS_madvise, start, size, libc::MADV_DONTFORK) } != 0 {
             fatal("cannot exclude the memfd's mapping from child processes");
         }
-        Self {
-            fd,
-            start,
-            end: start + size,
-            ranges: Mutex::new(FreeRanges::new(size)),
-        }
+        Self { fd, start, end: start + size, ranges: Mutex::new(FreeRanges::new(size)) }
     }
 
     fn ranges(&self) -> MutexGuard<'_, FreeRanges> {
@@ -145,14 +140,8 @@ impl Ram {
         }
         // This call notifies a userfaultfd. The memfd's contents are not affected, because the hole has none.
         // SAFETY: the range is a part of self's mapping, and the program has released it.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_madvise,
-                self.start + range.start,
-                range.len(),
-                libc::MADV_DONTNEED,
-            )
-        };
+        let result =
+            unsafe { libc::syscall(libc::SYS_madvise, self.start + range.start, range.len(), libc::MADV_DONTNEED) };
         if result != 0 {
             fatal("cannot discard a hole in the memfd's mapping");
         }
@@ -245,11 +234,7 @@ pub unsafe extern "C" fn mmap(
                 Overlap::Outside => {}
                 Overlap::Inside(range) if anonymous => {
                     if flags & libc::MAP_FIXED_NOREPLACE != 0 {
-                        return if ram.ranges().allocate_at(&range) {
-                            addr
-                        } else {
-                            mmap_error(libc::EEXIST)
-                        };
+                        return if ram.ranges().allocate_at(&range) { addr } else { mmap_error(libc::EEXIST) };
                     }
                     // The range may be free or in use; in either case it becomes new memory.
                     ram.discard(&range);
@@ -321,9 +306,7 @@ fn managed_or_kernel(
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     // SAFETY: the caller guarantees it.
-    managed_or_kernel(addr, len, Ram::release, || unsafe {
-        libc::syscall(libc::SYS_munmap, addr, len)
-    })
+    managed_or_kernel(addr, len, Ram::release, || unsafe { libc::syscall(libc::SYS_munmap, addr, len) })
 }
 
 /// Replaces the C library's `mprotect`; memory of the memfd stays readable and writable.
@@ -333,12 +316,7 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int {
     // SAFETY: the caller guarantees it.
-    managed_or_kernel(
-        addr,
-        len,
-        |_, _| {},
-        || unsafe { libc::syscall(libc::SYS_mprotect, addr, len, prot) },
-    )
+    managed_or_kernel(addr, len, |_, _| {}, || unsafe { libc::syscall(libc::SYS_mprotect, addr, len, prot) })
 }
 
 /// Replaces the C library's `madvise`; for memory of the memfd, only advice that discards it has an effect.
@@ -353,9 +331,7 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
         }
     };
     // SAFETY: the caller guarantees it.
-    managed_or_kernel(addr, len, discard_if_advised, || unsafe {
-        libc::syscall(libc::SYS_madvise, addr, len, advice)
-    })
+    managed_or_kernel(addr, len, discard_if_advised, || unsafe { libc::syscall(libc::SYS_madvise, addr, len, advice) })
 }
 
 /// Replaces the C library's `posix_madvise`, and does nothing.

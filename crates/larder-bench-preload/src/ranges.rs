@@ -13,9 +13,7 @@ pub(crate) struct FreeRanges {
 impl FreeRanges {
     /// Creates a set in which all of `0..len` is free.
     pub(crate) fn new(len: usize) -> Self {
-        Self {
-            free: BTreeMap::from([(0, len)]),
-        }
+        Self { free: BTreeMap::from([(0, len)]) }
     }
 
     /// Allocates the first free range of `len`, which keeps used memory together.

@@ -45,11 +45,7 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 
 /// Opens the disk that holds the image's file.
 fn open_disk(on: &Loop, medium: SimulatedMedium, seed: u64) -> Rc<SimulatedDevice> {
-    let options = SimulatedOptions {
-        seed,
-        block_size: 4096,
-        ..SimulatedOptions::default()
-    };
+    let options = SimulatedOptions { seed, block_size: 4096, ..SimulatedOptions::default() };
     SimulatedDevice::open(on, medium, options)
 }
 
@@ -67,13 +63,7 @@ async fn open_stack(on: &Loop, file: Rc<dyn BlockDevice>) -> Outcome<Rc<dyn Bloc
 
 /// Creates an image, writes to it through the stack, and cuts the power while the stack is open.
 async fn write_until_power_loss(on: &Loop, disk: Rc<SimulatedDevice>) -> Outcome<SimulatedMedium> {
-    let shape = Shape {
-        cluster_bits: 16,
-        extended: false,
-        refcount_order: 4,
-        version: 3,
-        data_file: false,
-    };
+    let shape = Shape { cluster_bits: 16, extended: false, refcount_order: 4, version: 3, data_file: false };
     let file = align(&disk);
     larder_qcow2::create(&file, shape, ByteLen::mib(1)).await?;
     let top = open_stack(on, file).await?;

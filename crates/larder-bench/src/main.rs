@@ -58,14 +58,7 @@ enum Command {
 const ALL: [&[&str]; 6] = [
     &["larder-bench", "vhost-user"],
     &["larder-bench", "vhost-user", "--event-client"],
-    &[
-        "larder-bench",
-        "vhost-user",
-        "--blocks",
-        "131072,1048576",
-        "--depths",
-        "1,8",
-    ],
+    &["larder-bench", "vhost-user", "--blocks", "131072,1048576", "--depths", "1,8"],
     &["larder-bench", "qcow2"],
     &["larder-bench", "prefetch"],
     &["larder-bench", "cache"],

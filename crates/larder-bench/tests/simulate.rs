@@ -59,13 +59,8 @@ fn memory_survives_faults_and_pager_kills() {
 fn memory_seed_is_deterministic() {
     for memory in MEMORY_SUBJECTS {
         let run = |seed| {
-            let Summary {
-                requests,
-                stops,
-                pages_out,
-                virtual_time,
-                ..
-            } = simulate(Subject::Memory(memory), seed).expect("the seed has no violation");
+            let Summary { requests, stops, pages_out, virtual_time, .. } =
+                simulate(Subject::Memory(memory), seed).expect("the seed has no violation");
             (requests, stops, pages_out, virtual_time)
         };
         for seed in 1000..1020 {
@@ -78,12 +73,8 @@ fn memory_seed_is_deterministic() {
 fn stack_seed_is_deterministic() {
     let stack = find("align-throttle").expect("the stack is registered");
     let run = |seed| {
-        let Summary {
-            requests,
-            stops,
-            virtual_time,
-            ..
-        } = simulate(Subject::Stack(stack), seed).expect("the seed has no violation");
+        let Summary { requests, stops, virtual_time, .. } =
+            simulate(Subject::Stack(stack), seed).expect("the seed has no violation");
         (requests, stops, virtual_time)
     };
     for seed in 0..50 {
@@ -165,9 +156,7 @@ impl BlockDevice for DefectiveDevice {
         Box::pin(async move {
             let mut extents = extents.await?;
             if let Lie::Hole = self.lie {
-                extents
-                    .iter_mut()
-                    .for_each(|extent| extent.kind = larder_block::ExtentKind::Hole);
+                extents.iter_mut().for_each(|extent| extent.kind = larder_block::ExtentKind::Hole);
             }
             Ok(extents)
         })
@@ -211,10 +200,8 @@ fn broken_layer_is_detected() {
         (Lie::Hole, "Hole"),
     ];
     for (lie, expected) in LIES {
-        let found: Vec<String> = (0..200)
-            .filter_map(|seed| simulate(Subject::Stack(lie), seed).err())
-            .map(|found| found.broken)
-            .collect();
+        let found: Vec<String> =
+            (0..200).filter_map(|seed| simulate(Subject::Stack(lie), seed).err()).map(|found| found.broken).collect();
         let hits = found.iter().filter(|broken| broken.contains(expected)).count();
         assert!(hits >= 5, "{lie:?} is detected {hits} times: {found:?}");
     }
@@ -244,9 +231,7 @@ impl Stack for HeaderStack {
         Box::pin(async {
             let mut header = AlignedBuf::zeroed(HEADER as usize);
             header.fill(0x4c);
-            disks[0]
-                .write(ByteOffset::ZERO, WriteBuf::new(&header), WriteFlags::FUA)
-                .await?;
+            disks[0].write(ByteOffset::ZERO, WriteBuf::new(&header), WriteFlags::FUA).await?;
             Ok(())
         })
     }
@@ -293,13 +278,11 @@ impl BlockDevice for HeadedDevice {
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
-        self.lower
-            .read(Self::shifted(start.range(buffer.byte_len())).start, buffer)
+        self.lower.read(Self::shifted(start.range(buffer.byte_len())).start, buffer)
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        self.lower
-            .write(Self::shifted(start.range(buffer.byte_len())).start, buffer, flags)
+        self.lower.write(Self::shifted(start.range(buffer.byte_len())).start, buffer, flags)
     }
 
     fn flush(&self) -> Io<'_> {

@@ -18,10 +18,7 @@ pub struct IoVec(libc::iovec);
 impl IoVec {
     /// Returns a piece of `len` bytes at `base`.
     pub const fn new(base: *mut u8, len: usize) -> Self {
-        Self(libc::iovec {
-            iov_base: base.cast(),
-            iov_len: len,
-        })
+        Self(libc::iovec { iov_base: base.cast(), iov_len: len })
     }
 
     /// Returns the address of the first byte.
@@ -65,11 +62,7 @@ impl<'a> BufferView<'a> {
         match pieces {
             [] => Self::one(ptr::null_mut(), 0),
             [one] => Self::One(*one),
-            _ => Self::Many {
-                pieces,
-                skip: 0,
-                len: pieces.iter().map(|piece| piece.len()).sum(),
-            },
+            _ => Self::Many { pieces, skip: 0, len: pieces.iter().map(|piece| piece.len()).sum() },
         }
     }
 
@@ -202,8 +195,7 @@ macro_rules! view_methods {
             /// Returns true if every piece begins and ends on a multiple of `unit` (a power of two) in memory, as
             /// direct I/O demands.
             pub fn is_aligned(&self, unit: usize) -> bool {
-                self.pieces()
-                    .all(|piece| (piece.base().addr() | piece.len()) & (unit - 1) == 0)
+                self.pieces().all(|piece| (piece.base().addr() | piece.len()) & (unit - 1) == 0)
             }
 
             /// Returns a buffer over a list of pieces, such as a descriptor chain's.
@@ -384,10 +376,6 @@ mod tests {
     fn aligned_memory_is_aligned() {
         let mut buffer = AlignedBuf::zeroed(10);
         assert_eq!(&buffer[..], &[0; 10]);
-        assert!(
-            ReadBuf::new(&mut buffer)
-                .pieces()
-                .all(|p| p.base().addr() % AlignedBuf::ALIGNMENT == 0)
-        );
+        assert!(ReadBuf::new(&mut buffer).pieces().all(|p| p.base().addr() % AlignedBuf::ALIGNMENT == 0));
     }
 }

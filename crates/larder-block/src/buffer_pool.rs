@@ -49,15 +49,9 @@ impl BufferPool {
 
     /// Returns a buffer as soon as it is this caller's turn. The buffer has the content that its last user left.
     pub async fn acquire(&self) -> PooledBuf<'_> {
-        let mut position = QueuePosition {
-            pool: self,
-            number: None,
-        };
+        let mut position = QueuePosition { pool: self, number: None };
         let buffer = std::future::poll_fn(|context| position.poll(context.waker())).await;
-        PooledBuf {
-            pool: self,
-            buffer: Some(buffer),
-        }
+        PooledBuf { pool: self, buffer: Some(buffer) }
     }
 
     fn release(&self, buffer: AlignedBuf) {
@@ -90,11 +84,7 @@ impl QueuePosition<'_> {
                 return Poll::Ready(AlignedBuf::zeroed(self.pool.len));
             }
             self.number = Some(state.next_number);
-            state.waiting.push_back(Waiter {
-                number: state.next_number,
-                waker: waker.clone(),
-                assigned: None,
-            });
+            state.waiting.push_back(Waiter { number: state.next_number, waker: waker.clone(), assigned: None });
             state.next_number += 1;
             return Poll::Pending;
         };
@@ -118,9 +108,7 @@ impl Drop for QueuePosition<'_> {
         let assigned = {
             let mut state = self.pool.state.borrow_mut();
             let index = state.waiting.iter().position(|waiter| waiter.number == number);
-            index
-                .and_then(|index| state.waiting.remove(index))
-                .and_then(|waiter| waiter.assigned)
+            index.and_then(|index| state.waiting.remove(index)).and_then(|waiter| waiter.assigned)
         };
         if let Some(buffer) = assigned {
             self.pool.release(buffer);

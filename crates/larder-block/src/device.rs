@@ -158,12 +158,7 @@ pub trait BlockDevice {
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
         let result = match size.get() <= self.geometry().size.get() {
             true => Ok(()),
-            false => Err(IoError::new(
-                self.name(),
-                Operation::Grow,
-                ByteOffset::ZERO.range(size),
-                Failure::NoSpace,
-            )),
+            false => Err(IoError::new(self.name(), Operation::Grow, ByteOffset::ZERO.range(size), Failure::NoSpace)),
         };
         Box::pin(std::future::ready(result))
     }
@@ -195,11 +190,7 @@ pub fn check_request(
         Failure::OutOfRange
     } else if !range.is_aligned(u64::from(geometry.block_size)) {
         Failure::Misaligned
-    } else if geometry.read_only
-        && matches!(
-            operation,
-            Operation::Write | Operation::Discard | Operation::WriteZeroes
-        )
+    } else if geometry.read_only && matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes)
     {
         Failure::ReadOnly
     } else {
@@ -268,11 +259,7 @@ impl<'a> Io<'a> {
     }
 
     fn new(state: IoState<'a>) -> Self {
-        Self {
-            state,
-            watched: [const { None }; WATCHES_MAX],
-            shared_device: None,
-        }
+        Self { state, watched: [const { None }; WATCHES_MAX], shared_device: None }
     }
 
     /// Starts a request on a device that lives as long as the request. `start_request` must not store the device

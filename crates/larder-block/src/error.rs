@@ -94,12 +94,7 @@ struct Detail {
 impl IoError {
     /// Creates the error of a failed `operation` on `range` of `device` (its name as the user knows it).
     pub fn new(device: &Rc<str>, operation: Operation, range: ByteRange, failure: Failure) -> Self {
-        Self(Box::new(Detail {
-            device: Rc::clone(device),
-            operation,
-            range,
-            failure,
-        }))
+        Self(Box::new(Detail { device: Rc::clone(device), operation, range, failure }))
     }
 
     /// Returns the reason.
@@ -131,11 +126,7 @@ impl fmt::Display for IoError {
                 ByteLen::new(detail.range.end().get()),
                 detail.failure
             ),
-            operation => write!(
-                f,
-                "{}: {operation} of {} failed: {}",
-                detail.device, detail.range, detail.failure
-            ),
+            operation => write!(f, "{}: {operation} of {} failed: {}", detail.device, detail.range, detail.failure),
         }
     }
 }

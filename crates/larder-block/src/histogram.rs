@@ -37,11 +37,7 @@ pub struct Histogram {
 
 impl Default for Histogram {
     fn default() -> Self {
-        Self {
-            counts: [0; BUCKETS],
-            sum: 0,
-            max: 0,
-        }
+        Self { counts: [0; BUCKETS], sum: 0, max: 0 }
     }
 }
 
@@ -92,10 +88,7 @@ impl Histogram {
     /// Returns the buckets that are not empty, in ascending order.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
         let filled = self.counts.iter().enumerate().filter(|(_, count)| **count > 0);
-        filled.map(|(index, count)| Bucket {
-            below: bound(index),
-            count: *count,
-        })
+        filled.map(|(index, count)| Bucket { below: bound(index), count: *count })
     }
 }
 
@@ -138,10 +131,7 @@ mod tests {
         let mut before = Duration::ZERO;
         for index_of in 0..BUCKETS - 1 {
             let below = bound(index_of).expect("a bound");
-            assert!(
-                below > before && (index_of == 0 || below <= before + before / 4),
-                "{below:?}"
-            );
+            assert!(below > before && (index_of == 0 || below <= before + before / 4), "{below:?}");
             let nanos = below.as_nanos() as u64;
             assert_eq!((index(nanos - 1), index(nanos)), (index_of, index_of + 1));
             before = below;

@@ -93,13 +93,7 @@ pub struct LockWait {
 impl LockWait {
     /// Starts waiting for a lock, at the first attempt that fails.
     pub fn new(kind: LockKind) -> Self {
-        Self {
-            kind,
-            since: None,
-            owner: None,
-            inspected: None,
-            reported: None,
-        }
+        Self { kind, since: None, owner: None, inspected: None, reported: None }
     }
 
     /// Returns true if the caller should retry to lock `file`, which failed just now, and logs the reason. `failure` is
@@ -226,9 +220,7 @@ fn holds_lock(pid: u32, target: (u64, u64), kind: LockKind) -> Option<bool> {
         let number = descriptor.file_name();
         let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy())).unwrap_or_default();
         // The file itself is queried only after a match: a file on an unreachable server would not answer.
-        info.lines()
-            .any(|line| line.contains(&inode) && kind.matches_line(line))
-            && is_target(descriptor.path())
+        info.lines().any(|line| line.contains(&inode) && kind.matches_line(line)) && is_target(descriptor.path())
     }))
 }
 
@@ -269,8 +261,7 @@ impl TaskState {
         let flags = fields.get(6).and_then(|flags| flags.parse::<u64>().ok());
         let pending = |name: &str| {
             let mask = status.lines().find_map(|line| line.strip_prefix(name));
-            mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-                .unwrap_or(0)
+            mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
         };
         match fields.first() {
             Some(&("Z" | "X")) | None => Self::Exited,

@@ -164,10 +164,7 @@ impl Opener for DirectOpener {
         }
         let kind = path_file.metadata()?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "it is neither a regular file nor a block device",
-            ));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is neither a regular file nor a block device"));
         }
         // Non-blocking: the open does not wait for a process that has a lease on the file. That process is notified,
         // and the next attempt succeeds.

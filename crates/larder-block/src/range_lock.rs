@@ -67,10 +67,7 @@ impl RangeLocks {
             let mut entries = self.entries.borrow_mut();
             let arrival = entries.next_arrival;
             let granted = !entries.must_wait(range, mode, arrival);
-            RangeLockGuard {
-                ranges: self,
-                ticket: entries.add(range, mode, granted),
-            }
+            RangeLockGuard { ranges: self, ticket: entries.add(range, mode, granted) }
         };
         std::future::poll_fn(|context| {
             let mut entries = self.entries.borrow_mut();
@@ -118,13 +115,7 @@ impl Drop for RangeLockGuard<'_> {
 
 impl Entries {
     fn add(&mut self, range: ByteRange, mode: RangeLockMode, granted: bool) -> LockTicket {
-        let entry = Entry {
-            range,
-            mode,
-            arrival: self.next_arrival,
-            granted,
-            waker: None,
-        };
+        let entry = Entry { range, mode, arrival: self.next_arrival, granted, waker: None };
         self.next_arrival += 1;
         self.exclusive += usize::from(mode == RangeLockMode::Exclusive);
         self.waiting += usize::from(!granted);

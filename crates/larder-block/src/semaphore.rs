@@ -26,9 +26,7 @@ pub struct SemaphorePermit {
 
 impl Drop for SemaphorePermit {
     fn drop(&mut self) {
-        self.semaphore
-            .free_units
-            .set(self.semaphore.free_units.get() + self.units);
+        self.semaphore.free_units.set(self.semaphore.free_units.get() + self.units);
         self.semaphore.changed.raise();
     }
 }
@@ -129,10 +127,7 @@ mod tests {
         let mut large = pin!(budget.acquire(5, is_cancelled));
         assert!(poll(large.as_mut()).is_pending());
         let mut small = pin!(budget.acquire(1, is_cancelled));
-        assert!(
-            poll(small.as_mut()).is_pending(),
-            "waiters are served in order of arrival"
-        );
+        assert!(poll(small.as_mut()).is_pending(), "waiters are served in order of arrival");
         {
             let mut cancelled_waiter = Box::pin(budget.acquire(1, is_cancelled));
             assert!(poll(cancelled_waiter.as_mut()).is_pending());

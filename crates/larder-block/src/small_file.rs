@@ -25,10 +25,7 @@ pub const STATE_BYTES_MAX: u64 = 64 << 20;
 /// The host's error, or the path does not lead to a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     check_is_regular(path.metadata()?.file_type())?;
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(path)?;
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
     // The file may have been exchanged in between.
     check_is_regular(file.metadata()?.file_type())?;
     Ok(file)
@@ -88,10 +85,7 @@ fn check_is_regular(kind: FileType) -> io::Result<()> {
         () if kind.is_socket() => "a socket",
         () => "a device",
     };
-    Err(io::Error::new(
-        io::ErrorKind::InvalidInput,
-        format!("it is {what}, not a regular file"),
-    ))
+    Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is {what}, not a regular file")))
 }
 
 #[cfg(test)]

@@ -125,18 +125,12 @@ impl ByteLen {
 impl ByteRange {
     /// Returns the range of `len` bytes from `start` on.
     pub const fn new(start: u64, len: u64) -> Self {
-        Self {
-            start: ByteOffset(start),
-            len: ByteLen(len),
-        }
+        Self { start: ByteOffset(start), len: ByteLen(len) }
     }
 
     /// Returns the range from `start` up to, not including, `end`; empty if `end` is not after `start`.
     pub const fn between(start: ByteOffset, end: ByteOffset) -> Self {
-        Self {
-            start,
-            len: ByteLen(end.0.saturating_sub(start.0)),
-        }
+        Self { start, len: ByteLen(end.0.saturating_sub(start.0)) }
     }
 
     /// Returns the offset just after the range.
@@ -320,10 +314,7 @@ impl FromStr for ByteLen {
             "t" | "tib" => 40,
             "p" | "pib" => 50,
             _ => {
-                return Err(SizeError::UnknownUnit {
-                    text: text.to_owned(),
-                    unit: unit.trim().to_owned(),
-                });
+                return Err(SizeError::UnknownUnit { text: text.to_owned(), unit: unit.trim().to_owned() });
             }
         };
         number
@@ -358,21 +349,14 @@ mod tests {
         assert!(matches!("1.5G".parse::<ByteLen>(), Err(SizeError::Fraction(_))));
         assert!(matches!("1XB".parse::<ByteLen>(), Err(SizeError::UnknownUnit { .. })));
         assert!(matches!("8388608TiB".parse::<ByteLen>(), Err(SizeError::TooLarge(_))));
-        assert!(matches!(
-            "99999999999999999999".parse::<ByteLen>(),
-            Err(SizeError::TooLarge(_))
-        ));
+        assert!(matches!("99999999999999999999".parse::<ByteLen>(), Err(SizeError::TooLarge(_))));
     }
 
     #[test]
     fn sizes_print_in_largest_whole_unit() {
-        for (bytes, text) in [
-            (0, "0 B"),
-            (513, "513 B"),
-            (1537 << 10, "1537 KiB"),
-            (64 << 20, "64 MiB"),
-            (1 << 40, "1 TiB"),
-        ] {
+        for (bytes, text) in
+            [(0, "0 B"), (513, "513 B"), (1537 << 10, "1537 KiB"), (64 << 20, "64 MiB"), (1 << 40, "1 TiB")]
+        {
             assert_eq!(ByteLen::new(bytes).to_string(), text);
         }
     }
@@ -384,9 +368,6 @@ mod tests {
         assert_eq!(range.narrowed(512), ByteRange::new(1024, 512));
         assert!(ByteRange::new(10, 20).narrowed(512).is_empty());
         assert!(!ByteRange::new(0, 10).overlaps(ByteRange::new(10, 10)));
-        assert_eq!(
-            ByteRange::new(0, 10).intersection(ByteRange::new(5, 10)),
-            ByteRange::new(5, 5)
-        );
+        assert_eq!(ByteRange::new(0, 10).intersection(ByteRange::new(5, 10)), ByteRange::new(5, 5));
     }
 }

@@ -16,19 +16,10 @@ use larder_block::{
 const SIZE: u64 = 256 << 10;
 
 fn open(on: &Loop, seed: u64, latency: LatencyDistribution) -> (Rc<SimulatedDevice>, Rc<Align>) {
-    let options = SimulatedOptions {
-        seed,
-        block_size: 4096,
-        memory_alignment: 512,
-        latency,
-        ..SimulatedOptions::default()
-    };
+    let options =
+        SimulatedOptions { seed, block_size: 4096, memory_alignment: 512, latency, ..SimulatedOptions::default() };
     let disk = SimulatedDevice::open(on, SimulatedMedium::new(ByteLen::new(SIZE), 512), options);
-    let align = AlignOptions {
-        bounce_len: ByteLen::kib(16),
-        bounce_count: 2,
-        ..AlignOptions::default()
-    };
+    let align = AlignOptions { bounce_len: ByteLen::kib(16), bounce_count: 2, ..AlignOptions::default() };
     let lower = Rc::clone(&disk);
     (disk, Rc::new(Align::new(lower, align)))
 }
@@ -39,14 +30,7 @@ fn unaligned_requests_match_plain_disk() {
     let on = Loop::simulated().expect("a loop");
     let (_, device) = open(&on, 1, LatencyDistribution::VARIED);
     let geometry = device.geometry();
-    assert_eq!(
-        (
-            geometry.block_size,
-            geometry.physical_block_size,
-            geometry.memory_alignment
-        ),
-        (512, 4096, 1)
-    );
+    assert_eq!((geometry.block_size, geometry.physical_block_size, geometry.memory_alignment), (512, 4096, 1));
     let mut model = vec![0; SIZE as usize];
     let mut random = SeededRng::new(2);
     on.block_on(async {
@@ -93,10 +77,7 @@ fn neighbours_in_block_lose_no_update() {
                         for round in 1..20 {
                             let data = [round; 512];
                             let at = ByteOffset::new(index * 1024);
-                            device
-                                .write(at, WriteBuf::new(&data), WriteFlags::NONE)
-                                .await
-                                .expect("writes");
+                            device.write(at, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
                             let mut back = [0; 512];
                             device.read(at, ReadBuf::new(&mut back)).await.expect("reads");
                             assert!(back == data, "sector {index} lost round {round}");
@@ -121,22 +102,13 @@ fn partial_write_keeps_concurrent_whole_write() {
             let whole = on.spawn_with_result(async move {
                 let mut data = AlignedBuf::zeroed(4096);
                 data.fill(7);
-                whole
-                    .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
-                    .await
-                    .expect("writes");
+                whole.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
             });
             let data = [9; 512];
-            device
-                .write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::NONE)
-                .await
-                .expect("writes");
+            device.write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
             whole.await;
             let mut back = [0; 512];
-            device
-                .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
-                .await
-                .expect("reads");
+            device.read(ByteOffset::ZERO, ReadBuf::new(&mut back)).await.expect("reads");
             assert!(back == [7; 512], "seed {seed}: the neighbour is gone");
         });
     }
@@ -152,10 +124,7 @@ fn crash_in_partial_write_keeps_neighbours() {
             let old = AlignedBuf::zeroed(8192);
             let mut old = old;
             old.fill(1);
-            device
-                .write(ByteOffset::ZERO, WriteBuf::new(&old), WriteFlags::NONE)
-                .await
-                .expect("writes");
+            device.write(ByteOffset::ZERO, WriteBuf::new(&old), WriteFlags::NONE).await.expect("writes");
             device.flush().await.expect("flushes");
             let new = [2; 1536];
             let write = device.write(ByteOffset::new(3584), WriteBuf::new(&new), WriteFlags::NONE);
@@ -165,11 +134,7 @@ fn crash_in_partial_write_keeps_neighbours() {
         let mut bytes = [0; 8192];
         left.read(ByteOffset::ZERO, &mut bytes);
         assert!(bytes[..3584].iter().chain(&bytes[5120..]).all(|byte| *byte == 1));
-        assert!(
-            bytes[3584..5120]
-                .chunks(512)
-                .all(|sector| sector == [1; 512] || sector == [2; 512])
-        );
+        assert!(bytes[3584..5120].chunks(512).all(|sector| sector == [1; 512] || sector == [2; 512]));
     }
 }
 
@@ -183,19 +148,10 @@ fn failure_below_reports_original_write() {
         let at = ByteOffset::new(1024);
         for below in [Operation::Read, Operation::Write] {
             disk.inject(InjectedFault::once(FaultEffect::Fail(Failure::NoSpace)).on(below));
-            let error = device
-                .write(at, WriteBuf::new(&data), WriteFlags::NONE)
-                .await
-                .expect_err("fails");
+            let error = device.write(at, WriteBuf::new(&data), WriteFlags::NONE).await.expect_err("fails");
             assert_eq!(error.failure(), Failure::NoSpace);
-            assert_eq!(
-                (error.operation(), error.range()),
-                (Operation::Write, ByteRange::new(1024, 512))
-            );
-            device
-                .write(at, WriteBuf::new(&data), WriteFlags::NONE)
-                .await
-                .expect("writes again");
+            assert_eq!((error.operation(), error.range()), (Operation::Write, ByteRange::new(1024, 512)));
+            device.write(at, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes again");
         }
     });
 }
@@ -232,10 +188,7 @@ fn dropped_whole_write_unblocks_partial_write() {
         assert!(on.timeout(Duration::from_secs(1), stuck).await.is_none());
         on.timeout(Duration::from_secs(1), part).await.expect("not blocked");
         let mut back = [0; 512];
-        device
-            .read(ByteOffset::new(512), ReadBuf::new(&mut back))
-            .await
-            .expect("reads");
+        device.read(ByteOffset::new(512), ReadBuf::new(&mut back)).await.expect("reads");
         assert!(back == [1; 512]);
     });
 }
@@ -248,26 +201,14 @@ fn discards_skip_partial_blocks() {
     on.block_on(async {
         let mut data = AlignedBuf::zeroed(16384);
         data.fill(3);
-        device
-            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .expect("writes");
+        device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
         device.discard(ByteRange::new(512, 3072)).await.expect("does nothing");
-        device
-            .discard(ByteRange::new(3584, 5120))
-            .await
-            .expect("discards one block");
-        let fast = ZeroFlags {
-            fast_only: true,
-            ..ZeroFlags::default()
-        };
+        device.discard(ByteRange::new(3584, 5120)).await.expect("discards one block");
+        let fast = ZeroFlags { fast_only: true, ..ZeroFlags::default() };
         let refused = device.write_zeroes(ByteRange::new(512, 512), fast).await;
         assert_eq!(refused.err().map(|error| error.failure()), Some(Failure::Unsupported));
         let mut back = vec![0; 16384];
-        device
-            .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
-            .await
-            .expect("reads");
+        device.read(ByteOffset::ZERO, ReadBuf::new(&mut back)).await.expect("reads");
         assert!(back[..4096].iter().chain(&back[8192..]).all(|byte| *byte == 3));
 
         let outside = device.discard(ByteRange::new(SIZE - 512, 1024)).await;
@@ -283,10 +224,7 @@ fn extents_are_clipped_to_request() {
     let (_, device) = open(&on, 1, LatencyDistribution::NONE);
     on.block_on(async {
         let data = [1; 512];
-        device
-            .write(ByteOffset::new(4608), WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .expect("writes");
+        device.write(ByteOffset::new(4608), WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
         let extents = device.extents(ByteRange::new(512, 8192), 10).await.expect("lists");
         let extents: Vec<_> = extents.iter().map(|found| (found.range, found.kind)).collect();
         let expected = [
@@ -329,14 +267,8 @@ fn any_bytes_change_exactly() {
                         model[part].copy_from_slice(&memory);
                     }
                     2 => {
-                        let flags = ZeroFlags {
-                            unmap: random.chance(500),
-                            ..ZeroFlags::default()
-                        };
-                        device
-                            .write_zeroes(ByteRange::new(start, len), flags)
-                            .await
-                            .expect("zeroes");
+                        let flags = ZeroFlags { unmap: random.chance(500), ..ZeroFlags::default() };
+                        device.write_zeroes(ByteRange::new(start, len), flags).await.expect("zeroes");
                         model[part].fill(0);
                     }
                     3 => {

@@ -21,10 +21,7 @@ fn each_place(test: impl AsyncFn(&Loop, &std::path::Path, FileOptions)) {
         let file = tempfile::NamedTempFile::new_in(folder).expect("a temporary image");
         file.as_file().set_len(SIZE).expect("room for it");
         let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
-        let options = FileOptions {
-            caching,
-            ..FileOptions::default()
-        };
+        let options = FileOptions { caching, ..FileOptions::default() };
         on.block_on(test(&on, file.path(), options));
     }
 }
@@ -43,33 +40,18 @@ fn write_reaches_file_and_reads_back() {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(128 << 10, 1);
         let at = ByteOffset::new(1 << 20);
-        device
-            .write(at, WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .expect("writes");
-        device
-            .write(ByteOffset::ZERO, WriteBuf::new(&data[..4096]), WriteFlags::FUA)
-            .await
-            .expect("writes durably");
+        device.write(at, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
+        device.write(ByteOffset::ZERO, WriteBuf::new(&data[..4096]), WriteFlags::FUA).await.expect("writes durably");
         device.flush().await.expect("flushes");
         let mut seen = vec![0; data.len()];
-        std::fs::File::open(path)
-            .unwrap()
-            .read_exact_at(&mut seen, at.get())
-            .unwrap();
+        std::fs::File::open(path).unwrap().read_exact_at(&mut seen, at.get()).unwrap();
         assert!(seen == data[..]);
 
         let mut back = AlignedBuf::zeroed(data.len());
         let (left, right) = back.split_at_mut(16 << 10);
-        let pieces = [
-            IoVec::new(left.as_mut_ptr(), left.len()),
-            IoVec::new(right.as_mut_ptr(), right.len()),
-        ];
+        let pieces = [IoVec::new(left.as_mut_ptr(), left.len()), IoVec::new(right.as_mut_ptr(), right.len())];
         // SAFETY: `back` outlives the read and is not accessed meanwhile.
-        device
-            .read(at, unsafe { ReadBuf::from_pieces(&pieces) })
-            .await
-            .expect("reads in pieces");
+        device.read(at, unsafe { ReadBuf::from_pieces(&pieces) }).await.expect("reads in pieces");
         assert!(back[..] == data[..]);
     });
 }
@@ -80,42 +62,21 @@ fn zeroes_and_discards_read_as_zeros() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(1 << 20, 7);
-        device
-            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .expect("writes");
-        let unmap = ZeroFlags {
-            unmap: true,
-            ..ZeroFlags::default()
-        };
-        device
-            .write_zeroes(ByteRange::new(64 << 10, 64 << 10), unmap)
-            .await
-            .expect("punches");
-        device
-            .write_zeroes(ByteRange::new(256 << 10, 64 << 10), ZeroFlags::default())
-            .await
-            .expect("zeroes");
-        device
-            .discard(ByteRange::new(512 << 10, 64 << 10))
-            .await
-            .expect("discards");
+        device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
+        let unmap = ZeroFlags { unmap: true, ..ZeroFlags::default() };
+        device.write_zeroes(ByteRange::new(64 << 10, 64 << 10), unmap).await.expect("punches");
+        device.write_zeroes(ByteRange::new(256 << 10, 64 << 10), ZeroFlags::default()).await.expect("zeroes");
+        device.discard(ByteRange::new(512 << 10, 64 << 10)).await.expect("discards");
         let mut expected = data.to_vec();
         for start in [64, 256, 512] {
             expected[start << 10..(start + 64) << 10].fill(0);
         }
         let mut back = AlignedBuf::zeroed(data.len());
-        device
-            .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
-            .await
-            .expect("reads");
+        device.read(ByteOffset::ZERO, ReadBuf::new(&mut back)).await.expect("reads");
         assert!(back[..] == expected[..]);
         let extents = device.extents(ByteRange::new(0, SIZE), 100).await.expect("maps");
         assert_eq!(extents.iter().map(|extent| extent.range.len.get()).sum::<u64>(), SIZE);
-        let hole = extents
-            .iter()
-            .find(|extent| extent.range.start.get() == 64 << 10)
-            .expect("an extent begins there");
+        let hole = extents.iter().find(|extent| extent.range.start.get() == 64 << 10).expect("an extent begins there");
         assert_eq!((hole.kind, hole.range.len), (ExtentKind::Hole, ByteLen::kib(64)));
     });
 }
@@ -149,10 +110,7 @@ fn dropped_read_leaves_buffer_alone() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(1 << 20, 3);
-        device
-            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .expect("writes");
+        device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
         for _ in 0..50 {
             let mut buffer = AlignedBuf::zeroed(1 << 20);
             drop(device.read(ByteOffset::ZERO, ReadBuf::new(&mut buffer)));
@@ -169,20 +127,12 @@ fn invalid_requests_fail_without_effect() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(4096, 9);
-        let error = device
-            .write(ByteOffset::new(SIZE), WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .unwrap_err();
+        let error = device.write(ByteOffset::new(SIZE), WriteBuf::new(&data), WriteFlags::NONE).await.unwrap_err();
         assert_eq!(error.failure(), Failure::OutOfRange);
-        let error = device
-            .write(ByteOffset::new(u64::MAX - 511), WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .unwrap_err();
+        let error =
+            device.write(ByteOffset::new(u64::MAX - 511), WriteBuf::new(&data), WriteFlags::NONE).await.unwrap_err();
         assert_eq!(error.failure(), Failure::OutOfRange);
-        let error = device
-            .write(ByteOffset::new(1), WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .unwrap_err();
+        let error = device.write(ByteOffset::new(1), WriteBuf::new(&data), WriteFlags::NONE).await.unwrap_err();
         assert_eq!(error.failure(), Failure::Misaligned);
         assert_eq!(std::fs::metadata(path).unwrap().len(), SIZE);
     });
@@ -192,25 +142,15 @@ fn invalid_requests_fail_without_effect() {
 fn writer_excludes_others_and_readers_share() {
     each_place(async |on, path, options| {
         let writer = FileDevice::open(on, path, options.clone()).await.expect("opens");
-        let read_only = FileOptions {
-            read_only: true,
-            ..options.clone()
-        };
-        let Err(error) = FileDevice::open(on, path, read_only.clone()).await else {
-            panic!("opened a disk in use")
-        };
+        let read_only = FileOptions { read_only: true, ..options.clone() };
+        let Err(error) = FileDevice::open(on, path, read_only.clone()).await else { panic!("opened a disk in use") };
         assert!(matches!(error, FileOpenError::Locked { .. }), "{error}");
         drop(writer);
         let one = FileDevice::open(on, path, read_only.clone()).await.expect("opens");
-        let two = FileDevice::open(on, path, read_only.clone())
-            .await
-            .expect("opens a second time");
+        let two = FileDevice::open(on, path, read_only.clone()).await.expect("opens a second time");
         assert!(FileDevice::open(on, path, options.clone()).await.is_err());
         let data = pattern(4096, 0);
-        let error = one
-            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
-            .await
-            .unwrap_err();
+        let error = one.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE).await.unwrap_err();
         assert_eq!(error.failure(), Failure::ReadOnly);
         drop(two);
     });
@@ -221,18 +161,10 @@ fn size_change_is_announced() {
     each_place(async |on, path, options| {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let generation = device.size_changes().generation();
-        std::fs::OpenOptions::new()
-            .write(true)
-            .open(path)
-            .unwrap()
-            .set_len(2 * SIZE)
-            .unwrap();
-        on.timeout(
-            std::time::Duration::from_secs(20),
-            device.size_changes().changed_after(generation),
-        )
-        .await
-        .expect("is announced");
+        std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(2 * SIZE).unwrap();
+        on.timeout(std::time::Duration::from_secs(20), device.size_changes().changed_after(generation))
+            .await
+            .expect("is announced");
         assert_eq!(device.geometry().size, ByteLen::new(2 * SIZE));
     });
 }
@@ -243,15 +175,10 @@ fn partial_last_sector_is_zero_padded() {
     std::io::Write::write_all(&mut file, &[7; 1000]).unwrap();
     let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
     on.block_on(async {
-        let device = FileDevice::open(&on, file.path(), FileOptions::default())
-            .await
-            .expect("opens");
+        let device = FileDevice::open(&on, file.path(), FileOptions::default()).await.expect("opens");
         assert_eq!(device.geometry().size, ByteLen::new(1024));
         let mut back = vec![1; 1024];
-        device
-            .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
-            .await
-            .expect("reads");
+        device.read(ByteOffset::ZERO, ReadBuf::new(&mut back)).await.expect("reads");
         assert!(back[..1000].iter().all(|byte| *byte == 7) && back[1000..].iter().all(|byte| *byte == 0));
     });
 }
@@ -262,10 +189,7 @@ fn container_grows_during_writes_at_end() {
     each_place(async |on, path, options| {
         let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
         file.set_len(SIZE + 1000).unwrap();
-        let options = FileOptions {
-            container: true,
-            ..options
-        };
+        let options = FileOptions { container: true, ..options };
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let first = device.geometry().size;
         device.grow(first).await.expect("grows to what is seen of it");
@@ -319,10 +243,7 @@ fn known_data_is_not_searched_again() {
         let device = FileDevice::open(&on, file.path(), options).await.expect("opens");
         let kinds = async |start: u64, len: u64| {
             let found = device.extents(ByteRange::new(start, len), 100).await.expect("maps");
-            found
-                .iter()
-                .map(|extent| (extent.kind, extent.range.len.get()))
-                .collect::<Vec<_>>()
+            found.iter().map(|extent| (extent.kind, extent.range.len.get())).collect::<Vec<_>>()
         };
         let data = |len| (ExtentKind::Data, len);
         let hole = |len| (ExtentKind::Hole, len);
@@ -337,10 +258,7 @@ fn known_data_is_not_searched_again() {
         assert_eq!(kinds(DATA - 4096, 8192).await, [data(4096), hole(4096)]);
         let (gone, zeroed) = (ByteRange::new(1 << 20, 4096), ByteRange::new(HALF + (1 << 20), 4096));
         device.discard(gone).await.expect("discards");
-        let unmap = ZeroFlags {
-            unmap: true,
-            ..ZeroFlags::default()
-        };
+        let unmap = ZeroFlags { unmap: true, ..ZeroFlags::default() };
         device.write_zeroes(zeroed, unmap).await.expect("zeroes");
         for range in [gone, zeroed] {
             let found = kinds(range.start.get() - 4096, 3 * 4096).await;

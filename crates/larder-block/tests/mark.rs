@@ -74,11 +74,7 @@ impl Bed {
         command.env("LARDER_MARK_DIRECTORY", self.marks.path());
         command.env("LARDER_MARK_CACHING", format!("{:?}", self.caching));
         command.env("LARDER_MARK_WORK", work);
-        let mut child = command
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .expect("starts");
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().expect("starts");
         let mut lines = BufReader::new(child.stdout.take().expect("is piped")).lines();
         let is_ready = lines.any(|line| line.is_ok_and(|line| line.ends_with("ready")));
         assert!(is_ready, "the writer has ended before it was ready");
@@ -121,10 +117,9 @@ fn pause(round: u32) -> Duration {
 #[test]
 #[ignore = "started by other tests"]
 fn writer_for_other_tests() {
-    let (Some(image), Some(directory)) = (
-        std::env::var_os("LARDER_MARK_IMAGE"),
-        std::env::var_os("LARDER_MARK_DIRECTORY"),
-    ) else {
+    let (Some(image), Some(directory)) =
+        (std::env::var_os("LARDER_MARK_IMAGE"), std::env::var_os("LARDER_MARK_DIRECTORY"))
+    else {
         return;
     };
     let caching = match std::env::var("LARDER_MARK_CACHING").as_deref() {
@@ -132,11 +127,7 @@ fn writer_for_other_tests() {
         Ok("Buffered") => Caching::Buffered,
         _ => Caching::Auto,
     };
-    let options = FileOptions {
-        caching,
-        write_record_directory: Some(directory.into()),
-        ..FileOptions::default()
-    };
+    let options = FileOptions { caching, write_record_directory: Some(directory.into()), ..FileOptions::default() };
     let is_busy = std::env::var("LARDER_MARK_WORK").is_ok_and(|work| work == "load");
     let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
     on.block_on(async {
@@ -145,10 +136,7 @@ fn writer_for_other_tests() {
         let data = AlignedBuf::zeroed(BLOCK as usize);
         for block in 0..8 {
             let at = ByteOffset::new(block * BLOCK);
-            device
-                .write(at, WriteBuf::new(&data), WriteFlags::NONE)
-                .await
-                .expect("writes");
+            device.write(at, WriteBuf::new(&data), WriteFlags::NONE).await.expect("writes");
         }
         for task in (0..8).filter(|_| is_busy) {
             on.spawn(work(Rc::clone(&device), task));
@@ -262,9 +250,7 @@ fn restored_time_after_kill_never_proven() {
         let writer = bed.start("quiet");
         std::thread::sleep(FOREIGN_AFTER);
         writer.kill();
-        let modified = File::open(&bed.image)
-            .and_then(|file| file.metadata())
-            .expect("is there");
+        let modified = File::open(&bed.image).and_then(|file| file.metadata()).expect("is there");
         bed.write_as_other();
         let file = File::options().write(true).open(&bed.image).expect("opens");
         let times = FileTimes::new().set_modified(modified.modified().expect("has a time"));
@@ -337,30 +323,18 @@ fn verdict_is_carried_until_acknowledged() {
             verdict
         })
     };
-    assert_eq!(
-        (open(false), open(true), open(true)),
-        (None, None, Some(Verdict::Unchanged))
-    );
+    assert_eq!((open(false), open(true), open(true)), (None, None, Some(Verdict::Unchanged)));
     std::thread::sleep(FOREIGN_AFTER);
     bed.write_as_other();
-    assert_eq!(
-        (open(false), open(false)),
-        (Some(Verdict::Changed), Some(Verdict::Changed))
-    );
+    assert_eq!((open(false), open(false)), (Some(Verdict::Changed), Some(Verdict::Changed)));
     // A reader gets the same verdict, and leaves it to the next opening.
-    let reader = FileOptions {
-        read_only: true,
-        ..bed.options()
-    };
+    let reader = FileOptions { read_only: true, ..bed.options() };
     on.block_on(async {
         let device = FileDevice::open(&on, &bed.image, reader).await.expect("opens");
         assert_eq!(device.verdict(None, &[USE]), Some(Verdict::Changed));
         device.close().await.expect("closes");
     });
-    assert_eq!(
-        (open(true), open(true)),
-        (Some(Verdict::Changed), Some(Verdict::Unchanged))
-    );
+    assert_eq!((open(true), open(true)), (Some(Verdict::Changed), Some(Verdict::Unchanged)));
 }
 
 /// A change by another program between the server's own writes is found by the server itself.
@@ -392,11 +366,8 @@ impl LoopDevice {
     fn new() -> Self {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a file");
         file.as_file().set_len(SIZE).expect("its size");
-        let made = Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(file.path())
-            .output()
-            .expect("losetup starts");
+        let made =
+            Command::new("losetup").args(["--find", "--show"]).arg(file.path()).output().expect("losetup starts");
         let device = String::from_utf8(made.stdout).expect("a path");
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
         let bed = Bed {
@@ -412,11 +383,7 @@ impl LoopDevice {
 impl Drop for LoopDevice {
     fn drop(&mut self) {
         let detached = Command::new("losetup").arg("--detach").arg(&self.bed.image).status();
-        assert!(
-            detached.is_ok_and(|status| status.success()),
-            "{}",
-            self.bed.image.display()
-        );
+        assert!(detached.is_ok_and(|status| status.success()), "{}", self.bed.image.display());
     }
 }
 

@@ -37,9 +37,7 @@ async fn exercise(device: &NbdDevice, model: &mut [u8], seed: u64, steps: u64) {
         let count = 1 + random.below((blocks - start).min(64));
         let range = ByteRange::new(start * block, count * block);
         let part = &mut model[range.start.get() as usize..range.end().get() as usize];
-        let flags = WriteFlags {
-            fua: random.below(8) == 0,
-        };
+        let flags = WriteFlags { fua: random.below(8) == 0 };
         match random.below(8) {
             0..3 => {
                 part.copy_from_slice(&pattern(part.len(), seed ^ step));
@@ -48,21 +46,14 @@ async fn exercise(device: &NbdDevice, model: &mut [u8], seed: u64, steps: u64) {
             }
             3 => {
                 part.fill(0);
-                let flags = ZeroFlags {
-                    unmap: step % 2 == 0,
-                    fast_only: false,
-                    fua: flags.fua,
-                };
+                let flags = ZeroFlags { unmap: step % 2 == 0, fast_only: false, fua: flags.fua };
                 device.write_zeroes(range, flags).await.expect("zeroes");
             }
             4 => device.flush().await.expect("flushes"),
             _ => {
                 let mut back = vec![0xaa; part.len()];
                 let (left, right) = back.split_at_mut(part.len() / 2);
-                let pieces = [
-                    IoVec::new(left.as_mut_ptr(), left.len()),
-                    IoVec::new(right.as_mut_ptr(), right.len()),
-                ];
+                let pieces = [IoVec::new(left.as_mut_ptr(), left.len()), IoVec::new(right.as_mut_ptr(), right.len())];
                 // SAFETY: `back` outlives the read and is not accessed meanwhile.
                 let buffer = unsafe { ReadBuf::from_pieces(&pieces) };
                 device.read(range.start, buffer).await.expect("reads");
@@ -114,9 +105,7 @@ fn extended_headers_are_used_if_supported() {
         let file = std::fs::File::create(&image).expect("a file");
         file.set_len(6 * GIB).expect("room");
         let mut server = program_of_debian13("qemu-nbd");
-        server
-            .args(["-f", "raw", "--discard=unmap", "--persistent"])
-            .arg(&image);
+        server.args(["-f", "raw", "--discard=unmap", "--persistent"]).arg(&image);
         let _server = place.serve_by(&server);
         let device = open(on, &place, NbdOptions::default()).await;
         assert!(device.statistics().extended_headers);
@@ -125,10 +114,7 @@ fn extended_headers_are_used_if_supported() {
         let data = pattern(MIB as usize, 3);
         let write = device.write(ByteOffset::new(5 * GIB), WriteBuf::new(&data), WriteFlags::FUA);
         write.await.expect("writes");
-        let unmap = ZeroFlags {
-            unmap: true,
-            ..ZeroFlags::default()
-        };
+        let unmap = ZeroFlags { unmap: true, ..ZeroFlags::default() };
         let whole = ByteRange::new(0, 5 * GIB);
         device.write_zeroes(whole, unmap).await.expect("zeroes");
         let extents = device.extents(ByteRange::new(4 * GIB, 2 * GIB), 100).await;
@@ -138,15 +124,8 @@ fn extended_headers_are_used_if_supported() {
         assert_eq!(first.range, ByteRange::new(4 * GIB, GIB));
         device.discard(whole).await.expect("discards");
         let beyond = device.extents(ByteRange::new(5 * GIB, GIB), 100).await;
-        let kinds: Vec<_> = beyond
-            .expect("maps")
-            .iter()
-            .map(|extent| (extent.kind, extent.range.len))
-            .collect();
-        let expected = [
-            (ExtentKind::Data, ByteLen::mib(1)),
-            (ExtentKind::Hole, ByteLen::mib(1023)),
-        ];
+        let kinds: Vec<_> = beyond.expect("maps").iter().map(|extent| (extent.kind, extent.range.len)).collect();
+        let expected = [(ExtentKind::Data, ByteLen::mib(1)), (ExtentKind::Hole, ByteLen::mib(1023))];
         assert_eq!(kinds, expected);
     });
 }
@@ -183,10 +162,7 @@ fn server_without_extents_reports_all_data() {
         let range = ByteRange::new(512, 4096);
         let extents = device.extents(range, 5).await.expect("maps");
         assert_eq!(
-            extents
-                .iter()
-                .map(|extent| (extent.range, extent.kind))
-                .collect::<Vec<_>>(),
+            extents.iter().map(|extent| (extent.range, extent.kind)).collect::<Vec<_>>(),
             [(range, ExtentKind::Data)]
         );
     });
@@ -224,11 +200,7 @@ fn server_error_reaches_its_request() {
                 assert_eq!(read.await.expect_err("fails").failure(), failure);
                 device.flush().await.expect("the connection goes on");
                 assert_eq!(device.statistics().connections, 1);
-                assert_eq!(
-                    device.statistics().log_used,
-                    ByteLen::ZERO,
-                    "a failed write is not repeated"
-                );
+                assert_eq!(device.statistics().log_used, ByteLen::ZERO, "a failed write is not repeated");
             });
         }
     }
@@ -249,16 +221,10 @@ fn read_only_export_refuses_writes() {
 
 #[test]
 fn slow_fast_zeroes_are_refused() {
-    let fast = ZeroFlags {
-        fast_only: true,
-        ..ZeroFlags::default()
-    };
+    let fast = ZeroFlags { fast_only: true, ..ZeroFlags::default() };
     for (arguments, expected) in [
         (&["--filter=nozero", "memory", "1M"][..], Some(Failure::Unsupported)),
-        (
-            &["--filter=nozero", "memory", "1M", "fastzeromode=ignore"],
-            Some(Failure::Unsupported),
-        ),
+        (&["--filter=nozero", "memory", "1M", "fastzeromode=ignore"], Some(Failure::Unsupported)),
         (&["memory", "1M"], None),
     ] {
         on_loop(async |on| {
@@ -297,10 +263,7 @@ fn odd_export_is_padded_with_zeros() {
         let write = device.write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::FUA);
         write.await.expect("writes");
         let end = ByteRange::new(512, 512);
-        device
-            .write_zeroes(ByteRange::new(0, 512), ZeroFlags::default())
-            .await
-            .expect("zeroes");
+        device.write_zeroes(ByteRange::new(0, 512), ZeroFlags::default()).await.expect("zeroes");
         let extents = device.extents(end, 9).await.expect("maps");
         assert_eq!(extents.iter().map(|extent| extent.range).collect::<Vec<_>>(), [end]);
         let file = std::fs::read(&image).expect("is there");
@@ -331,10 +294,7 @@ fn answers_may_come_in_any_order() {
                 Ok(())
             })],
         );
-        let options = NbdOptions {
-            depth: 16,
-            ..NbdOptions::default()
-        };
+        let options = NbdOptions { depth: 16, ..NbdOptions::default() };
         let device = open(on, &place, options).await;
         let blocks: Vec<_> = (0..16).map(|index| pattern(4096, index)).collect();
         let writes: Vec<_> = (0..)
@@ -365,10 +325,7 @@ fn dropped_read_leaves_its_buffer_alone() {
         on_loop(async |on| {
             let place = Place::new();
             let _server = place.nbdkit(&["--filter=delay", "memory", "16M", "rdelay=20ms"]);
-            let options = NbdOptions {
-                replay_log,
-                ..NbdOptions::default()
-            };
+            let options = NbdOptions { replay_log, ..NbdOptions::default() };
             let device = open(on, &place, options).await;
             let data = pattern((8 * MIB) as usize, 4);
             let write = device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE);
@@ -402,10 +359,7 @@ fn write_dropped_midway_sends_original_data() {
         for replay_log in [ByteLen::mib(64), ByteLen::ZERO] {
             let place = Place::new();
             let _server = place.nbdkit(&["memory", "32M"]);
-            let options = NbdOptions {
-                replay_log,
-                ..NbdOptions::default()
-            };
+            let options = NbdOptions { replay_log, ..NbdOptions::default() };
             let device = open(on, &place, options).await;
             for round in 0..12 {
                 let mut data = pattern((8 * MIB) as usize, 4);
@@ -424,10 +378,7 @@ fn write_dropped_midway_sends_original_data() {
             let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
             read.await.expect("reads");
             for (index, (seen, new)) in back.chunks(512).zip(expected.chunks(512)).enumerate() {
-                assert!(
-                    seen == new || seen.iter().all(|byte| *byte == 0),
-                    "sector {index} is neither"
-                );
+                assert!(seen == new || seen.iter().all(|byte| *byte == 0), "sector {index} is neither");
             }
             assert_eq!(device.statistics().connections, 1);
         }

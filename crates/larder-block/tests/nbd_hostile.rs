@@ -20,22 +20,15 @@ fn on_loop(test: impl AsyncFn(&Loop)) {
 }
 
 fn structured() -> Offer {
-    Offer {
-        structured: true,
-        ..Offer::of(SIZE)
-    }
+    Offer { structured: true, ..Offer::of(SIZE) }
 }
 
 /// A part of the client's error, and the server's handshake that causes it.
 type HandshakeLie = (&'static str, fn(&mut Peer) -> io::Result<()>);
 
 const HANDSHAKE_LIES: [HandshakeLie; 16] = [
-    ("begins with 0x485454502f312e31", |peer| {
-        peer.send(&[b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-    }),
-    ("oldstyle protocol", |peer| {
-        peer.send(&[b"NBDMAGIC", &0x420281861253u64.to_be_bytes(), &[0; 136]])
-    }),
+    ("begins with 0x485454502f312e31", |peer| peer.send(&[b"HTTP/1.1 400 Bad Request\r\n\r\n"])),
+    ("oldstyle protocol", |peer| peer.send(&[b"NBDMAGIC", &0x420281861253u64.to_be_bytes(), &[0; 136]])),
     ("a reply to an option begins with 0x7878", |peer| {
         peer.greet()?;
         peer.option()?;
@@ -73,24 +66,10 @@ const HANDSHAKE_LIES: [HandshakeLie; 16] = [
         peer.answer(7, 3, &[0, 0, 1])
     }),
     ("the export is empty", |peer| peer.handshake(Offer::of(0))),
-    ("reports an export of 18446744073709551615 bytes", |peer| {
-        peer.handshake(Offer::of(u64::MAX))
-    }),
-    ("9223372036854775297 bytes; a disk has at most 2^63 - 512", |peer| {
-        peer.handshake(Offer::of((1 << 63) - 511))
-    }),
-    ("minimum 3, preferred 4096", |peer| {
-        peer.handshake(Offer {
-            blocks: Some([3, 4096, 1 << 20]),
-            ..Offer::of(SIZE)
-        })
-    }),
-    ("largest payload 0", |peer| {
-        peer.handshake(Offer {
-            blocks: Some([1, 4096, 0]),
-            ..Offer::of(SIZE)
-        })
-    }),
+    ("reports an export of 18446744073709551615 bytes", |peer| peer.handshake(Offer::of(u64::MAX))),
+    ("9223372036854775297 bytes; a disk has at most 2^63 - 512", |peer| peer.handshake(Offer::of((1 << 63) - 511))),
+    ("minimum 3, preferred 4096", |peer| peer.handshake(Offer { blocks: Some([3, 4096, 1 << 20]), ..Offer::of(SIZE) })),
+    ("largest payload 0", |peer| peer.handshake(Offer { blocks: Some([1, 4096, 0]), ..Offer::of(SIZE) })),
     ("it has no such export, in reply to GO ('go away\\u0007')", |peer| {
         until_go(peer)?;
         peer.answer(7, 1 << 31 | 6, b"go away\x07")
@@ -128,9 +107,7 @@ fn handshake_violation_is_named() {
             let breaks_off = part.contains("broke");
             let server = connections(place.std_listener(), [if breaks_off { leaving } else { lying }]);
             let opened = NbdDevice::open(on, &place.uri(""), NbdOptions::default()).await;
-            let Err(error) = opened else {
-                panic!("opened despite: {part}")
-            };
+            let Err(error) = opened else { panic!("opened despite: {part}") };
             let error = error.to_string();
             assert!(error.contains(part), "'{part}' is not in: {error}");
             assert!(error.contains("nbd+unix:///?socket="), "{error}");
@@ -143,10 +120,7 @@ fn handshake_violation_is_named() {
 fn silent_server_times_out() {
     on_loop(async |on| {
         let place = Place::new();
-        let options = NbdOptions {
-            handshake_timeout: Duration::from_millis(100),
-            ..NbdOptions::default()
-        };
+        let options = NbdOptions { handshake_timeout: Duration::from_millis(100), ..NbdOptions::default() };
         let Err(NbdOpenError::Connect { source, .. }) = NbdDevice::open(on, &place.uri(""), options).await else {
             panic!("opened")
         };
@@ -158,12 +132,8 @@ fn silent_server_times_out() {
 type Lie = (&'static str, fn(&mut Peer, &Asked) -> io::Result<()>);
 
 const LIES: [Lie; 18] = [
-    ("an unknown cookie", |peer, asked| {
-        peer.chunk(true, 0, asked.cookie ^ 1 << 40, 0)
-    }),
-    ("another unknown cookie", |peer, asked| {
-        peer.simple(asked.cookie + 5, 22, &[])
-    }),
+    ("an unknown cookie", |peer, asked| peer.chunk(true, 0, asked.cookie ^ 1 << 40, 0)),
+    ("another unknown cookie", |peer, asked| peer.simple(asked.cookie + 5, 22, &[])),
     ("more data than was asked for", |peer, asked| {
         peer.chunk(true, 1, asked.cookie, 8 + 8192)?;
         peer.send(&[&8192u64.to_be_bytes(), &[7; 8192]])
@@ -200,19 +170,13 @@ const LIES: [Lie; 18] = [
         peer.send(&[&8192u64.to_be_bytes(), &[7; 512]])?;
         peer.chunk(true, 0, asked.cookie, 0)
     }),
-    ("an unknown chunk of 4 GiB", |peer, asked| {
-        peer.chunk(true, 77, asked.cookie, u32::MAX)
-    }),
-    ("an error chunk of 1 GiB", |peer, asked| {
-        peer.chunk(true, 1 << 15 | 1, asked.cookie, 1 << 30)
-    }),
+    ("an unknown chunk of 4 GiB", |peer, asked| peer.chunk(true, 77, asked.cookie, u32::MAX)),
+    ("an error chunk of 1 GiB", |peer, asked| peer.chunk(true, 1 << 15 | 1, asked.cookie, 1 << 30)),
     ("an error message longer than its chunk", |peer, asked| {
         peer.chunk(true, 1 << 15 | 1, asked.cookie, 6)?;
         peer.send(&[&5u32.to_be_bytes(), &100u16.to_be_bytes()])
     }),
-    ("a simple reply to a structured read", |peer, asked| {
-        peer.simple(asked.cookie, 0, &[7; 4096])
-    }),
+    ("a simple reply to a structured read", |peer, asked| peer.simple(asked.cookie, 0, &[7; 4096])),
     ("block status for a read", |peer, asked| {
         peer.chunk(true, 5, asked.cookie, 12)?;
         peer.send(&[&9u32.to_be_bytes(), &4096u32.to_be_bytes(), &[0; 4]])
@@ -262,9 +226,7 @@ fn protocol_violation_repeats_request_elsewhere() {
             );
             assert_eq!(device.statistics().connections, 2, "{what}");
             drop(device);
-            on.run_blocking(move || server.join().expect("the scripts end"))
-                .await
-                .expect("a thread");
+            on.run_blocking(move || server.join().expect("the scripts end")).await.expect("a thread");
         });
     }
 }
@@ -325,9 +287,7 @@ fn invalid_block_status_is_detected() {
             assert_eq!(ends, [512, 8192]);
             assert_eq!(device.statistics().connections, 2);
             drop(device);
-            on.run_blocking(move || server.join().expect("the scripts end"))
-                .await
-                .expect("a thread");
+            on.run_blocking(move || server.join().expect("the scripts end")).await.expect("a thread");
         });
     }
 }
@@ -369,8 +329,6 @@ fn stalled_server_leads_to_reconnect() {
         read.await.expect("reads in the end");
         assert_eq!(device.statistics().connections, 2);
         drop(device);
-        on.run_blocking(move || server.join().expect("the scripts end"))
-            .await
-            .expect("a thread");
+        on.run_blocking(move || server.join().expect("the scripts end")).await.expect("a thread");
     });
 }

@@ -50,9 +50,7 @@ async fn work(device: Rc<NbdDevice>, mut region: Region, seed: u64, steps: u64) 
         match random.below(10) {
             0..5 => {
                 part.copy_from_slice(&pattern(part.len(), seed ^ step << 20));
-                let flags = WriteFlags {
-                    fua: random.below(20) == 0,
-                };
+                let flags = WriteFlags { fua: random.below(20) == 0 };
                 let write = device.write(range.start, WriteBuf::new(part), flags);
                 write.await.expect("writes");
             }
@@ -86,10 +84,7 @@ async fn work_everywhere(on: &Loop, device: &Rc<NbdDevice>, size: u64, steps: u6
     let len = size / TASKS;
     let tasks: Vec<_> = (0..TASKS)
         .map(|task| {
-            let region = Region {
-                start: task * len,
-                model: vec![0; len as usize],
-            };
+            let region = Region { start: task * len, model: vec![0; len as usize] };
             on.spawn_with_result(work(Rc::clone(device), region, task + 1, steps))
         })
         .collect();
@@ -155,10 +150,7 @@ fn acknowledged_writes_survive_server_power_loss() {
                 })
             });
             let _server = connections(place.std_listener(), scripts);
-            let options = NbdOptions {
-                replay_log,
-                ..NbdOptions::default()
-            };
+            let options = NbdOptions { replay_log, ..NbdOptions::default() };
             let device = open(on, &place, options).await;
             let model = work_everywhere(on, &device, SIZE, 300).await;
             device.flush().await.expect("flushes");
@@ -183,10 +175,7 @@ fn full_log_starts_a_flush() {
                 peer.serve(false, &honest)
             })],
         );
-        let options = NbdOptions {
-            replay_log: ByteLen::mib(1),
-            ..NbdOptions::default()
-        };
+        let options = NbdOptions { replay_log: ByteLen::mib(1), ..NbdOptions::default() };
         let device = open(on, &place, options).await;
         let data = pattern(64 << 10, 1);
         let writes: Vec<_> = (0..128)
@@ -201,9 +190,7 @@ fn full_log_starts_a_flush() {
         }
         assert!(disk.flushes() >= 8, "{} flushes for 8 MiB", disk.flushes());
         drop(device);
-        on.run_blocking(move || server.join().expect("the script ends"))
-            .await
-            .expect("a thread");
+        on.run_blocking(move || server.join().expect("the script ends")).await.expect("a thread");
     });
 }
 
@@ -226,10 +213,7 @@ fn failed_log_flush_fails_waiting_writes() {
                 }
             })],
         );
-        let options = NbdOptions {
-            replay_log: ByteLen::mib(1),
-            ..NbdOptions::default()
-        };
+        let options = NbdOptions { replay_log: ByteLen::mib(1), ..NbdOptions::default() };
         let device = open(on, &place, options).await;
         let data = pattern(256 << 10, 1);
         let mut failures = Vec::new();
@@ -243,9 +227,7 @@ fn failed_log_flush_fails_waiting_writes() {
         let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
         read.await.expect("reads go on");
         drop(device);
-        on.run_blocking(move || server.join().expect("the script ends"))
-            .await
-            .expect("a thread");
+        on.run_blocking(move || server.join().expect("the script ends")).await.expect("a thread");
     });
 }
 
@@ -255,10 +237,7 @@ fn nbdkit_killed_under_load_loses_nothing() {
     on_loop(async |on| {
         let place = Place::new();
         let image = place.path("image");
-        std::fs::File::create(&image)
-            .expect("a file")
-            .set_len(SIZE)
-            .expect("room");
+        std::fs::File::create(&image).expect("a file").set_len(SIZE).expect("room");
         let image = image.display().to_string();
         let mut server = place.nbdkit(&["file", &image]);
         let device = open(on, &place, NbdOptions::default()).await;
@@ -280,10 +259,7 @@ fn nbdkit_killed_under_load_loses_nothing() {
         assert!(device.statistics().connections >= 5);
         let uri = place.uri("");
         let folder = place.folder.path().to_owned();
-        let seen = on
-            .run_blocking(move || contents(&uri, &folder))
-            .await
-            .expect("a thread");
+        let seen = on.run_blocking(move || contents(&uri, &folder)).await.expect("a thread");
         assert!(seen == model);
     });
 }
@@ -386,9 +362,7 @@ fn unreachable_server_fails_requests_until_back() {
         read.await.expect("reads again");
         assert!(back == data, "what was acknowledged before is there");
         drop(device);
-        on.run_blocking(move || server.join().expect("the scripts end"))
-            .await
-            .expect("a thread");
+        on.run_blocking(move || server.join().expect("the scripts end")).await.expect("a thread");
     });
 }
 
@@ -432,11 +406,7 @@ fn handshakes_alone_end_no_outage() {
             })
         };
         let server = connections(place.std_listener(), std::iter::once(answers_one).chain(further));
-        let options = NbdOptions {
-            reconnect: limit,
-            replay_log: ByteLen::new(0),
-            ..NbdOptions::default()
-        };
+        let options = NbdOptions { reconnect: limit, replay_log: ByteLen::new(0), ..NbdOptions::default() };
         let device = open(on, &place, options).await;
         let mut back = vec![1; 4096];
         let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
@@ -446,10 +416,7 @@ fn handshakes_alone_end_no_outage() {
         assert_eq!(error.failure(), Failure::Unreachable);
         let count = violations.load(Ordering::SeqCst);
         assert!(count > 1, "the server is asked again");
-        assert!(
-            count <= VIOLATIONS_MAX,
-            "the client reconnected {count} times in {limit:?}"
-        );
+        assert!(count <= VIOLATIONS_MAX, "the client reconnected {count} times in {limit:?}");
         honest.store(true, Ordering::SeqCst);
         loop {
             let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
@@ -460,9 +427,7 @@ fn handshakes_alone_end_no_outage() {
             yield_now().await;
         }
         drop(device);
-        on.run_blocking(move || server.join().expect("the scripts end"))
-            .await
-            .expect("a thread");
+        on.run_blocking(move || server.join().expect("the scripts end")).await.expect("a thread");
     });
 }
 
@@ -472,41 +437,21 @@ fn lesser_export_cannot_replace_the_old() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(2 * MIB);
-        let whole = Offer {
-            structured: true,
-            ..Offer::of(MIB)
-        };
+        let whole = Offer { structured: true, ..Offer::of(MIB) };
         let offers = [
             whole,
             Offer { size: MIB / 2, ..whole },
-            Offer {
-                flags: nbd_support::fake::FLAGS | 2,
-                ..whole
-            },
-            Offer {
-                flags: 1 | 1 << 2,
-                ..whole
-            },
-            Offer {
-                blocks: Some([4096, 4096, 32 << 20]),
-                ..whole
-            },
-            Offer {
-                blocks: Some([512, 4096, 1 << 20]),
-                ..whole
-            },
+            Offer { flags: nbd_support::fake::FLAGS | 2, ..whole },
+            Offer { flags: 1 | 1 << 2, ..whole },
+            Offer { blocks: Some([4096, 4096, 32 << 20]), ..whole },
+            Offer { blocks: Some([512, 4096, 1 << 20]), ..whole },
             // This export has no block status.
             Offer::of(MIB),
         ];
-        let mut scripts: Vec<_> = offers
-            .into_iter()
-            .map(|offer| script(move |mut peer| peer.handshake(offer)))
-            .collect();
+        let mut scripts: Vec<_> =
+            offers.into_iter().map(|offer| script(move |mut peer| peer.handshake(offer))).collect();
         scripts.push(script(move |mut peer| {
-            let offer = Offer {
-                structured: true,
-                ..Offer::of(2 * MIB)
-            };
+            let offer = Offer { structured: true, ..Offer::of(2 * MIB) };
             peer.handshake(offer)?;
             peer.serve(true, &disk)
         }));
@@ -521,17 +466,9 @@ fn lesser_export_cannot_replace_the_old() {
         device.size_changes().changed_after(generation).await;
         let after = device.geometry();
         assert_eq!(after.size, ByteLen::mib(2));
-        assert_eq!(
-            larder_block::Geometry {
-                size: before.size,
-                ..after
-            },
-            before
-        );
+        assert_eq!(larder_block::Geometry { size: before.size, ..after }, before);
         drop(device);
-        on.run_blocking(move || server.join().expect("the scripts end"))
-            .await
-            .expect("a thread");
+        on.run_blocking(move || server.join().expect("the scripts end")).await.expect("a thread");
     });
 }
 
@@ -562,8 +499,6 @@ fn request_moves_from_server_shutting_down() {
         write.await.expect("writes to the successor");
         assert_eq!(device.statistics().connections, 2);
         drop(device);
-        on.run_blocking(move || server.join().expect("the scripts end"))
-            .await
-            .expect("a thread");
+        on.run_blocking(move || server.join().expect("the scripts end")).await.expect("a thread");
     });
 }

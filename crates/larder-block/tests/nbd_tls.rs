@@ -40,10 +40,7 @@ fn tls_connection_survives_server_restart() {
         certificates::make(&place.path("pki"));
         let certificates = format!("--tls-certificates={}", place.path("pki").display());
         let image = place.path("image");
-        std::fs::File::create(&image)
-            .expect("a file")
-            .set_len(32 << 20)
-            .expect("room");
+        std::fs::File::create(&image).expect("a file").set_len(32 << 20).expect("room");
         let image = image.display().to_string();
         let serve = ["--tls=require", "--tls-verify-peer", &certificates, "file", &image];
         let mut server = place.nbdkit(&serve);

@@ -24,11 +24,7 @@ fn medium() -> SimulatedMedium {
 }
 
 fn quick(seed: u64) -> SimulatedOptions {
-    SimulatedOptions {
-        seed,
-        latency: LatencyDistribution::NONE,
-        ..SimulatedOptions::default()
-    }
+    SimulatedOptions { seed, latency: LatencyDistribution::NONE, ..SimulatedOptions::default() }
 }
 
 fn sector(index: u64) -> ByteOffset {
@@ -116,10 +112,7 @@ fn write_in_flight_tears_at_sectors() {
     let (mut whole, mut torn) = (0, 0);
     for seed in 0..300 {
         let on = Loop::simulated().expect("a loop");
-        let options = SimulatedOptions {
-            latency: LatencyDistribution::VARIED,
-            ..quick(seed)
-        };
+        let options = SimulatedOptions { latency: LatencyDistribution::VARIED, ..quick(seed) };
         let device = SimulatedDevice::open(&on, medium(), options);
         let data = [5; 8 * SECTOR];
         let left = on.block_on(async {
@@ -138,11 +131,7 @@ fn write_in_flight_tears_at_sectors() {
 fn same_seed_gives_same_behaviour() {
     let run = |seed| {
         let on = Loop::simulated().expect("a loop");
-        let options = SimulatedOptions {
-            latency: LatencyDistribution::VARIED,
-            failures_per_mille: 200,
-            ..quick(seed)
-        };
+        let options = SimulatedOptions { latency: LatencyDistribution::VARIED, failures_per_mille: 200, ..quick(seed) };
         let device = SimulatedDevice::open(&on, medium(), options);
         on.block_on(async {
             let mut random = SeededRng::new(seed);
@@ -170,16 +159,8 @@ fn faults_apply_only_where_set() {
     device.inject(full.on(Operation::Write).after(1).within(ByteRange::new(4096, 4096)));
     on.block_on(async {
         let data = [1; SECTOR];
-        for (at, expected) in [
-            (0, None),
-            (4096, None),
-            (0, None),
-            (4608, Some(Failure::NoSpace)),
-            (4608, None),
-        ] {
-            let result = device
-                .write(ByteOffset::new(at), WriteBuf::new(&data), WriteFlags::NONE)
-                .await;
+        for (at, expected) in [(0, None), (4096, None), (0, None), (4608, Some(Failure::NoSpace)), (4608, None)] {
+            let result = device.write(ByteOffset::new(at), WriteBuf::new(&data), WriteFlags::NONE).await;
             assert_eq!(result.err().map(|error| error.failure()), expected, "at {at}");
         }
         assert_eq!(device.failures(), 1);
@@ -219,15 +200,9 @@ fn discarded_bytes_read_consistently() {
             write(&device, 3, 8, WriteFlags::FUA).await;
             device.discard(ByteRange::new(0, 4096)).await.expect("discards");
             let mut first = [1; 4096];
-            device
-                .read(ByteOffset::ZERO, ReadBuf::new(&mut first))
-                .await
-                .expect("reads");
+            device.read(ByteOffset::ZERO, ReadBuf::new(&mut first)).await.expect("reads");
             let mut second = [2; 4096];
-            device
-                .read(ByteOffset::ZERO, ReadBuf::new(&mut second))
-                .await
-                .expect("reads");
+            device.read(ByteOffset::ZERO, ReadBuf::new(&mut second)).await.expect("reads");
             assert!(first == second);
             assert!(first[..3 * SECTOR].iter().all(|byte| *byte == 0));
             match first[3 * SECTOR] {
@@ -248,24 +223,11 @@ fn huge_zeroed_disk_takes_no_memory() {
     on.block_on(async {
         let far = ByteOffset::new(40 << 40);
         let data = [1; 4096];
-        device
-            .write(far, WriteBuf::new(&data), WriteFlags::FUA)
-            .await
-            .expect("writes");
+        device.write(far, WriteBuf::new(&data), WriteFlags::FUA).await.expect("writes");
         let all = ByteRange::new(0, size.get());
         let kinds = device.extents(all, 10).await.expect("lists");
-        let kinds: Vec<_> = kinds
-            .iter()
-            .map(|extent| (extent.range.start.get(), extent.kind))
-            .collect();
-        assert_eq!(
-            kinds,
-            [
-                (0, ExtentKind::Hole),
-                (40 << 40, ExtentKind::Data),
-                ((40 << 40) + 4096, ExtentKind::Hole)
-            ]
-        );
+        let kinds: Vec<_> = kinds.iter().map(|extent| (extent.range.start.get(), extent.kind)).collect();
+        assert_eq!(kinds, [(0, ExtentKind::Hole), (40 << 40, ExtentKind::Data), ((40 << 40) + 4096, ExtentKind::Hole)]);
         device.write_zeroes(all, ZeroFlags::default()).await.expect("zeroes");
         let mut back = [1; 4096];
         device.read(far, ReadBuf::new(&mut back)).await.expect("reads");
@@ -302,11 +264,7 @@ fn measure(model: ServiceModel, kind: RequestDirection, depth: u64, len: usize, 
             let mut buffer = vec![0; len];
             for index in 0..requests / depth {
                 let blocks = STORE / len as u64;
-                let block = if sequential {
-                    index % blocks
-                } else {
-                    random.below(blocks)
-                };
+                let block = if sequential { index % blocks } else { random.below(blocks) };
                 let at = ByteOffset::new(block * len as u64);
                 let begin = on.upgrade().map(|on| on.now()).expect("runs");
                 match kind {
@@ -339,10 +297,7 @@ fn near(measured: f64, expected: f64) -> bool {
 #[test]
 fn presets_reach_their_latency_and_rate() {
     for (name, model) in ServiceModel::PRESETS {
-        for (kind, service) in [
-            (RequestDirection::Read, model.read),
-            (RequestDirection::Write, model.write),
-        ] {
+        for (kind, service) in [(RequestDirection::Read, model.read), (RequestDirection::Write, model.write)] {
             let (_, alone) = measure(model, kind, 1, 4096, false);
             let floor = service
                 .latency
@@ -350,16 +305,10 @@ fn presets_reach_their_latency_and_rate() {
                 .max(f64::from(model.channels.min(1)) / f64::from(service.requests_per_second));
             assert!(near(alone.as_secs_f64(), floor), "{name} {kind:?}: {alone:?} alone");
             let (rate, _) = measure(model, kind, 200, 4096, false);
-            assert!(
-                near(rate, f64::from(service.requests_per_second)),
-                "{name} {kind:?}: {rate} IOPS"
-            );
+            assert!(near(rate, f64::from(service.requests_per_second)), "{name} {kind:?}: {rate} IOPS");
             let (rate, _) = measure(model, kind, 8, 1 << 20, true);
             let bytes = rate * f64::from(1 << 20);
-            assert!(
-                bytes < service.bytes_per_second as f64 * 1.05,
-                "{name} {kind:?}: {bytes} B/s"
-            );
+            assert!(bytes < service.bytes_per_second as f64 * 1.05, "{name} {kind:?}: {bytes} B/s");
         }
     }
 }

@@ -25,11 +25,7 @@ async fn request(device: &Throttle, kind: Kind, len: usize) {
     let mut buffer = vec![0; len];
     match kind {
         Kind::Read => device.read(ByteOffset::ZERO, ReadBuf::new(&mut buffer)).await,
-        Kind::Write => {
-            device
-                .write(ByteOffset::ZERO, WriteBuf::new(&buffer), WriteFlags::NONE)
-                .await
-        }
+        Kind::Write => device.write(ByteOffset::ZERO, WriteBuf::new(&buffer), WriteFlags::NONE).await,
     }
     .expect("works");
 }
@@ -52,25 +48,16 @@ fn time(limits: ThrottleLimits, kind: Kind, count: u32, len: usize) -> f64 {
 
 #[track_caller]
 fn assert_near(measured: f64, expected: f64) {
-    assert!(
-        (measured - expected).abs() < 0.02 * expected + 0.001,
-        "{measured}, not {expected}"
-    );
+    assert!((measured - expected).abs() < 0.02 * expected + 0.001, "{measured}, not {expected}");
 }
 
 /// A tenth of a second's worth may be done at once; after that the limit holds.
 #[test]
 fn limit_holds_after_initial_tenth_second() {
-    let requests = ThrottleLimits {
-        requests_total: RateLimit::per_second(100),
-        ..ThrottleLimits::NONE
-    };
+    let requests = ThrottleLimits { requests_total: RateLimit::per_second(100), ..ThrottleLimits::NONE };
     assert_near(time(requests, Kind::Read, 10, 512), 0.0);
     assert_near(time(requests, Kind::Read, 1010, 512), 10.0);
-    let bytes = ThrottleLimits {
-        bytes_write: RateLimit::per_second(1 << 20),
-        ..ThrottleLimits::NONE
-    };
+    let bytes = ThrottleLimits { bytes_write: RateLimit::per_second(1 << 20), ..ThrottleLimits::NONE };
     assert_near(time(bytes, Kind::Write, 1000, 64 << 10), 62.3);
     assert_near(time(bytes, Kind::Read, 1000, 64 << 10), 0.0);
 }
@@ -78,11 +65,7 @@ fn limit_holds_after_initial_tenth_second() {
 #[test]
 fn burst_keeps_its_rate_and_length() {
     let burst = |burst_seconds| ThrottleLimits {
-        requests_read: RateLimit {
-            average: 100,
-            burst: 1000,
-            burst_seconds,
-        },
+        requests_read: RateLimit { average: 100, burst: 1000, burst_seconds },
         ..ThrottleLimits::NONE
     };
     // One second's worth may start at once, then the average applies.
@@ -108,13 +91,7 @@ fn large_request_counts_several_if_configured() {
 #[test]
 fn zeroes_count_but_flushes_are_free() {
     let on = Loop::simulated().expect("a loop");
-    let device = open(
-        &on,
-        ThrottleLimits {
-            bytes_write: RateLimit::per_second(SIZE),
-            ..ThrottleLimits::NONE
-        },
-    );
+    let device = open(&on, ThrottleLimits { bytes_write: RateLimit::per_second(SIZE), ..ThrottleLimits::NONE });
     on.block_on(async {
         let all = ByteRange::new(0, SIZE);
         for _ in 0..11 {
@@ -133,13 +110,7 @@ fn zeroes_count_but_flushes_are_free() {
 #[test]
 fn waiting_reads_and_writes_take_turns() {
     let on = Loop::simulated().expect("a loop");
-    let device = open(
-        &on,
-        ThrottleLimits {
-            requests_total: RateLimit::per_second(10),
-            ..ThrottleLimits::NONE
-        },
-    );
+    let device = open(&on, ThrottleLimits { requests_total: RateLimit::per_second(10), ..ThrottleLimits::NONE });
     let order: Rc<RefCell<Vec<(Kind, u32)>>> = Rc::default();
     on.block_on(async {
         let mut waiting = Vec::new();
@@ -157,30 +128,17 @@ fn waiting_reads_and_writes_take_turns() {
     });
     let order = order.borrow();
     for kind in [Kind::Read, Kind::Write] {
-        let own: Vec<u32> = order
-            .iter()
-            .filter(|(own, _)| *own == kind)
-            .map(|(_, index)| *index)
-            .collect();
+        let own: Vec<u32> = order.iter().filter(|(own, _)| *own == kind).map(|(_, index)| *index).collect();
         assert!(own.is_sorted(), "{kind:?}: {own:?}");
     }
-    let last_write = order
-        .iter()
-        .rposition(|(kind, _)| *kind == Kind::Write)
-        .expect("there are writes");
+    let last_write = order.iter().rposition(|(kind, _)| *kind == Kind::Write).expect("there are writes");
     assert!(last_write <= 22, "the writes were starved: {order:?}");
 }
 
 #[test]
 fn limits_change_while_requests_wait() {
     let on = Loop::simulated().expect("a loop");
-    let device = open(
-        &on,
-        ThrottleLimits {
-            requests_total: RateLimit::per_second(1),
-            ..ThrottleLimits::NONE
-        },
-    );
+    let device = open(&on, ThrottleLimits { requests_total: RateLimit::per_second(1), ..ThrottleLimits::NONE });
     on.block_on(async {
         let waiting: Vec<_> = (0..50)
             .map(|_| {
@@ -191,10 +149,7 @@ fn limits_change_while_requests_wait() {
         on.sleep(Duration::from_secs(5)).await;
         assert!(device.waiting() > 40);
         device
-            .set_limits(ThrottleLimits {
-                requests_total: RateLimit::per_second(10),
-                ..ThrottleLimits::NONE
-            })
+            .set_limits(ThrottleLimits { requests_total: RateLimit::per_second(10), ..ThrottleLimits::NONE })
             .expect("sensible");
         on.sleep(Duration::from_secs(2)).await;
         assert!((15..30).contains(&device.waiting()), "{}", device.waiting());
@@ -212,24 +167,13 @@ fn unlimited_request_is_answered_in_call() {
     let on = Loop::simulated().expect("a loop");
     let device = open(&on, ThrottleLimits::NONE);
     let mut buffer = [0; 512];
-    assert!(
-        device
-            .read(ByteOffset::ZERO, ReadBuf::new(&mut buffer))
-            .take_ready_result()
-            .is_some()
-    );
+    assert!(device.read(ByteOffset::ZERO, ReadBuf::new(&mut buffer)).take_ready_result().is_some());
 }
 
 #[test]
 fn dropped_request_uses_no_budget() {
     let on = Loop::simulated().expect("a loop");
-    let device = open(
-        &on,
-        ThrottleLimits {
-            requests_total: RateLimit::per_second(1),
-            ..ThrottleLimits::NONE
-        },
-    );
+    let device = open(&on, ThrottleLimits { requests_total: RateLimit::per_second(1), ..ThrottleLimits::NONE });
     on.block_on(async {
         request(&device, Kind::Read, 512).await;
         let first = Rc::clone(&device);
@@ -248,43 +192,13 @@ fn dropped_request_uses_no_budget() {
 
 #[test]
 fn invalid_limits_are_refused() {
-    let bytes = |bytes_total| ThrottleLimits {
-        bytes_total,
-        ..ThrottleLimits::NONE
-    };
+    let bytes = |bytes_total| ThrottleLimits { bytes_total, ..ThrottleLimits::NONE };
     let cases = [
-        (
-            bytes(RateLimit {
-                average: 0,
-                burst: 5,
-                burst_seconds: 0,
-            }),
-            "a burst needs an average",
-        ),
-        (
-            bytes(RateLimit {
-                average: 9,
-                burst: 5,
-                burst_seconds: 0,
-            }),
-            "below the average",
-        ),
-        (
-            bytes(RateLimit {
-                average: 9,
-                burst: 0,
-                burst_seconds: 2,
-            }),
-            "length needs a burst",
-        ),
+        (bytes(RateLimit { average: 0, burst: 5, burst_seconds: 0 }), "a burst needs an average"),
+        (bytes(RateLimit { average: 9, burst: 5, burst_seconds: 0 }), "below the average"),
+        (bytes(RateLimit { average: 9, burst: 0, burst_seconds: 2 }), "length needs a burst"),
         (bytes(RateLimit::per_second(u64::MAX)), "more than a limit can be"),
-        (
-            ThrottleLimits {
-                bytes_read: RateLimit::per_second(1),
-                ..bytes(RateLimit::per_second(1))
-            },
-            "not both",
-        ),
+        (ThrottleLimits { bytes_read: RateLimit::per_second(1), ..bytes(RateLimit::per_second(1)) }, "not both"),
     ];
     for (limits, expected) in cases {
         let error: ThrottleLimitError = limits.check().expect_err(expected);

@@ -56,10 +56,7 @@ pub(crate) struct DiskChanges {
 impl DiskChanges {
     /// Returns the state after a kill, which may have left changes unflushed.
     pub(crate) fn unflushed() -> Self {
-        Self {
-            flushing: FlushTracker::unflushed(),
-            ..Self::default()
-        }
+        Self { flushing: FlushTracker::unflushed(), ..Self::default() }
     }
 
     /// Completes when all changes that are under way now have ended.
@@ -145,10 +142,7 @@ impl Cache {
             && let Some(ticket) = self.changes.ranges.try_lock_shared(lines)
         {
             self.fills.invalidate(range);
-            return self
-                .lower
-                .write(range.start, buffer, flags)
-                .watched(&self.changes, ticket);
+            return self.lower.write(range.start, buffer, flags).watched(&self.changes, ticket);
         }
         Io::task(self.write_steps(range, buffer, flags))
     }
@@ -210,11 +204,7 @@ impl Cache {
         if self.mode.get() == CacheMode::WriteBack && !self.has_failed() {
             return self.write_back(range, buffer, flags).await;
         }
-        let _exclusive = self
-            .cleaner
-            .busy
-            .lock(self.align_to_lines(range), DiskLocks::Exclusive)
-            .await;
+        let _exclusive = self.cleaner.busy.lock(self.align_to_lines(range), DiskLocks::Exclusive).await;
         // Lines may be dirty from the time of another mode.
         self.clean_before_change(range).await?;
         if !self.stores_write(range) {
@@ -227,11 +217,7 @@ impl Cache {
             return self.write_through_failed_cache_locked(range, buffer, flags).await;
         };
         let context = self.context(self.turn_time(), AccessKind::Write, range.len.get());
-        let mut writing = SlotWrites {
-            cache: self,
-            targets: SmallVec::new(),
-            context,
-        };
+        let mut writing = SlotWrites { cache: self, targets: SmallVec::new(), context };
         let mut commits = self.has_pending_removal(self.layout.lines_of(range));
         for part in self.layout.parts_of(range) {
             let found = self.index.borrow().find(part.line);
@@ -250,10 +236,7 @@ impl Cache {
         let mut at = 0;
         for part in self.layout.parts_of(range) {
             // The cached lines are in order.
-            if writing.targets[..cached_count]
-                .get(at)
-                .is_some_and(|(other, _)| other.line == part.line)
-            {
+            if writing.targets[..cached_count].get(at).is_some_and(|(other, _)| other.line == part.line) {
                 at += 1;
                 continue;
             }
@@ -273,11 +256,8 @@ impl Cache {
             return self.lower.write(range.start, buffer, flags).await;
         }
         let memory = room.copy(buffer);
-        let cache_writes: SmallVec<[Io<'_>; 2]> = writing
-            .targets
-            .iter()
-            .map(|(part, target)| self.write_part(target, part, range, &memory))
-            .collect();
+        let cache_writes: SmallVec<[Io<'_>; 2]> =
+            writing.targets.iter().map(|(part, target)| self.write_part(target, part, range, &memory)).collect();
         let mut on_disk = Ok(());
         let disk = Io::task(async {
             let bytes = WriteBuf::new(&memory[..buffer.len()]);
@@ -324,14 +304,7 @@ impl Cache {
         let dirty = state.last.dirty & self.index.borrow().dirty(slot);
         let is_trusted = !state.last.open && state.last.valid & part.sectors != 0;
         if is_trusted || (state.last.dirty & !dirty) & part.sectors != 0 {
-            self.queue(
-                slot,
-                Entry {
-                    open: true,
-                    dirty,
-                    ..state.last
-                },
-            );
+            self.queue(slot, Entry { open: true, dirty, ..state.last });
             return true;
         }
         state.commits > 0

@@ -56,11 +56,7 @@ pub struct CleanOptions {
 
 impl Default for CleanOptions {
     fn default() -> Self {
-        Self {
-            dirty_age: Duration::from_secs(30),
-            percent: 20,
-            idle: Duration::from_secs(5),
-        }
+        Self { dirty_age: Duration::from_secs(30), percent: 20, idle: Duration::from_secs(5) }
     }
 }
 
@@ -172,12 +168,7 @@ struct CleanRetry {
 
 impl CleanRetry {
     fn new(error: IoError, from: Line) -> Self {
-        Self {
-            error,
-            from,
-            has_wrapped: false,
-            failed_parts: 0,
-        }
+        Self { error, from, has_wrapped: false, failed_parts: 0 }
     }
 
     /// Removes those of `lines` that were tried already. The lines are the next ones from `next` on, or the first
@@ -238,11 +229,7 @@ impl Cache {
         }
         if !cleaning.timer_running.replace(true) {
             let options = cleaning.options;
-            self.schedule_recheck(
-                options.dirty_age.min(options.idle),
-                Duration::ZERO,
-                cleaning.guest_requests.get(),
-            );
+            self.schedule_recheck(options.dirty_age.min(options.idle), Duration::ZERO, cleaning.guest_requests.get());
         }
     }
 
@@ -455,10 +442,7 @@ impl Cache {
 
     /// Cleans lines that the caller has locked in [`Cleaner::busy`].
     pub(crate) async fn clean_locked(&self, lines: &[Line]) -> Result<usize, IoError> {
-        let mut in_flight = InFlightLines {
-            cache: self,
-            lines: Vec::new(),
-        };
+        let mut in_flight = InFlightLines { cache: self, lines: Vec::new() };
         for line in lines {
             let found = self.index.borrow().find(*line);
             let dirty = found.map_or(0, |slot| self.index.borrow().dirty(slot));
@@ -468,11 +452,7 @@ impl Cache {
             // This run may miss data that is being written to the slot now.
             let is_changing = self.index.borrow().has_writers(slot);
             self.cleaner.in_flight.borrow_mut().insert(slot, is_changing);
-            in_flight.lines.push(LineToClean {
-                line: *line,
-                slot,
-                dirty,
-            });
+            in_flight.lines.push(LineToClean { line: *line, slot, dirty });
         }
         if in_flight.lines.is_empty() {
             return Ok(0);
@@ -484,8 +464,7 @@ impl Cache {
         }
         if self.has_failed() {
             let first = in_flight.lines[0].line;
-            self.wait_failure_recorded(Operation::Write, self.range_of(first..first + 1))
-                .await?;
+            self.wait_failure_recorded(Operation::Write, self.range_of(first..first + 1)).await?;
         }
         let mut ios: SmallVec<[Io<'_>; 8]> = SmallVec::new();
         let mut from = 0;
@@ -515,9 +494,7 @@ impl Cache {
             cleaned += 1;
             let current = self.index.borrow().entry(*slot);
             self.ledger.borrow_mut().record_change(*slot, || current);
-            self.index
-                .borrow_mut()
-                .set_sectors(*slot, current.valid, current.dirty & !dirty);
+            self.index.borrow_mut().set_sectors(*slot, current.valid, current.dirty & !dirty);
         }
         self.schedule_persist();
         Ok(cleaned)
@@ -526,11 +503,7 @@ impl Cache {
     /// Writes all dirty data of the lines of a range, which the caller has locked in [`Cleaner::busy`], to the disk.
     pub(crate) async fn clean_range(&self, operation: Operation, range: ByteRange) -> IoResult {
         loop {
-            let dirty = self
-                .index
-                .borrow()
-                .dirty
-                .within(self.layout.lines_of(range), CLEAN_LINES_MAX);
+            let dirty = self.index.borrow().dirty.within(self.layout.lines_of(range), CLEAN_LINES_MAX);
             if dirty.is_empty() {
                 return Ok(());
             }

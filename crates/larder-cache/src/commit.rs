@@ -136,18 +136,12 @@ impl Cache {
     /// Queues an unflushed record that a slot holds `entry`: it outlives this process, but perhaps not a power loss.
     pub(crate) fn queue_unflushed(&self, slot: Slot, entry: Entry) {
         let memory = || self.index.borrow().entry(slot);
-        self.ledger
-            .borrow_mut()
-            .queue_unflushed(slot, entry, self.commits.queued.get(), memory);
+        self.ledger.borrow_mut().queue_unflushed(slot, entry, self.commits.queued.get(), memory);
         self.push(slot, entry, true);
     }
 
     fn push(&self, slot: Slot, entry: Entry, is_unflushed: bool) {
-        self.commits.queue.borrow_mut().push(Record {
-            slot,
-            entry,
-            unflushed: is_unflushed,
-        });
+        self.commits.queue.borrow_mut().push(Record { slot, entry, unflushed: is_unflushed });
         self.commits.queued.set(self.commits.queued.get() + 1);
     }
 
@@ -169,10 +163,7 @@ impl Cache {
 
     async fn wait_committed(&self, is_over: impl Fn(&CommitQueue) -> bool) -> Result<(), CacheFailed> {
         self.start_commit();
-        self.commits
-            .changed
-            .when(|| is_over(&self.commits) || self.has_failed())
-            .await;
+        self.commits.changed.when(|| is_over(&self.commits) || self.has_failed()).await;
         is_over(&self.commits).then_some(()).ok_or(CacheFailed)
     }
 
@@ -199,13 +190,7 @@ impl Cache {
         }
         let commits = &self.commits;
         let end = commits.end.get();
-        let has_unflushed = || {
-            commits
-                .unflushed
-                .borrow()
-                .front()
-                .is_some_and(|loose| loose.sequence < end)
-        };
+        let has_unflushed = || commits.unflushed.borrow().front().is_some_and(|loose| loose.sequence < end);
         let flush = self.device_flush_tracker.begin_flush();
         if let Err(error) = self.fast.flush().await {
             drop(flush);
@@ -244,11 +229,7 @@ impl Cache {
                 false => ready,
             };
             let extends_last_sector = self.fits_last_sector(count);
-            let sectors = if extends_last_sector {
-                0
-            } else {
-                count.div_ceil(per_sector).max(1) as u64
-            };
+            let sectors = if extends_last_sector { 0 } else { count.div_ceil(per_sector).max(1) as u64 };
             let reserved = if count == 0 { 0 } else { RESERVED_SECTORS.min(ring / 4) };
             let end = || (commits.end.get() + sectors).next_multiple_of(COMMIT_SECTORS);
             let used = || end() + reserved - commits.tail.get();
@@ -278,9 +259,7 @@ impl Cache {
     /// Returns whether the first `count` queued records can be added to the last sector.
     fn fits_last_sector(&self, count: usize) -> bool {
         let (open, queue) = (self.commits.last_sector.borrow(), self.commits.queue.borrow());
-        let room = open
-            .as_ref()
-            .map_or(0, |records| journal::records_per_sector(&self.layout) - records.len());
+        let room = open.as_ref().map_or(0, |records| journal::records_per_sector(&self.layout) - records.len());
         (1..=room).contains(&count) && queue[..count].iter().all(|record| !record.unflushed)
     }
 
@@ -304,9 +283,7 @@ impl Cache {
         {
             let mut index = self.index.borrow_mut();
             let mut policy = index.policy();
-            records
-                .iter_mut()
-                .for_each(|record| record.entry.hotness = policy.save(record.slot));
+            records.iter_mut().for_each(|record| record.entry.hotness = policy.save(record.slot));
         }
         let mut sector_records = match extends_last_sector {
             true => commits.last_sector.borrow().clone().unwrap_or_default(),
@@ -351,9 +328,7 @@ impl Cache {
         *commits.last_sector.borrow_mut() =
             is_open.then(|| sector_records.split_off(last_sector_index * journal::records_per_sector(&self.layout)));
         *commits.block.borrow_mut() = bytes[bytes.len() - COMMIT_UNIT as usize..].to_vec();
-        let emptied = records
-            .iter()
-            .filter(|record| record.entry.is_empty() && !record.unflushed);
+        let emptied = records.iter().filter(|record| record.entry.is_empty() && !record.unflushed);
         let emptied = emptied.map(|record| record.slot);
         self.apply_written(&records, sequence);
         self.finish_removals(emptied);
@@ -371,10 +346,7 @@ impl Cache {
         let mut unflushed = commits.unflushed.borrow_mut();
         for (at, record) in records.iter().enumerate() {
             let slot = record.slot;
-            let entry = Entry {
-                hotness: 0,
-                ..record.entry
-            };
+            let entry = Entry { hotness: 0, ..record.entry };
             index.set_changed(slot.set(), commits.change_mark.get(), true);
             if record.unflushed {
                 unflushed.push_back(UnflushedRecord {
@@ -386,10 +358,7 @@ impl Cache {
                 ledger.end_commit(slot, entry, index.entry(slot));
             }
         }
-        while let Some(first) = unflushed
-            .front()
-            .filter(|loose| loose.sequence < commits.stated_end.get())
-        {
+        while let Some(first) = unflushed.front().filter(|loose| loose.sequence < commits.stated_end.get()) {
             let Record { slot, entry, .. } = first.record;
             ledger.mark_durable(slot, entry, first.number, index.entry(slot));
             unflushed.pop_front();
@@ -413,10 +382,7 @@ impl Cache {
 
     /// Writes the pages of all changed sets. No change may be under way.
     pub(crate) async fn checkpoint_all(&self) -> IoResult {
-        self.commits
-            .changed
-            .when(|| !self.commits.checkpoint_running.get())
-            .await;
+        self.commits.changed.when(|| !self.commits.checkpoint_running.get()).await;
         self.checkpoint().await?;
         self.checkpoint().await
     }
@@ -470,19 +436,15 @@ impl Cache {
                 .slots_of(set)
                 .map(|slot| Entry {
                     hotness: index.policy().save(slot),
-                    ..ledger
-                        .get(slot)
-                        .map_or_else(|| index.entry(slot), |state| state.durable)
+                    ..ledger.get(slot).map_or_else(|| index.entry(slot), |state| state.durable)
                 })
                 .collect();
             // The page has neither unflushed records nor those that its last sector gets later.
             let growing = self.commits.growing_sector();
             let unflushed = self.commits.unflushed.borrow().front().map(|loose| loose.sequence);
             let newest = index.newest_page(set).next();
-            let version = Version {
-                sequence: unflushed.map_or(growing, |loose| loose.min(growing)),
-                turn: newest.turn,
-            };
+            let version =
+                Version { sequence: unflushed.map_or(growing, |loose| loose.min(growing)), turn: newest.turn };
             page::encode(&self.layout, self.seed, set, version, &entries, &mut bytes);
             newest
         };

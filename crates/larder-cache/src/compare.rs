@@ -59,10 +59,7 @@ pub(crate) struct Comparison {
 
 impl Comparison {
     pub(crate) fn new(enabled: bool) -> Self {
-        Self {
-            enabled: Cell::new(enabled),
-            ..Self::default()
-        }
+        Self { enabled: Cell::new(enabled), ..Self::default() }
     }
 
     /// Returns whether clean lines are unproven when they are loaded.
@@ -112,9 +109,7 @@ struct LineComparison {
 
 /// Returns those of `sectors` that differ between two copies of a part of a line; `first` is the part's first sector.
 fn unequal(sectors: SectorMask, first: u32, one: &[u8], other: &[u8]) -> SectorMask {
-    let pairs = one
-        .chunks_exact(SECTOR as usize)
-        .zip(other.chunks_exact(SECTOR as usize));
+    let pairs = one.chunks_exact(SECTOR as usize).zip(other.chunks_exact(SECTOR as usize));
     let differ = pairs.zip(first..).filter(|((one, other), _)| one != other);
     differ.fold(0, |mask, (_, sector)| mask | 1 << sector) & sectors
 }
@@ -199,10 +194,8 @@ impl Cache {
             return Ok(());
         }
         // Before the disk is read: sectors that are dirty now may be clean by then, and then equal the disk.
-        let compared: Vec<LineComparison> = lines
-            .iter()
-            .filter_map(|line| self.line_comparison(*line, range))
-            .collect();
+        let compared: Vec<LineComparison> =
+            lines.iter().filter_map(|line| self.line_comparison(*line, range)).collect();
         let pins: Vec<_> = compared.iter().map(|compared| self.pin(compared.slot)).collect();
         let mut on_disk = AlignedBuf::zeroed(lines_range.len.as_usize());
         let bytes = ReadBuf::new(&mut on_disk[..range.len.as_usize()]);

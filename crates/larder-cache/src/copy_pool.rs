@@ -27,10 +27,7 @@ pub(crate) struct CopyPool {
 
 impl Default for CopyPool {
     fn default() -> Self {
-        Self {
-            bytes: Semaphore::new(COPY_BYTES_MAX),
-            free_buffers: Rc::default(),
-        }
+        Self { bytes: Semaphore::new(COPY_BYTES_MAX), free_buffers: Rc::default() }
     }
 }
 
@@ -71,10 +68,7 @@ impl CopyPool {
     pub(crate) async fn reserve(&self, len: usize, is_over: impl Fn() -> bool) -> Option<CopyReservation> {
         let share = self.bytes.acquire(len.max(COPY_LEN_MIN), is_over).await?;
         let free_buffers = Rc::clone(&self.free_buffers);
-        Some(CopyReservation {
-            _share: share,
-            free_buffers,
-        })
+        Some(CopyReservation { _share: share, free_buffers })
     }
 
     /// Makes waiting tasks check their `is_over` again.
@@ -92,9 +86,6 @@ impl CopyReservation {
         };
         let mut memory = reused.unwrap_or_else(|| AlignedBuf::zeroed(buffer.len().max(COPY_LEN_MIN)));
         buffer.copy_to_slice(&mut memory[..buffer.len()]);
-        Rc::new(WriteCopy {
-            memory: Some(memory),
-            room: self,
-        })
+        Rc::new(WriteCopy { memory: Some(memory), room: self })
     }
 }

@@ -50,10 +50,8 @@ impl DirtyLines {
 
     /// Returns the dirty ones of `lines`, sorted, at most `count`.
     pub(crate) fn within(&self, lines: Range<Line>, count: usize) -> Vec<Line> {
-        let mut found: Vec<Line> = [&self.young, &self.old]
-            .into_iter()
-            .flat_map(|of| of.within(lines.clone()).take(count))
-            .collect();
+        let mut found: Vec<Line> =
+            [&self.young, &self.old].into_iter().flat_map(|of| of.within(lines.clone()).take(count)).collect();
         found.sort_unstable();
         found.truncate(count);
         found

@@ -24,10 +24,7 @@ impl Cache {
             let changes = self.lower.size_changes();
             let generation = changes.generation();
             let size = self.lower.geometry().size;
-            let smallest = changes
-                .smallest_since(self.size_generation.get())
-                .unwrap_or(size)
-                .min(size);
+            let smallest = changes.smallest_since(self.size_generation.get()).unwrap_or(size).min(size);
             if smallest.get() < self.content_end.get() {
                 // From here on nothing is stored past the new end.
                 self.size.set(smallest.get());
@@ -93,11 +90,7 @@ impl Cache {
     async fn drop_past_end_of_failed(&self, past_end: ByteRange) -> IoResult {
         self.wait_failure_recorded(Operation::Write, past_end).await?;
         if self.may_be_dirty.get() {
-            let dirty = self
-                .index
-                .borrow()
-                .dirty
-                .within(self.layout.lines_of(past_end), usize::MAX);
+            let dirty = self.index.borrow().dirty.within(self.layout.lines_of(past_end), usize::MAX);
             for line in dirty {
                 self.drop_range(self.range_of(line..line + 1).intersection(past_end));
             }

@@ -60,11 +60,7 @@ impl Cache {
         }
         let mut on_disk: Vec<ByteRange> = Vec::new();
         let mut rest = range;
-        let dirty_lines = self
-            .index
-            .borrow()
-            .dirty
-            .within(self.layout.lines_of(range), usize::MAX);
+        let dirty_lines = self.index.borrow().dirty.within(self.layout.lines_of(range), usize::MAX);
         for line in dirty_lines {
             let part = self.layout.part_of(line, range);
             let index = self.index.borrow();

@@ -100,17 +100,13 @@ impl Fills {
     /// later write to the same slot, and overwrite that.
     pub(crate) async fn wait_stores(&self, range: ByteRange) {
         let is_storing = |fill: &Rc<Fill>| fill.is_storing.get() && fill.range.overlaps(range);
-        self.changed
-            .when(|| !self.running.borrow().iter().any(is_storing))
-            .await;
+        self.changed.when(|| !self.running.borrow().iter().any(is_storing)).await;
     }
 
     /// Returns the state of `range` among the fills.
     pub(crate) fn find(&self, range: ByteRange) -> FillLookup {
         let running = self.running.borrow();
-        let mut overlapping = running
-            .iter()
-            .filter(|fill| fill.range.overlaps(range) && !fill.is_void.get());
+        let mut overlapping = running.iter().filter(|fill| fill.range.overlaps(range) && !fill.is_void.get());
         match overlapping.next() {
             None => FillLookup::Missing,
             Some(fill) if !fill.range.contains(range) => FillLookup::Partial,
@@ -121,9 +117,7 @@ impl Fills {
 
     /// Completes once a fill's data has arrived, or the fill has failed.
     pub(crate) async fn wait_data(&self, fill: &Rc<Fill>) {
-        self.changed
-            .when(|| fill.has_ended.get() || fill.memory.borrow().is_some())
-            .await;
+        self.changed.when(|| fill.has_ended.get() || fill.memory.borrow().is_some()).await;
     }
 
     /// Completes once no fill of `range` reads the disk or writes to the cache device.
@@ -187,10 +181,7 @@ impl Cache {
             self.counts.borrow_mut().bypassed_busy += 1;
             return self.lower.read(range.start, buffer).await;
         };
-        let mut guard = FillGuard {
-            cache: self,
-            fill: Some(Rc::clone(&fill)),
-        };
+        let mut guard = FillGuard { cache: self, fill: Some(Rc::clone(&fill)) };
         let memory = self.fills.free_buffers.borrow_mut().pop();
         let mut memory = memory.unwrap_or_else(|| AlignedBuf::zeroed(FILL_LEN_MAX as usize));
         let len = range.len.as_usize();

@@ -44,10 +44,7 @@ impl FlushTracker {
     /// Begins a flush.
     pub(crate) fn begin_flush(&self) -> FlushGuard<'_> {
         self.in_flight.set(self.in_flight.get() + 1);
-        FlushGuard {
-            tracker: self,
-            uncovered: self.unflushed.take(),
-        }
+        FlushGuard { tracker: self, uncovered: self.unflushed.take() }
     }
 }
 
@@ -70,8 +67,6 @@ impl FlushGuard<'_> {
 impl Drop for FlushGuard<'_> {
     fn drop(&mut self) {
         self.tracker.in_flight.set(self.tracker.in_flight.get() - 1);
-        self.tracker
-            .unflushed
-            .set(self.tracker.unflushed.get() || self.uncovered);
+        self.tracker.unflushed.set(self.tracker.unflushed.get() || self.uncovered);
     }
 }

@@ -91,10 +91,7 @@ impl Cache {
     /// An error of the disk.
     pub async fn warm(&self, range: ByteRange) -> IoResult<ByteLen> {
         let mut stored = ByteLen::ZERO;
-        let end = self
-            .end()
-            .min(range.end())
-            .min(range.start + ByteLen::new(Self::WARM_LEN));
+        let end = self.end().min(range.end()).min(range.start + ByteLen::new(Self::WARM_LEN));
         if end <= range.start || !self.may_warm() {
             return Ok(stored);
         }
@@ -118,8 +115,7 @@ impl Cache {
             self.usage.count_admitted(lines * self.layout.line_len());
             let context = self.context(self.turn_time(), AccessKind::Read, piece.len.get());
             let mut memory = AlignedBuf::zeroed(piece.len.as_usize());
-            self.read_and_fill(piece, ReadBuf::new(&mut memory), run, context)
-                .await?;
+            self.read_and_fill(piece, ReadBuf::new(&mut memory), run, context).await?;
             self.fills.wait_ended(piece).await;
             for line in run.iter().filter(|line| !is_missing(line)) {
                 stored += self.layout.part_of(*line, piece).range.len;

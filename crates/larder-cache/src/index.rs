@@ -83,10 +83,7 @@ impl LineIndex {
 
     /// Returns the policy with its state of all sets.
     pub(crate) fn policy(&mut self) -> SetPolicy<'_> {
-        SetPolicy {
-            policy: &mut self.policy,
-            sets: &mut self.sets,
-        }
+        SetPolicy { policy: &mut self.policy, sets: &mut self.sets }
     }
 
     /// Prefetches the policy's state of the line in `slot` into the processor's cache, because the line is touched
@@ -124,10 +121,7 @@ impl LineIndex {
     /// Returns the newer page of a set.
     pub(crate) fn newest_page(&self, set: u32) -> NewestPage {
         let SetFlags(flags) = self.flags[set as usize];
-        NewestPage {
-            is_second: flags & SetFlags::SECOND != 0,
-            turn: (flags & SetFlags::TURN) >> SetFlags::TURN_SHIFT,
-        }
+        NewestPage { is_second: flags & SetFlags::SECOND != 0, turn: (flags & SetFlags::TURN) >> SetFlags::TURN_SHIFT }
     }
 
     pub(crate) fn set_newest_page(&mut self, set: u32, newest: NewestPage) {
@@ -177,13 +171,7 @@ impl LineIndex {
         if tag == 0 {
             return Entry::default();
         }
-        Entry {
-            tag,
-            hotness: 0,
-            open: false,
-            valid: self.valid(slot),
-            dirty: self.dirty(slot),
-        }
+        Entry { tag, hotness: 0, open: false, valid: self.valid(slot), dirty: self.dirty(slot) }
     }
 
     /// Sets the valid and dirty sectors of a slot that holds a line.

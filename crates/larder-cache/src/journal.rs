@@ -105,11 +105,8 @@ fn decode(layout: &CacheLayout, bytes: &[u8]) -> Option<Record> {
     let entry = &mut entry[..bytes.len() - 4];
     entry.copy_from_slice(&bytes[4..]);
     entry[entry::FLAGS_AT] &= !FLAG_UNFLUSHED;
-    let record = Record {
-        slot,
-        entry: Entry::decode(layout, entry)?,
-        unflushed: bytes[FLAGS_AT] & FLAG_UNFLUSHED != 0,
-    };
+    let record =
+        Record { slot, entry: Entry::decode(layout, entry)?, unflushed: bytes[FLAGS_AT] & FLAG_UNFLUSHED != 0 };
     (slot.set() < layout.sets).then_some(record)
 }
 
@@ -133,12 +130,7 @@ const SECTOR_KEY_BITS: u32 = 34;
 impl Records {
     /// Returns no records.
     pub(crate) fn empty(layout: &CacheLayout) -> Self {
-        Self {
-            layout: *layout,
-            bytes: Vec::new(),
-            tail: 1,
-            keys: Vec::new(),
-        }
+        Self { layout: *layout, bytes: Vec::new(), tail: 1, keys: Vec::new() }
     }
 
     /// Returns the bytes of memory that the records take.
@@ -203,23 +195,14 @@ fn decode_header(layout: &CacheLayout, seed: u32, bytes: &[u8]) -> SectorState {
     }
     let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
-    let header = Header {
-        session: word(4),
-        sequence: long(8),
-        durable_end: long(16),
-        tail: long(24),
-        records: word(32) as u16,
-    };
+    let header =
+        Header { session: word(4), sequence: long(8), durable_end: long(16), tail: long(24), records: word(32) as u16 };
     let is_valid = word(0) == crc32c::crc32c_append(seed, &bytes[4..])
         && (header.records == BLANK || usize::from(header.records) <= records_per_sector(layout))
         && header.tail <= header.durable_end
         && header.durable_end <= header.sequence
         && header.sequence - header.tail < layout.journal_sectors();
-    if is_valid {
-        SectorState::Intact(header)
-    } else {
-        SectorState::Damaged
-    }
+    if is_valid { SectorState::Intact(header) } else { SectorState::Damaged }
 }
 
 /// Content of a journal.
@@ -264,26 +247,16 @@ pub(crate) fn read(
     bytes: Vec<u8>,
     stop_kind: StopKind,
 ) -> Result<JournalRecords, JournalDamaged> {
-    let sectors: Vec<SectorState> = bytes
-        .chunks_exact(SECTOR_LEN)
-        .map(|bytes| decode_header(layout, seed, bytes))
-        .collect();
+    let sectors: Vec<SectorState> =
+        bytes.chunks_exact(SECTOR_LEN).map(|bytes| decode_header(layout, seed, bytes)).collect();
     let count = sectors.len() as u64;
     let intact = |sector: &SectorState| match sector {
         SectorState::Intact(header) => Some(*header),
         SectorState::Unwritten | SectorState::Damaged => None,
     };
-    let newest = sectors
-        .iter()
-        .filter_map(intact)
-        .max_by_key(|header| (header.session, header.sequence));
+    let newest = sectors.iter().filter_map(intact).max_by_key(|header| (header.session, header.sequence));
     let tail = newest.map_or(1, |header| header.tail);
-    let mut records = Records {
-        layout: *layout,
-        bytes,
-        tail,
-        keys: Vec::new(),
-    };
+    let mut records = Records { layout: *layout, bytes, tail, keys: Vec::new() };
     let (mut session, mut end) = (0, tail);
     let mut unflushed: Vec<u64> = Vec::new();
     while end - tail < count {
@@ -323,17 +296,11 @@ pub(crate) fn read(
                 let SectorState::Intact(header) = &sectors[(sequence % count) as usize] else {
                     continue;
                 };
-                let position = Position {
-                    session: header.session,
-                    sequence,
-                    tail: header.tail,
-                    durable_end: header.durable_end,
-                };
+                let position =
+                    Position { session: header.session, sequence, tail: header.tail, durable_end: header.durable_end };
                 let all = (0..usize::from(header.records)).map(|index| records.at(key(0, sequence - tail, index)).1);
-                let durable: Vec<Record> = all
-                    .filter_map(|encoded| decode(layout, encoded))
-                    .filter(|record| !record.unflushed)
-                    .collect();
+                let durable: Vec<Record> =
+                    all.filter_map(|encoded| decode(layout, encoded)).filter(|record| !record.unflushed).collect();
                 let mut sector = vec![0; SECTOR_LEN];
                 encode(layout, seed, position, &durable, &mut sector);
                 untrusted.push((sequence, sector));
@@ -397,20 +364,13 @@ mod tests {
 
     fn shape() -> CacheLayout {
         let shape = CacheLayout::for_size(ByteLen::mib(4), 12, 512).expect("large enough");
-        CacheLayout {
-            journal_len: 64 * SECTOR,
-            ..shape
-        }
+        CacheLayout { journal_len: 64 * SECTOR, ..shape }
     }
 
     fn record(number: u32) -> Record {
         Record {
             slot: Slot::new(number % 3, number % 100),
-            entry: Entry {
-                tag: number + 1,
-                valid: 0xff,
-                ..Entry::default()
-            },
+            entry: Entry { tag: number + 1, valid: 0xff, ..Entry::default() },
             unflushed: number.is_multiple_of(3),
         }
     }
@@ -421,9 +381,7 @@ mod tests {
         let mut keys = records.keys.clone();
         keys.sort_unstable_by_key(|key| key & ((1 << (SECTOR_KEY_BITS + RECORD_BITS)) - 1));
         let decoded = keys.iter().map(|key| records.at(*key));
-        decoded
-            .map(|(sequence, encoded)| (sequence, decode(&records.layout, encoded).expect("was decoded")))
-            .collect()
+        decoded.map(|(sequence, encoded)| (sequence, decode(&records.layout, encoded).expect("was decoded"))).collect()
     }
 
     /// Journal as it was written.
@@ -447,12 +405,7 @@ mod tests {
             let sectors = records.len().div_ceil(records_per_sector(&shape)).max(1);
             let blanks = (sequence + sectors as u64).next_multiple_of(COMMIT_SECTORS);
             let tail = blanks.saturating_sub(60).max(1).min(sequence);
-            let position = Position {
-                session: 1,
-                sequence,
-                tail,
-                durable_end: sequence,
-            };
+            let position = Position { session: 1, sequence, tail, durable_end: sequence };
             let mut commit = vec![0; (blanks - sequence) as usize * SECTOR_LEN];
             encode(&shape, SEED, position, &records, &mut commit);
             for (index, sector) in commit.chunks_exact(SECTOR_LEN).enumerate() {
@@ -460,22 +413,12 @@ mod tests {
                 bytes[at..at + SECTOR_LEN].copy_from_slice(sector);
             }
             let of_sector = |index: usize| sequence + (index / records_per_sector(&shape)) as u64;
-            all.extend(
-                records
-                    .iter()
-                    .enumerate()
-                    .map(|(index, record)| (of_sector(index), *record)),
-            );
+            all.extend(records.iter().enumerate().map(|(index, record)| (of_sector(index), *record)));
             last = sequence;
             sequence += sectors as u64;
             all.retain(|(at, _)| *at >= tail);
         }
-        Written {
-            bytes,
-            records: all,
-            end: sequence,
-            last,
-        }
+        Written { bytes, records: all, end: sequence, last }
     }
 
     proptest! {

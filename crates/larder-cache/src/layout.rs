@@ -95,19 +95,11 @@ impl CacheLayout {
         let room = room.checked_sub(1 << line_bits)?;
         let set_len = (ways << line_bits) + 2 * page_len;
         // A slot's number has 24 bits for the set. Fewer sets would leave room unused.
-        let fewest = u32::try_from(room / set_len)
-            .unwrap_or(u32::MAX)
-            .clamp(1, (1 << 24) - 1);
+        let fewest = u32::try_from(room / set_len).unwrap_or(u32::MAX).clamp(1, (1 << 24) - 1);
         let with_sets = |sets: u32| {
             let ways = (room / u64::from(sets)).checked_sub(2 * page_len)? >> line_bits;
             let ways = ways.min(WAYS_MAX.into()) as u32;
-            (ways > 0).then_some(Self {
-                line_bits,
-                sets,
-                ways,
-                journal_len,
-                page_len,
-            })
+            (ways > 0).then_some(Self { line_bits, sets, ways, journal_len, page_len })
         };
         // Among the next primes, take the one that leaves the least room unused.
         let primes = (fewest..=fewest.saturating_add(fewest / 2).min((1 << 24) - 1))

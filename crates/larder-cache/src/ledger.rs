@@ -172,10 +172,7 @@ impl Ledger {
 
     /// Removes the entry of a slot that has become persisted.
     pub(crate) fn remove_if_persisted(&mut self, slot: Slot, memory: Entry) {
-        let is_persisted = self
-            .slots
-            .get(&slot)
-            .is_some_and(|state| state.is_quiet() && state.durable == memory);
+        let is_persisted = self.slots.get(&slot).is_some_and(|state| state.is_quiet() && state.durable == memory);
         if is_persisted {
             self.slots.remove(&slot);
         }

@@ -121,14 +121,9 @@ impl CacheMode {
     }
 
     fn from_number(number: u32) -> Option<Self> {
-        [
-            Self::WriteThrough,
-            Self::WriteBack,
-            Self::WriteAround,
-            Self::PassThrough,
-        ]
-        .into_iter()
-        .find(|mode| mode.number() == number)
+        [Self::WriteThrough, Self::WriteBack, Self::WriteAround, Self::PassThrough]
+            .into_iter()
+            .find(|mode| mode.number() == number)
     }
 }
 
@@ -334,8 +329,7 @@ impl Cache {
             self.record_clean().await?;
         }
         // The mode may have changed again in between.
-        self.update_superblock(|superblock| superblock.mode = self.mode.get())
-            .await
+        self.update_superblock(|superblock| superblock.mode = self.mode.get()).await
     }
 
     /// Records that no line can be dirty, if all were clean a moment ago and the mode is no longer write-back.
@@ -514,9 +508,7 @@ impl Cache {
 
     /// Waits until the cache's failure is recorded for the next opening.
     async fn wait_failure_recorded(&self, operation: Operation, range: ByteRange) -> IoResult {
-        self.failure_recorded
-            .when(|| self.state.get() != DeviceState::Failing)
-            .await;
+        self.failure_recorded.when(|| self.state.get() != DeviceState::Failing).await;
         match self.state.get() {
             DeviceState::FailedRecorded => Ok(()),
             _ => Err(self.device_error(operation, range)),
@@ -541,9 +533,7 @@ impl Cache {
         };
         let mut cached = index.lines.within(lines.clone());
         cached.any(|line| index.find(line).is_some_and(|slot| is_dirty(line, slot)))
-            || leaving
-                .within(lines)
-                .any(|(line, slot)| !index.lines.contains(line) && is_dirty(line, slot))
+            || leaving.within(lines).any(|(line, slot)| !index.lines.contains(line) && is_dirty(line, slot))
     }
 
     /// Records that no cached data of exactly this range is valid.
@@ -559,11 +549,7 @@ impl Cache {
 
     /// Returns the policy's context of a request of `request_bytes` that came at `now`.
     fn context(&self, now: LoopTime, access: AccessKind, request_bytes: u64) -> AccessContext {
-        AccessContext {
-            access,
-            request_bytes,
-            now: Duration::from_nanos(now.as_nanos()),
-        }
+        AccessContext { access, request_bytes, now: Duration::from_nanos(now.as_nanos()) }
     }
 
     fn now(&self) -> LoopTime {

@@ -32,11 +32,7 @@ impl CacheLayout {
         let range = line_range.intersection(range);
         let first = (range.start.get() - line_range.start.get()) >> SECTOR_BITS;
         let count = range.len.get() >> SECTOR_BITS;
-        LinePart {
-            line,
-            sectors: sector_run(first as u32, count as u32),
-            range,
-        }
+        LinePart { line, sectors: sector_run(first as u32, count as u32), range }
     }
 
     pub(crate) fn parts_of(&self, range: ByteRange) -> impl Iterator<Item = LinePart> + use<> {
@@ -74,10 +70,7 @@ pub(crate) fn runs(part: LinePart, mask: SectorMask) -> impl Iterator<Item = (bo
         while at < end && (mask >> at & 1 == 1) == inside {
             at += 1;
         }
-        let range = ByteRange::new(
-            base + (u64::from(from) << SECTOR_BITS),
-            u64::from(at - from) << SECTOR_BITS,
-        );
+        let range = ByteRange::new(base + (u64::from(from) << SECTOR_BITS), u64::from(at - from) << SECTOR_BITS);
         Some((inside, range))
     })
 }
@@ -104,9 +97,6 @@ mod tests {
         assert_eq!(found, wanted);
         let big = CacheLayout::for_size(ByteLen::mib(64), 16, 512).expect("large enough");
         assert_eq!(big.part_of(0, ByteRange::new(0, 1 << 20)).sectors, SectorMask::MAX);
-        assert_eq!(
-            runs(big.part_of(0, ByteRange::new(0, 1 << 20)), SectorMask::MAX).count(),
-            1
-        );
+        assert_eq!(runs(big.part_of(0, ByteRange::new(0, 1 << 20)), SectorMask::MAX).count(), 1);
     }
 }

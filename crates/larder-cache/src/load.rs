@@ -125,10 +125,7 @@ impl Cache {
         if !self.load_sets(0..self.layout.sets, may_continue).await? {
             return Ok(());
         }
-        let records = std::mem::replace(
-            &mut self.loading.pending.borrow_mut().records,
-            Records::empty(&self.layout),
-        );
+        let records = std::mem::replace(&mut self.loading.pending.borrow_mut().records, Records::empty(&self.layout));
         if records.memory_bytes() >= TRIM_MIN {
             drop(records);
             trim_heap();
@@ -192,10 +189,7 @@ impl Cache {
             None => {
                 // The journal's records of the set are discarded with its pages.
                 let empty = vec![Entry::default(); self.layout.ways as usize];
-                let version = Version {
-                    sequence: self.commits.growing_sector(),
-                    turn: 0,
-                };
+                let version = Version { sequence: self.commits.growing_sector(), turn: 0 };
                 page::encode(&self.layout, self.seed, set, version, &empty, &mut bytes);
                 false..=true
             }
@@ -229,16 +223,10 @@ impl Cache {
             );
             self.loading.fenced.borrow_mut().insert(set);
         } else {
-            tracing::warn!(
-                "{}: the cache's metadata of set {set} is damaged; the set starts empty",
-                self.lower.name()
-            );
+            tracing::warn!("{}: the cache's metadata of set {set} is damaged; the set starts empty", self.lower.name());
         }
         let empty = vec![Entry::default(); self.layout.ways as usize];
-        let newest = NewestPage {
-            is_second: true,
-            turn: 0,
-        };
+        let newest = NewestPage { is_second: true, turn: 0 };
         self.install(set, &empty, newest);
     }
 
@@ -305,15 +293,12 @@ impl Cache {
             true => self.layout.part_of(line, disk).sectors,
             false => 0,
         };
-        newer.fold(entry.dirty & inside, |dirty, range| {
-            dirty & !self.layout.part_of(line, *range).sectors
-        })
+        newer.fold(entry.dirty & inside, |dirty, range| dirty & !self.layout.part_of(line, *range).sectors)
     }
 
     fn is_on_disk(&self, set: u32, entry: &Entry) -> bool {
         let line = self.layout.line_of(set, entry.tag);
         let size = self.lower.geometry().size.get();
-        line.checked_shl(self.layout.line_bits)
-            .is_some_and(|start| start < size)
+        line.checked_shl(self.layout.line_bits).is_some_and(|start| start < size)
     }
 }

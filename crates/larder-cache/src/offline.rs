@@ -102,10 +102,7 @@ pub(crate) async fn read_set_entries<'a>(
 impl SetEntries<'_> {
     /// Returns the damage found so far.
     pub(crate) fn damage(&self) -> MetadataDamage {
-        MetadataDamage {
-            journal: self.records.is_none(),
-            sets: self.damaged,
-        }
+        MetadataDamage { journal: self.records.is_none(), sets: self.damaged }
     }
 
     /// Returns the next set with its slots' entries.
@@ -135,10 +132,7 @@ impl SetEntries<'_> {
 }
 
 fn io_error(fast: &Rc<dyn BlockDevice>, source: IoError) -> CacheOpenError {
-    CacheOpenError::Io {
-        cache: fast.name().to_string(),
-        source,
-    }
+    CacheOpenError::Io { cache: fast.name().to_string(), source }
 }
 
 /// Sets the mode in which an unused cache handles writes when it is opened the next time.
@@ -147,11 +141,7 @@ fn io_error(fast: &Rc<dyn BlockDevice>, source: IoError) -> CacheOpenError {
 /// [`CacheOpenError::Superblock`] and [`CacheOpenError::Io`].
 pub async fn set_mode(fast: &Rc<dyn BlockDevice>, mode: CacheMode) -> Result<(), CacheOpenError> {
     let superblock = read_superblock(fast).await?;
-    let superblock = Superblock {
-        sequence: superblock.sequence + 1,
-        mode,
-        ..superblock
-    };
+    let superblock = Superblock { sequence: superblock.sequence + 1, mode, ..superblock };
     let written = write_superblock(fast, &superblock).await;
     written.map_err(|source| io_error(fast, source))
 }

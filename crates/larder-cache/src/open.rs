@@ -95,10 +95,7 @@ pub struct PersistOptions {
 
 impl Default for PersistOptions {
     fn default() -> Self {
-        Self {
-            delay_max: Duration::from_secs(5),
-            lines_max: None,
-        }
+        Self { delay_max: Duration::from_secs(5), lines_max: None }
     }
 }
 
@@ -109,12 +106,7 @@ pub enum CacheOpenError {
     #[error("cache {cache}: {source}")]
     Superblock { cache: String, source: SuperblockError },
     #[error("cache {cache}: {size} is too small for a cache with lines of {line} KiB: the minimum is about {least}")]
-    TooSmall {
-        cache: String,
-        size: ByteLen,
-        line: u64,
-        least: ByteLen,
-    },
+    TooSmall { cache: String, size: ByteLen, line: u64, least: ByteLen },
     #[error(
         "cache {cache}: it belongs to another disk, {other}{}; use it with that disk, or drop the cache (`larder disk cache drop {cache}`) and start with an empty one",
         if *is_renewed {
@@ -178,9 +170,7 @@ pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CacheCreateOptions) ->
     let io = |source| CacheOpenError::Io { cache: cache(), source };
     // An older cache is invalidated until the new one is complete.
     let zeros = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize * 2);
-    fast.write(ByteOffset::ZERO, WriteBuf::new(&zeros), WriteFlags::FUA)
-        .await
-        .map_err(io)?;
+    fast.write(ByteOffset::ZERO, WriteBuf::new(&zeros), WriteFlags::FUA).await.map_err(io)?;
     wipe(fast, &layout).await.map_err(io)?;
     write_superblock(fast, &superblock).await.map_err(io)?;
     Ok(layout)
@@ -189,10 +179,7 @@ pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CacheCreateOptions) ->
 /// Erases journal and pages, durably.
 async fn wipe(fast: &Rc<dyn BlockDevice>, layout: &CacheLayout) -> IoResult {
     let range = ByteRange::new(JOURNAL_AT, layout.journal_len + layout.pages_len());
-    let flags = ZeroFlags {
-        unmap: true,
-        ..ZeroFlags::default()
-    };
+    let flags = ZeroFlags { unmap: true, ..ZeroFlags::default() };
     fast.write_zeroes(range, flags).await?;
     fast.flush().await
 }
@@ -223,10 +210,7 @@ pub async fn read_superblock(fast: &Rc<dyn BlockDevice>) -> Result<Superblock, C
     let cache = || fast.name().to_string();
     let size = fast.geometry().size;
     if size.get() < 2 * SUPERBLOCK_LEN {
-        return Err(CacheOpenError::Superblock {
-            cache: cache(),
-            source: SuperblockError::NoMagic,
-        });
+        return Err(CacheOpenError::Superblock { cache: cache(), source: SuperblockError::NoMagic });
     }
     let mut bytes = AlignedBuf::zeroed(2 * SUPERBLOCK_LEN as usize);
     let read = fast.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await;
@@ -327,9 +311,7 @@ impl Cache {
             let at = ByteOffset::new(JOURNAL_AT + sector * SECTOR);
             let mut bytes = AlignedBuf::zeroed(block.len());
             bytes.copy_from_slice(block);
-            fast.write(at, WriteBuf::new(&bytes), WriteFlags::NONE)
-                .await
-                .map_err(io)?;
+            fast.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await.map_err(io)?;
         }
         if !contents.repaired.is_empty() {
             fast.flush().await.map_err(io)?;
@@ -339,9 +321,7 @@ impl Cache {
             let at = ByteOffset::new(JOURNAL_AT + sequence % layout.journal_sectors() * SECTOR);
             let mut bytes = AlignedBuf::zeroed(SECTOR as usize);
             bytes.copy_from_slice(sector);
-            fast.write(at, WriteBuf::new(&bytes), WriteFlags::FUA)
-                .await
-                .map_err(io)?;
+            fast.write(at, WriteBuf::new(&bytes), WriteFlags::FUA).await.map_err(io)?;
         }
         drop(bytes);
         let mode = options.mode.unwrap_or(superblock.mode);
@@ -466,9 +446,7 @@ impl Cache {
     /// # Errors
     /// An error of the disk. The cache is not closed then, and its content may differ from the disk.
     pub async fn detach(&self) -> IoResult {
-        self.failure_recorded
-            .when(|| self.state.get() != DeviceState::Failing)
-            .await;
+        self.failure_recorded.when(|| self.state.get() != DeviceState::Failing).await;
         self.stop_background().await;
         self.cleaner.stop().await;
         if self.has_failed() {
@@ -499,21 +477,14 @@ impl Cache {
     async fn clean_before_close(&self) -> IoResult {
         let dirty = self.index.borrow().dirty.len() << self.layout.line_bits;
         if dirty > 0 {
-            tracing::info!(
-                "{}: writing to it {} that only its cache has",
-                self.lower.name(),
-                ByteLen::new(dirty)
-            );
+            tracing::info!("{}: writing to it {} that only its cache has", self.lower.name(), ByteLen::new(dirty));
         }
         self.clean().await
     }
 
     /// Changes the superblock, durably.
     pub(crate) async fn update_superblock(&self, change: impl FnOnce(&mut Superblock)) -> IoResult {
-        let _exclusive = self
-            .superblock_lock
-            .lock(ByteRange::new(0, 1), DiskLocks::Exclusive)
-            .await;
+        let _exclusive = self.superblock_lock.lock(ByteRange::new(0, 1), DiskLocks::Exclusive).await;
         let superblock = {
             let mut superblock = self.superblock.borrow_mut();
             superblock.sequence += 1;

@@ -59,10 +59,7 @@ pub(crate) struct NewestPage {
 impl NewestPage {
     /// Returns the page that is written next.
     pub(crate) fn next(self) -> Self {
-        Self {
-            is_second: !self.is_second,
-            turn: next_turn(self.turn),
-        }
+        Self { is_second: !self.is_second, turn: next_turn(self.turn) }
     }
 }
 
@@ -123,10 +120,7 @@ pub(crate) fn decode(layout: &CacheLayout, seed: u32, set: u32, bytes: &[u8]) ->
         if !is_intact {
             return PageState::Damaged;
         }
-        versions.push(Version {
-            sequence: u64::from(word(8)) | u64::from(word(12)) << 32,
-            turn: sector[20] % TURNS,
-        });
+        versions.push(Version { sequence: u64::from(word(8)) | u64::from(word(12)) << 32, turn: sector[20] % TURNS });
         let cells = sector[HEADER_LEN..].chunks_exact(entry::len_for(layout.line_bits));
         for cell in cells.take(per_sector(layout.line_bits)) {
             let Some(entry) = Entry::decode(layout, cell) else {
@@ -199,12 +193,7 @@ pub(crate) fn trusted_page(layout: &CacheLayout, seed: u32, set: u32, pair: &[u8
         _ => return None,
     };
     let Version { sequence, turn } = version;
-    Some(TrustedPage {
-        sequence,
-        entries,
-        newest: NewestPage { is_second, turn },
-        has_damage,
-    })
+    Some(TrustedPage { sequence, entries, newest: NewestPage { is_second, turn }, has_damage })
 }
 
 #[cfg(test)]
@@ -215,13 +204,8 @@ mod tests {
     const SEED: u32 = 3;
 
     fn page(shape: &CacheLayout, sequence: u64) -> (Vec<Entry>, Vec<u8>) {
-        let entries: Vec<Entry> = (0..shape.ways)
-            .map(|way| Entry {
-                tag: way + sequence as u32,
-                valid: 1,
-                ..Entry::default()
-            })
-            .collect();
+        let entries: Vec<Entry> =
+            (0..shape.ways).map(|way| Entry { tag: way + sequence as u32, valid: 1, ..Entry::default() }).collect();
         let mut bytes = vec![0; shape.page_len as usize];
         let turn = (sequence % 4) as u8;
         encode(shape, SEED, 5, Version { sequence, turn }, &entries, &mut bytes);
@@ -259,14 +243,7 @@ mod tests {
     fn later_turn_wins_between_equal_sequences() {
         let shape = CacheLayout::for_size(ByteLen::mib(64), 12, 512).expect("large enough");
         let page = |sequence, turn, valid| {
-            let entries = vec![
-                Entry {
-                    tag: 1,
-                    valid,
-                    ..Entry::default()
-                };
-                shape.ways as usize
-            ];
+            let entries = vec![Entry { tag: 1, valid, ..Entry::default() }; shape.ways as usize];
             let mut bytes = vec![0; shape.page_len as usize];
             encode(&shape, SEED, 5, Version { sequence, turn }, &entries, &mut bytes);
             bytes

@@ -66,8 +66,7 @@ impl Cache {
             // With a failed cache there is no wait for the reads of others, which may never end.
             let _share = self.fragments.acquire(fragments, || self.has_failed()).await;
             let from = (window.start - range.start).as_usize();
-            self.read_steps(window, buffer.slice(from, window.len.as_usize()))
-                .await?;
+            self.read_steps(window, buffer.slice(from, window.len.as_usize())).await?;
             rest = ByteRange::between(window.end(), rest.end());
         }
         Ok(())
@@ -186,13 +185,7 @@ impl Cache {
                         found = true;
                         hit_bytes += piece.len.get();
                         let read = self.read_slot(slot, piece, part_of(piece));
-                        ios.push(Io::task(self.read_hit(
-                            read,
-                            self.pin(slot),
-                            part,
-                            piece,
-                            part_of(piece),
-                        )));
+                        ios.push(Io::task(self.read_hit(read, self.pin(slot), part, piece, part_of(piece))));
                     }
                     _ if !missing.is_empty()
                         && missing.end() == piece.start
@@ -320,11 +313,7 @@ impl Cache {
         }
         // The rest of a partly cached line is always filled.
         let should_fill = |line| self.index.borrow().find(line).is_some() || self.should_admit(line, context);
-        let lines = self
-            .layout
-            .lines_of(piece)
-            .filter(|line| should_fill(*line))
-            .collect::<SmallVec<[Line; 16]>>();
+        let lines = self.layout.lines_of(piece).filter(|line| should_fill(*line)).collect::<SmallVec<[Line; 16]>>();
         if lines.is_empty() || !self.is_readable() || self.is_bypassed(self.turn_time()) {
             return self.lower.read(piece.start, buffer).await;
         }

@@ -26,10 +26,7 @@ pub async fn copy(
     to: &Rc<dyn BlockDevice>,
     uuid: [u8; 16],
 ) -> Result<LineCounts, CacheOpenError> {
-    let io = |source| CacheOpenError::Io {
-        cache: to.name().to_string(),
-        source,
-    };
+    let io = |source| CacheOpenError::Io { cache: to.name().to_string(), source };
     let old = read_superblock(from).await?;
     let options = CacheCreateOptions {
         line_bits: old.layout.line_bits,
@@ -44,19 +41,12 @@ pub async fn copy(
     let mut sets = read_set_entries(from, &old, old.boot).await?;
     while let Some((set, entries)) = sets.next().await? {
         for (way, entry) in entries.iter().enumerate() {
-            let trusted = Entry {
-                valid: entry.trusted(),
-                open: false,
-                ..*entry
-            };
+            let trusted = Entry { valid: entry.trusted(), open: false, ..*entry };
             if trusted.valid == 0 {
                 continue;
             }
             let line = old.layout.line_of(set, entry.tag);
-            let moved = Entry {
-                tag: layout.tag_of(line),
-                ..trusted
-            };
+            let moved = Entry { tag: layout.tag_of(line), ..trusted };
             match new_sets.insert(layout.set_of(line), &moved) {
                 Some(slot) => batch.push((old.layout.data_of(Slot::new(set, way as u32)), layout.data_of(slot))),
                 None if entry.dirty != 0 => {
@@ -71,37 +61,23 @@ pub async fn copy(
             }
         }
         if batch.len() as u64 * layout.line_len() >= COPY_BATCH_LEN {
-            copy_lines(from, to, &layout, &std::mem::take(&mut batch))
-                .await
-                .map_err(io)?;
+            copy_lines(from, to, &layout, &std::mem::take(&mut batch)).await.map_err(io)?;
         }
     }
     if old.may_be_dirty && sets.damage() != MetadataDamage::default() {
         // The old cache still has the data that cannot be found in it.
-        return Err(CacheOpenError::Damaged {
-            cache: from.name().to_string(),
-            disk: old.disk.name,
-        });
+        return Err(CacheOpenError::Damaged { cache: from.name().to_string(), disk: old.disk.name });
     }
     copy_lines(from, to, &layout, &batch).await.map_err(io)?;
     to.flush().await.map_err(io)?;
     let new = read_superblock(to).await?;
-    let new = Superblock {
-        sequence: new.sequence + 1,
-        unproven: old.unproven,
-        ..new
-    };
+    let new = Superblock { sequence: new.sequence + 1, unproven: old.unproven, ..new };
     if new.unproven {
         // Written before any line exists that could be trusted.
         write_superblock(to, &new).await.map_err(io)?;
     }
     write_pages(to, &new, &new_sets).await.map_err(io)?;
-    let new = Superblock {
-        sequence: new.sequence + 1,
-        may_be_dirty: old.may_be_dirty,
-        samples: old.samples,
-        ..new
-    };
+    let new = Superblock { sequence: new.sequence + 1, may_be_dirty: old.may_be_dirty, samples: old.samples, ..new };
     write_superblock(to, &new).await.map_err(io)?;
     Ok(new_sets.lines)
 }
@@ -149,9 +125,7 @@ impl NewSets {
 
     fn entries_of(&self, set: u32) -> Vec<Entry> {
         let entry = |way| Entry::decode(&self.layout, &self.entries[self.bytes_of(Slot::new(set, way))]);
-        (0..self.layout.ways)
-            .map(|way| entry(way).unwrap_or_default())
-            .collect()
+        (0..self.layout.ways).map(|way| entry(way).unwrap_or_default()).collect()
     }
 }
 
@@ -164,11 +138,8 @@ async fn copy_lines(
 ) -> IoResult {
     let len = layout.line_len() as usize;
     let mut bytes = AlignedBuf::zeroed(len * lines.len());
-    let reads: SmallVec<[Io<'_>; 16]> = bytes
-        .chunks_exact_mut(len)
-        .zip(lines)
-        .map(|(piece, (at, _))| from.read(*at, ReadBuf::new(piece)))
-        .collect();
+    let reads: SmallVec<[Io<'_>; 16]> =
+        bytes.chunks_exact_mut(len).zip(lines).map(|(piece, (at, _))| from.read(*at, ReadBuf::new(piece))).collect();
     join(reads).await?;
     let writes: SmallVec<[Io<'_>; 16]> = bytes
         .chunks_exact(len)
@@ -184,14 +155,7 @@ async fn write_pages(to: &Rc<dyn BlockDevice>, superblock: &Superblock, new_sets
     let mut bytes = AlignedBuf::zeroed(layout.page_len as usize);
     for set in 0..layout.sets {
         let version = Version { sequence: 1, turn: 0 };
-        page::encode(
-            &layout,
-            superblock.seed(),
-            set,
-            version,
-            &new_sets.entries_of(set),
-            &mut bytes,
-        );
+        page::encode(&layout, superblock.seed(), set, version, &new_sets.entries_of(set), &mut bytes);
         let at = layout.page_at(set, false);
         to.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await?;
     }

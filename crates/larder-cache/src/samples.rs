@@ -50,9 +50,7 @@ impl RecentWrites {
 
     /// Forgets a range whose content may change on its own, or has no meaning.
     pub(crate) fn remove_range(&self, range: ByteRange) {
-        self.0
-            .borrow_mut()
-            .retain(|at| !ByteRange::new(*at, SECTOR).overlaps(range));
+        self.0.borrow_mut().retain(|at| !ByteRange::new(*at, SECTOR).overlaps(range));
     }
 }
 
@@ -62,9 +60,7 @@ impl Cache {
         let offsets = self.recent_writes.0.borrow().to_vec();
         let found = checksums(&self.lower, &offsets).await;
         let samples = offsets.into_iter().zip(found);
-        samples
-            .filter_map(|(at, sum)| Some(ContentSample { at, sum: sum? }))
-            .collect()
+        samples.filter_map(|(at, sum)| Some(ContentSample { at, sum: sum? })).collect()
     }
 }
 
@@ -72,10 +68,7 @@ impl Cache {
 pub(crate) async fn disk_matches(disk: &Rc<dyn BlockDevice>, samples: &[ContentSample]) -> bool {
     let offsets: Vec<u64> = samples.iter().map(|sample| sample.at).collect();
     let found = checksums(disk, &offsets).await;
-    samples
-        .iter()
-        .zip(found)
-        .all(|(sample, sum)| sum.is_none_or(|sum| sum == sample.sum))
+    samples.iter().zip(found).all(|(sample, sum)| sum.is_none_or(|sum| sum == sample.sum))
 }
 
 /// Returns the CRC32C of some sectors, which are read concurrently; `None` for those that cannot be read.
@@ -99,11 +92,7 @@ async fn checksums(disk: &Rc<dyn BlockDevice>, offsets: &[u64]) -> Vec<Option<u3
     // Failures are in `is_read`.
     let _ = join(reads).await;
     let checksums = bytes.chunks_exact(SECTOR as usize).map(crc32c::crc32c);
-    is_read
-        .into_iter()
-        .zip(checksums)
-        .map(|(is_read, sum)| is_read.then_some(sum))
-        .collect()
+    is_read.into_iter().zip(checksums).map(|(is_read, sum)| is_read.then_some(sum)).collect()
 }
 
 #[cfg(test)]

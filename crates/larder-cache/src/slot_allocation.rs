@@ -80,11 +80,7 @@ impl Cache {
         let mut index = self.index.borrow_mut();
         index.pin(slot, SlotUse::Write);
         self.ledger.borrow_mut().begin(slot, || index.entry(slot));
-        WriteSlot {
-            cache: self,
-            slot,
-            was_cached: true,
-        }
+        WriteSlot { cache: self, slot, was_cached: true }
     }
 
     /// Returns a slot for data of a line that is not cached yet: the line's slot, or a free one. The line's set is
@@ -113,11 +109,7 @@ impl Cache {
             return None;
         };
         self.index.borrow_mut().pin(slot, SlotUse::Write);
-        Some(WriteSlot {
-            cache: self,
-            slot,
-            was_cached: false,
-        })
+        Some(WriteSlot { cache: self, slot, was_cached: false })
     }
 
     fn is_free(&self, slot: Slot) -> bool {
@@ -141,10 +133,7 @@ impl Cache {
     /// Evicts lines of a set, so that a few slots are free now or after the next commit.
     fn make_room(&self, set: u32) {
         let slots = self.index.borrow().slots_of(set);
-        let used = slots
-            .into_iter()
-            .filter(|slot| self.index.borrow().tag(*slot) != 0)
-            .count();
+        let used = slots.into_iter().filter(|slot| self.index.borrow().tag(*slot) != 0).count();
         for _ in self.layout.ways as usize - used..self.layout.spare_ways() {
             let victim = {
                 let index = &mut *self.index.borrow_mut();
@@ -291,13 +280,7 @@ impl Cache {
     pub(crate) async fn for_each_cached(&self, mut lines: Range<Line>, mut change: impl FnMut(Line, Slot)) {
         let mut slice = self.work_slice();
         loop {
-            let batch: Vec<Line> = self
-                .index
-                .borrow()
-                .lines
-                .within(lines.clone())
-                .take(SLICE_LINES)
-                .collect();
+            let batch: Vec<Line> = self.index.borrow().lines.within(lines.clone()).take(SLICE_LINES).collect();
             let Some(last) = batch.last() else { return };
             lines.start = last + 1;
             for line in batch {
@@ -385,9 +368,7 @@ impl Cache {
         }
         if current.valid & !sectors == 0 {
             let ledger = self.ledger.borrow();
-            let commits = ledger
-                .get(slot)
-                .is_none_or(|state| !state.last.is_empty() || state.commits > 0);
+            let commits = ledger.get(slot).is_none_or(|state| !state.last.is_empty() || state.commits > 0);
             drop(ledger);
             self.remove_line(slot);
             return commits;
@@ -398,9 +379,7 @@ impl Cache {
             "the record should have been made durable before"
         );
         self.cleaner.mark_changed(slot);
-        self.index
-            .borrow_mut()
-            .set_sectors(slot, current.valid & !sectors, current.dirty & !sectors);
+        self.index.borrow_mut().set_sectors(slot, current.valid & !sectors, current.dirty & !sectors);
         if state.last.trusted() & sectors == 0 {
             // No record is needed, and so no unflushed one is replaced by a firm one too early.
             return state.commits > 0;

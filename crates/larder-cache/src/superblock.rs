@@ -218,11 +218,7 @@ impl Superblock {
             journal_end: long(88),
             boot,
             disk_size: ByteLen::new(long(96)),
-            disk: DiskId {
-                name: String::from_utf8_lossy(&name).into_owned(),
-                identity,
-                fingerprint: stamp,
-            },
+            disk: DiskId { name: String::from_utf8_lossy(&name).into_owned(), identity, fingerprint: stamp },
             samples: samples.ok_or(SuperblockError::Damaged)?,
         })
     }
@@ -243,10 +239,7 @@ impl Superblock {
         }
         if chosen.layout.len() > size {
             let needed = chosen.layout.len().get();
-            return Err(SuperblockError::Truncated {
-                needed,
-                size: size.get(),
-            });
+            return Err(SuperblockError::Truncated { needed, size: size.get() });
         }
         Ok(chosen)
     }
@@ -274,11 +267,7 @@ mod tests {
             journal_end: 99,
             boot: [5; 16],
             disk_size: ByteLen::mib(640),
-            disk: DiskId {
-                name: "/srv/disk.raw".to_owned(),
-                identity: vec![1, 2, 3],
-                fingerprint: vec![9; 40],
-            },
+            disk: DiskId { name: "/srv/disk.raw".to_owned(), identity: vec![1, 2, 3], fingerprint: vec![9; 40] },
             samples: (0..8).map(|at| ContentSample { at, sum: 7 }).collect(),
         }
     }
@@ -287,11 +276,7 @@ mod tests {
     #[test]
     fn choose_takes_newest_undamaged_copy() {
         let old = example();
-        let new = Superblock {
-            sequence: 8,
-            clean: false,
-            ..old.clone()
-        };
+        let new = Superblock { sequence: 8, clean: false, ..old.clone() };
         let size = ByteLen::mib(64);
         let (first, second) = (old.encode(), new.encode());
         assert_eq!(Superblock::choose(&first, &second, size), Ok(new.clone()));

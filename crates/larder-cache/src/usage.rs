@@ -59,10 +59,7 @@ impl Cache {
         }
         let point = |power: i32| {
             let lines = (self.layout.slots() as f64 * 2f64.powi(power)) as u64;
-            (
-                ByteLen::new(lines * self.layout.line_len()),
-                CurvePoint::miss_ratio(&points, lines),
-            )
+            (ByteLen::new(lines * self.layout.line_len()), CurvePoint::miss_ratio(&points, lines))
         };
         CURVE_POWERS.map(point).collect()
     }

@@ -192,11 +192,7 @@ impl CacheDevice {
                     _ => &self.bytes_written,
                 };
                 count.set(count.get() + range.len.get());
-                let request = OwnedRequest {
-                    device: self,
-                    steps: Some(Box::pin(steps)),
-                    in_flight: None,
-                };
+                let request = OwnedRequest { device: self, steps: Some(Box::pin(steps)), in_flight: None };
                 request.await
             }
         };
@@ -278,10 +274,7 @@ impl CacheDevice {
                 "reads bypass the cache where the disk has the data: {device} has not answered requests for {} s",
                 LATE_TICKS as u64 * TICK_INTERVAL.as_secs()
             ),
-            false => tracing::debug!(
-                event = "cache-used",
-                "{device} answers in time: reads use the cache again"
-            ),
+            false => tracing::debug!(event = "cache-used", "{device} answers in time: reads use the cache again"),
         }
     }
 
@@ -368,11 +361,7 @@ impl<F: Future + 'static> OwnedRequest<'_, F> {
         let (Some(steps), Some(began)) = (self.steps.take(), self.stop_waiting()) else {
             return;
         };
-        let orphaned = OrphanedRequest {
-            device: self.device.this.clone(),
-            steps: Some(steps),
-            began,
-        };
+        let orphaned = OrphanedRequest { device: self.device.this.clone(), steps: Some(steps), began };
         match self.device.on.upgrade() {
             Some(on) => on.spawn(orphaned),
             None => drop(orphaned),

@@ -107,20 +107,14 @@ impl Cache {
         let room = self.reserve_copy(buffer).await?;
         let mut targets = self.cached_slots(range, context);
         self.mark_dirty_before_write(&targets).await?;
-        let mut hidden = HiddenSectors {
-            cache: self,
-            slots: SmallVec::new(),
-        };
+        let mut hidden = HiddenSectors { cache: self, slots: SmallVec::new() };
         hidden.hide(&targets).await?;
         let mut bypassing: SmallVec<[LinePart; 2]> = SmallVec::new();
         let cached_count = targets.len();
         let mut at = 0;
         for part in self.layout.parts_of(range) {
             // The cached lines are in order.
-            if targets[..cached_count]
-                .get(at)
-                .is_some_and(|(other, _)| other.line == part.line)
-            {
+            if targets[..cached_count].get(at).is_some_and(|(other, _)| other.line == part.line) {
                 at += 1;
                 continue;
             }
@@ -133,9 +127,7 @@ impl Cache {
                 None => bypassing.push(part),
             }
         }
-        let has_pending = bypassing
-            .iter()
-            .any(|part| self.has_pending_removal(part.line..part.line + 1));
+        let has_pending = bypassing.iter().any(|part| self.has_pending_removal(part.line..part.line + 1));
         if has_pending {
             self.commit().await?;
         }
@@ -150,10 +142,8 @@ impl Cache {
             .zip(memory.iter().cycle())
             .map(|((part, target), memory)| self.write_part(target, part, range, memory))
             .collect();
-        let to_disk: SmallVec<[Io<'_>; 2]> = bypassing
-            .iter()
-            .map(|part| self.lower.write(part.range.start, piece(part), flags))
-            .collect();
+        let to_disk: SmallVec<[Io<'_>; 2]> =
+            bypassing.iter().map(|part| self.lower.write(part.range.start, piece(part), flags)).collect();
         let mut in_cache = Ok(());
         let cached = Io::task(async {
             in_cache = join(to_cache).await;
@@ -172,10 +162,7 @@ impl Cache {
         let size = self.size.get();
         if range.end().get() > size {
             // The disk has become shorter during the write.
-            let geometry = Geometry {
-                size: ByteLen::new(size),
-                ..self.lower.geometry()
-            };
+            let geometry = Geometry { size: ByteLen::new(size), ..self.lower.geometry() };
             let refused = check_request(self.lower.name(), &geometry, Operation::Write, range);
             return Ok(Some(refused));
         }
@@ -275,15 +262,7 @@ impl Cache {
             if recoverable.dirty & part.sectors != part.sectors {
                 let tag = self.layout.tag_of(part.line);
                 let (valid, dirty) = (recoverable.valid | part.sectors, recoverable.dirty | part.sectors);
-                self.queue_unflushed(
-                    slot,
-                    Entry {
-                        tag,
-                        valid,
-                        dirty,
-                        ..recoverable
-                    },
-                );
+                self.queue_unflushed(slot, Entry { tag, valid, dirty, ..recoverable });
             }
             commits |= self.has_queued_unflushed(slot);
             self.finish_store(target, *part, part.sectors, context);
@@ -384,10 +363,7 @@ impl Cache {
         if self.may_be_dirty.get() {
             return Ok(());
         }
-        if let Err(error) = self
-            .update_superblock(|superblock| superblock.may_be_dirty = true)
-            .await
-        {
+        if let Err(error) = self.update_superblock(|superblock| superblock.may_be_dirty = true).await {
             self.fail(&error);
             return Err(CacheFailed);
         }

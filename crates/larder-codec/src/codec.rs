@@ -35,10 +35,7 @@ impl TryFrom<u8> for Codec {
     type Error = UnknownCodec;
 
     fn try_from(number: u8) -> Result<Self, UnknownCodec> {
-        Self::ALL
-            .into_iter()
-            .find(|codec| codec.number() == number)
-            .ok_or(UnknownCodec(number))
+        Self::ALL.into_iter().find(|codec| codec.number() == number).ok_or(UnknownCodec(number))
     }
 }
 

@@ -80,13 +80,7 @@ impl CodecSelector {
         let is_bypassed = self.incompressible_streak == INCOMPRESSIBLE_STREAK_MAX;
         let best = self.best();
         self.pages_since_probe += 1;
-        if self.pages_since_probe
-            < if is_bypassed {
-                RETRY_INTERVAL_PAGES
-            } else {
-                PROBE_INTERVAL_PAGES
-            }
-        {
+        if self.pages_since_probe < if is_bypassed { RETRY_INTERVAL_PAGES } else { PROBE_INTERVAL_PAGES } {
             return (!is_bypassed).then_some(best);
         }
         self.pages_since_probe = 0;
@@ -102,11 +96,8 @@ impl CodecSelector {
     /// Records the result for a page: its length, `None` if it did not fit, and the nanoseconds that encoding took in
     /// either case.
     pub fn record(&mut self, codec: Codec, encoded: Option<usize>, ns: u64) {
-        self.incompressible_streak = if encoded.is_some() {
-            0
-        } else {
-            (self.incompressible_streak + 1).min(INCOMPRESSIBLE_STREAK_MAX)
-        };
+        self.incompressible_streak =
+            if encoded.is_some() { 0 } else { (self.incompressible_streak + 1).min(INCOMPRESSIBLE_STREAK_MAX) };
         let bytes = encoded.unwrap_or(PAGE).min(PAGE) as u64;
         match codec {
             Codec::Lz4 => self.lz4.record(bytes, ns),
@@ -117,11 +108,7 @@ impl CodecSelector {
     /// Returns the cheapest codec; of equals, the one that decodes faster.
     fn best(&self) -> Codec {
         let ns_per_byte = self.goal.ns_per_byte();
-        if self.zstd.cost_ns(ns_per_byte) < self.lz4.cost_ns(ns_per_byte) {
-            Codec::Zstd
-        } else {
-            Codec::Lz4
-        }
+        if self.zstd.cost_ns(ns_per_byte) < self.lz4.cost_ns(ns_per_byte) { Codec::Zstd } else { Codec::Lz4 }
     }
 }
 
@@ -145,10 +132,7 @@ impl CodecAverage {
     const NS_MAX: u64 = 1_000_000;
 
     const fn new(bytes: u64, ns: u64) -> Self {
-        Self {
-            bytes_sum: bytes * Self::PAGES,
-            ns_sum: ns * Self::PAGES,
-        }
+        Self { bytes_sum: bytes * Self::PAGES, ns_sum: ns * Self::PAGES }
     }
 
     fn record(&mut self, bytes: u64, ns: u64) {
@@ -173,27 +157,12 @@ mod tests {
         zstd: (Option<usize>, u64),
     }
 
-    const TEXT: Kind = Kind {
-        lz4: (Some(1870), 6200),
-        zstd: (Some(1325), 12_700),
-    };
-    const SEQUENCE: Kind = Kind {
-        lz4: (Some(2133), 5200),
-        zstd: (Some(752), 11_500),
-    };
-    const SPARSE: Kind = Kind {
-        lz4: (Some(133), 600),
-        zstd: (Some(110), 3600),
-    };
-    const RANDOM: Kind = Kind {
-        lz4: (None, 1100),
-        zstd: (None, 2700),
-    };
+    const TEXT: Kind = Kind { lz4: (Some(1870), 6200), zstd: (Some(1325), 12_700) };
+    const SEQUENCE: Kind = Kind { lz4: (Some(2133), 5200), zstd: (Some(752), 11_500) };
+    const SPARSE: Kind = Kind { lz4: (Some(133), 600), zstd: (Some(110), 3600) };
+    const RANDOM: Kind = Kind { lz4: (None, 1100), zstd: (None, 2700) };
     /// Few distinct letters without repetition: only entropy coding helps.
-    const BASE64: Kind = Kind {
-        lz4: (None, 1300),
-        zstd: (Some(3060), 6000),
-    };
+    const BASE64: Kind = Kind { lz4: (None, 1300), zstd: (Some(3060), 6000) };
 
     /// Encodes `pages` pages of a kind; returns how many were left unencoded, used LZ4, and used zstd.
     fn feed(choice: &mut CodecSelector, kind: &Kind, pages: usize) -> [usize; 3] {

@@ -38,9 +38,7 @@ impl Decoder {
     /// Creates the state.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            zstd: zstd::Decoder::new(),
-        }
+        Self { zstd: zstd::Decoder::new() }
     }
 
     /// Decodes all of `data`, which must result in exactly one page.
@@ -54,16 +52,8 @@ impl Decoder {
         };
         match decoded {
             Ok(PAGE) => Ok(()),
-            Ok(decoded) => Err(DecodeError::Short {
-                codec,
-                len: data.len(),
-                decoded,
-            }),
-            Err(why) => Err(DecodeError::Damaged {
-                codec,
-                len: data.len(),
-                why,
-            }),
+            Ok(decoded) => Err(DecodeError::Short { codec, len: data.len(), decoded }),
+            Err(why) => Err(DecodeError::Damaged { codec, len: data.len(), why }),
         }
     }
 }

@@ -12,10 +12,7 @@ impl Encoder {
     /// Creates the state. The output of an encoder never depends on earlier pages.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            lz4: lz4::Encoder::new(),
-            zstd: zstd::Encoder::new(),
-        }
+        Self { lz4: lz4::Encoder::new(), zstd: zstd::Encoder::new() }
     }
 
     /// Encodes `page` into the front of `out` and returns the length of the result, at least 1. Returns `None` if the

@@ -177,10 +177,7 @@ unsafe impl Send for Inflate {}
 
 impl Inflate {
     pub(crate) fn new(isal: Isal) -> Self {
-        Self {
-            isal,
-            state: AlignedMemory::new(STRUCTURE_MEMORY_BYTES),
-        }
+        Self { isal, state: AlignedMemory::new(STRUCTURE_MEMORY_BYTES) }
     }
 
     /// Decodes `data` and returns the number of bytes, or an error if it is not a stream of at most the length of

@@ -23,10 +23,7 @@ pub(crate) struct Encoder {
 
 impl Encoder {
     pub(crate) fn new() -> Self {
-        Self {
-            table: CompressTable::small(),
-            encoded: Box::new([0; ENCODED_MAX]),
-        }
+        Self { table: CompressTable::small(), encoded: Box::new([0; ENCODED_MAX]) }
     }
 
     /// Encodes a page; see [`crate::Encoder::encode`].

@@ -17,14 +17,10 @@ pub(crate) struct Encoder(CCtx<'static>);
 impl Encoder {
     pub(crate) fn new() -> Self {
         let mut context = CCtx::create();
-        for parameter in [
-            CParameter::CompressionLevel(LEVEL),
-            CParameter::WindowLog(PAGE_LOG),
-            CParameter::HashLog(PAGE_LOG),
-        ] {
-            context
-                .set_parameter(parameter)
-                .expect("zstd has this parameter with this value since 1.4");
+        for parameter in
+            [CParameter::CompressionLevel(LEVEL), CParameter::WindowLog(PAGE_LOG), CParameter::HashLog(PAGE_LOG)]
+        {
+            context.set_parameter(parameter).expect("zstd has this parameter with this value since 1.4");
         }
         Self(context)
     }
@@ -47,8 +43,6 @@ impl Decoder {
     /// Decodes `data` and returns the number of bytes, or an error if it is not a zstd frame. Memory use does not
     /// depend on the frame, because the page is the window.
     pub(crate) fn decode(&mut self, data: &[u8], page: &mut [u8; PAGE]) -> Result<usize, String> {
-        self.0
-            .decompress(&mut page[..], data)
-            .map_err(|code| get_error_name(code).to_owned())
+        self.0.decompress(&mut page[..], data).map_err(|code| get_error_name(code).to_owned())
     }
 }

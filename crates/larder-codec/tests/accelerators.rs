@@ -53,11 +53,7 @@ impl Sending {
     fn new() -> Self {
         let found = find(SoftwarePath::Disabled);
         let there = found.available;
-        assert!(
-            there.iter().any(|accelerator| accelerator.name() == "igzip"),
-            "igzip is missing: {:?}",
-            found.missing
-        );
+        assert!(there.iter().any(|accelerator| accelerator.name() == "igzip"), "igzip is missing: {:?}", found.missing);
         let mut instances: Vec<Box<dyn Instance>> = Vec::new();
         for accelerator in &there {
             for _ in 0..3 {
@@ -67,10 +63,7 @@ impl Sending {
         let mut memory = PageBuffer::new(8 * BATCH_PAGES);
         let mixed = MemoryContent::Mixed.generate(memory.len(), 4);
         memory.copy_from_slice(&mixed);
-        let sender = SenderProfile {
-            encoders: 2,
-            link_bytes_per_second: 125_000_000,
-        };
+        let sender = SenderProfile { encoders: 2, link_bytes_per_second: 125_000_000 };
         Self {
             pool: RequestPool::new(9),
             dispatcher: Dispatcher::new(instances),
@@ -125,11 +118,7 @@ impl Sending {
             EncodeOutcome::Encoded(bytes) => {
                 assert_eq!(request.output().len(), bytes);
                 let decoded = self.decoder.decode(request.method(), request.output(), out);
-                assert!(
-                    decoded.is_ok() && request.input().flatten().eq(&*out),
-                    "{:?}",
-                    request.tag()
-                );
+                assert!(decoded.is_ok() && request.input().flatten().eq(&*out), "{:?}", request.tag());
                 Some(bytes)
             }
             EncodeOutcome::Incompressible => None,

@@ -39,9 +39,7 @@ fn methods() -> impl Strategy<Value = Method> {
 
 fn encoded(method: Method, batch: &[u8]) -> Vec<u8> {
     let mut out = vec![0; ROOM];
-    let len = Encoder::new()
-        .encode(method, &[batch], &mut out)
-        .expect("there is room for any batch");
+    let len = Encoder::new().encode(method, &[batch], &mut out).expect("there is room for any batch");
     out.truncate(len);
     out
 }
@@ -171,9 +169,7 @@ fn single_bit_errors_do_no_harm() {
 #[test]
 fn counters_compress_well_as_words() {
     for step in [1, 8, 4096, 1 << 40] {
-        let batch: Vec<u8> = (0..BATCH_BYTES as u64 / 8)
-            .flat_map(|at| (77 + at * step).to_le_bytes())
-            .collect();
+        let batch: Vec<u8> = (0..BATCH_BYTES as u64 / 8).flat_map(|at| (77 + at * step).to_le_bytes()).collect();
         assert!(encoded(Method::WordsLz4, &batch).len() < BATCH_BYTES / 150);
     }
 }
@@ -182,12 +178,7 @@ fn counters_compress_well_as_words() {
 #[test]
 fn data_of_other_encoders_decodes() {
     let batch: Vec<u8> = b"Larder keeps its pages. ".iter().copied().cycle().take(PAGE).collect();
-    let lz4 = [
-        &b"\xff\x09Larder keeps its pages. \x18\x00"[..],
-        &[0xff; 15],
-        &b"\xdf\x50s its"[..],
-    ]
-    .concat();
+    let lz4 = [&b"\xff\x09Larder keeps its pages. \x18\x00"[..], &[0xff; 15], &b"\xdf\x50s its"[..]].concat();
     let zstd = b"\x28\xb5\x2f\xfd\x60\x00\x0f\x05\x01\x00\xc0Larder keeps its pages. \x01\x00\x94\x7f\xfd\x39\x06";
     let deflate = b"\xed\xc8\xc1\x09\x00\x20\x0c\x04\xc1\x56\xae\x02\x2b\x49\x13\x01\x83\x88\x9f\x90\xd8\x3f\xf6\x21\x3b\xcf\x31\xaf\x19\xa5\x13\x91\xad\x7d\x5b\xe9\x2b\x7a\xc8\x78\x9e\xe7\x79\x9e\xe7\x79\x9e\xe7\x79\x9e\xff\xe6\x1f";
     let mut decoder = Decoder::new();
@@ -199,10 +190,7 @@ fn data_of_other_encoders_decodes() {
         (Method::Deflate, deflate),
     ];
     for (method, data) in cases {
-        assert!(
-            decoded(&mut decoder, method, data, 1).expect("decodes") == batch,
-            "{method}"
-        );
+        assert!(decoded(&mut decoder, method, data, 1).expect("decodes") == batch, "{method}");
     }
 }
 
@@ -227,12 +215,7 @@ fn excessive_lengths_are_refused() {
         }
     }
     let window_of_terabytes = [0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xff, 0x03, 0x00, 0x02, 0x00];
-    let content_of_exabytes = [
-        &[0x28, 0xb5, 0x2f, 0xfd, 0xe0][..],
-        &[0xff; 8],
-        &[0x03, 0x00, 0x02, 0x00],
-    ]
-    .concat();
+    let content_of_exabytes = [&[0x28, 0xb5, 0x2f, 0xfd, 0xe0][..], &[0xff; 8], &[0x03, 0x00, 0x02, 0x00]].concat();
     for data in [&window_of_terabytes[..], &content_of_exabytes] {
         assert!(decoded(&mut decoder, Method::Zstd, data, 1).is_err());
     }
@@ -241,21 +224,10 @@ fn excessive_lengths_are_refused() {
 #[test]
 fn short_data_is_refused_with_reason() {
     // Only literals: five bytes of a block.
-    let short = DecodeError::Short {
-        method: Method::Lz4,
-        len: 6,
-        expected: 2 * PAGE,
-        decoded: 5,
-    };
-    assert_eq!(
-        short.to_string(),
-        "lz4: 6 bytes make 5 bytes and not the 8192 of the batch"
-    );
+    let short = DecodeError::Short { method: Method::Lz4, len: 6, expected: 2 * PAGE, decoded: 5 };
+    assert_eq!(short.to_string(), "lz4: 6 bytes make 5 bytes and not the 8192 of the batch");
     let mut decoder = Decoder::new();
-    assert_eq!(
-        decoded(&mut decoder, Method::Lz4, &[0x50, 1, 2, 3, 4, 5], 2),
-        Err(short)
-    );
+    assert_eq!(decoded(&mut decoder, Method::Lz4, &[0x50, 1, 2, 3, 4, 5], 2), Err(short));
     for method in Method::ALL {
         assert!(decoded(&mut decoder, method, &[], 1).is_err());
     }

@@ -17,22 +17,15 @@ impl Fenced {
         let all = (pages + 2) * PAGE;
         // SAFETY: a private mapping, whose outermost pages are never used.
         let start: *mut u8 = unsafe {
-            let start = mmap_anonymous(
-                std::ptr::null_mut(),
-                all,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-            .expect("maps");
+            let start =
+                mmap_anonymous(std::ptr::null_mut(), all, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+                    .expect("maps");
             mprotect(start, PAGE, MprotectFlags::empty()).expect("fences");
             let end = start.cast::<u8>().add(all - PAGE);
             mprotect(end.cast(), PAGE, MprotectFlags::empty()).expect("fences");
             start.cast()
         };
-        Self {
-            start,
-            bytes: pages * PAGE,
-        }
+        Self { start, bytes: pages * PAGE }
     }
 
     fn all(&mut self) -> &mut [u8] {
@@ -91,11 +84,7 @@ fn coders_stay_within_buffers() {
                         damaged.truncate(len - [0, below(len)][trial % 2]);
                     }
                     for at_the_end in [true, false] {
-                        let place = if at_the_end {
-                            data.last(damaged.len())
-                        } else {
-                            data.first(damaged.len())
-                        };
+                        let place = if at_the_end { data.last(damaged.len()) } else { data.first(damaged.len()) };
                         place.copy_from_slice(&damaged);
                         let decoded = decoder.decode(method, place, out.all());
                         assert!(trial > 0 || decoded.is_ok() && out.all() == memory.all());

@@ -28,9 +28,7 @@ fn makes_what_decodes(name: &str) {
             for run_pages in [pages, 3] {
                 let mut request = pool.take().expect("none is out");
                 let end = pages * PAGE;
-                let runs = (0..end)
-                    .step_by(run_pages * PAGE)
-                    .map(|from| from..end.min(from + run_pages * PAGE));
+                let runs = (0..end).step_by(run_pages * PAGE).map(|from| from..end.min(from + run_pages * PAGE));
                 request.fill(pages as u64, Method::Deflate, Arc::clone(&memory), runs, end * 31 / 32);
                 assert!(dispatcher.submit(request).is_ok());
                 let request = loop {
@@ -64,9 +62,7 @@ fn makes_what_decodes(name: &str) {
     let statistics: Vec<_> = dispatcher.statistics().collect();
     println!("{name}: {:.2}:1, {statistics:?}", bytes_in as f64 / bytes_out as f64);
     assert!(
-        statistics[..2]
-            .iter()
-            .all(|one| one.is_enabled && one.statistics.failed == 0 && one.statistics.completed > 50)
+        statistics[..2].iter().all(|one| one.is_enabled && one.statistics.failed == 0 && one.statistics.completed > 50)
     );
     assert!(bytes_out * 2 < bytes_in);
 }

@@ -79,9 +79,7 @@ fn failing_device_is_replaced_by_cpu() {
         assert!(matches!(request.outcome(), EncodeOutcome::Encoded(_)));
         assert_eq!(request.tag(), tag);
         let mut back = vec![0; 8 * PAGE];
-        decoder
-            .decode(Method::Deflate, request.output(), &mut back)
-            .expect("decodes");
+        decoder.decode(Method::Deflate, request.output(), &mut back).expect("decodes");
         assert!(back == memory[..]);
         pool.recycle(request);
     }
@@ -96,23 +94,15 @@ fn full_instance_returns_request() {
     let memory = memory();
     let mut pool = RequestPool::new(2);
     let mut dispatcher = Dispatcher::new(vec![Box::new(Broken::default())]);
-    assert!(
-        dispatcher
-            .submit(request(&mut pool, &memory, 1, Method::Deflate))
-            .is_ok()
-    );
-    let refused = dispatcher
-        .submit(request(&mut pool, &memory, 2, Method::Deflate))
-        .expect_err("it is full");
+    assert!(dispatcher.submit(request(&mut pool, &memory, 1, Method::Deflate)).is_ok());
+    let refused = dispatcher.submit(request(&mut pool, &memory, 2, Method::Deflate)).expect_err("it is full");
     assert_eq!((refused.tag(), dispatcher.in_flight()), (2, 1));
     assert!(pool.take().is_none(), "a pool is bounded");
     pool.recycle(refused);
     // Methods that the instance does not make are encoded by the CPU.
     let lz4 = request(&mut pool, &memory, 3, Method::Lz4);
     assert!(dispatcher.submit(lz4).is_ok());
-    let tags: Vec<u64> = std::iter::from_fn(|| dispatcher.poll())
-        .map(|request| request.tag())
-        .collect();
+    let tags: Vec<u64> = std::iter::from_fn(|| dispatcher.poll()).map(|request| request.tag()).collect();
     assert_eq!(tags, [1, 3]);
 }
 
@@ -129,9 +119,7 @@ fn instances_take_turns() {
     }
     let taken: Vec<u64> = dispatcher.statistics().map(|one| one.statistics.submitted).collect();
     assert_eq!(taken, [4, 4, 4, 0]);
-    let mut tags: Vec<u64> = std::iter::from_fn(|| dispatcher.poll())
-        .map(|request| request.tag())
-        .collect();
+    let mut tags: Vec<u64> = std::iter::from_fn(|| dispatcher.poll()).map(|request| request.tag()).collect();
     tags.sort_unstable();
     assert_eq!(tags, (0..12).collect::<Vec<_>>());
 }

@@ -36,9 +36,7 @@ fn codecs() -> impl Strategy<Value = Codec> {
 
 fn encoded(codec: Codec, page: &[u8; PAGE]) -> Vec<u8> {
     let mut out = vec![0; ROOM];
-    let len = Encoder::new()
-        .encode(codec, page, &mut out)
-        .expect("there is room for any page");
+    let len = Encoder::new().encode(codec, page, &mut out).expect("there is room for any page");
     out.truncate(len);
     out
 }
@@ -47,10 +45,7 @@ fn encoded(codec: Codec, page: &[u8; PAGE]) -> Vec<u8> {
 /// contents of the page.
 fn decoded(decoder: &mut Decoder, codec: Codec, data: &[u8]) -> Result<Page, DecodeError> {
     let [mut one, mut other] = [Box::new([0x55; PAGE]), Box::new([0xaa; PAGE])];
-    let (first, second) = (
-        decoder.decode(codec, data, &mut one),
-        decoder.decode(codec, data, &mut other),
-    );
+    let (first, second) = (decoder.decode(codec, data, &mut one), decoder.decode(codec, data, &mut other));
     assert_eq!(first, second, "decoding depends on what was decoded before");
     first.map(|()| {
         assert!(one == other, "a page shows what lay there before");
@@ -168,12 +163,7 @@ fn excessive_lengths_are_refused() {
         assert!(decoded(&mut decoder, Codec::Lz4, &data).is_err());
     }
     let window_of_terabytes = [0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xff, 0x03, 0x00, 0x02, 0x00];
-    let content_of_exabytes = [
-        &[0x28, 0xb5, 0x2f, 0xfd, 0xe0][..],
-        &[0xff; 8],
-        &[0x03, 0x00, 0x02, 0x00],
-    ]
-    .concat();
+    let content_of_exabytes = [&[0x28, 0xb5, 0x2f, 0xfd, 0xe0][..], &[0xff; 8], &[0x03, 0x00, 0x02, 0x00]].concat();
     for data in [&window_of_terabytes[..], &content_of_exabytes] {
         assert!(decoded(&mut decoder, Codec::Zstd, data).is_err());
     }
@@ -184,15 +174,8 @@ fn wrong_page_length_is_refused() {
     let mut decoder = Decoder::new();
     // Only literals, five bytes of a block; and an empty frame.
     let five = [0x50, 1, 2, 3, 4, 5];
-    let short = DecodeError::Short {
-        codec: Codec::Lz4,
-        len: 6,
-        decoded: 5,
-    };
-    assert_eq!(
-        short.to_string(),
-        "lz4: the 6 bytes stored make 5 bytes and no page of 4096"
-    );
+    let short = DecodeError::Short { codec: Codec::Lz4, len: 6, decoded: 5 };
+    assert_eq!(short.to_string(), "lz4: the 6 bytes stored make 5 bytes and no page of 4096");
     assert_eq!(decoded(&mut decoder, Codec::Lz4, &five), Err(short));
     for codec in Codec::ALL {
         assert!(decoded(&mut decoder, codec, &[]).is_err());
@@ -206,12 +189,7 @@ fn wrong_page_length_is_refused() {
 /// libraries.
 #[test]
 fn data_of_other_encoders_decodes() {
-    let lz4 = [
-        &b"\xff\x09Larder keeps its pages. \x18\x00"[..],
-        &[0xff; 15],
-        &b"\xdf\x50s its"[..],
-    ]
-    .concat();
+    let lz4 = [&b"\xff\x09Larder keeps its pages. \x18\x00"[..], &[0xff; 15], &b"\xdf\x50s its"[..]].concat();
     let zstd = b"\x28\xb5\x2f\xfd\x60\x00\x0f\x05\x01\x00\xc0Larder keeps its pages. \x01\x00\x94\x7f\xfd\x39\x06";
     let page = page_of(b"Larder keeps its pages. ");
     let mut decoder = Decoder::new();

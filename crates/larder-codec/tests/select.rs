@@ -26,155 +26,65 @@ const MEASURED: [(&str, MemoryContent, Costs); 11] = [
     (
         "zeros",
         MemoryContent::Zeros,
-        [
-            (104.95, 0.070),
-            (104.02, 0.070),
-            (44.57, 0.244),
-            (165.3, 0.123),
-            (343.6, 0.145),
-            (171.9, 0.139),
-        ],
+        [(104.95, 0.070), (104.02, 0.070), (44.57, 0.244), (165.3, 0.123), (343.6, 0.145), (171.9, 0.139)],
     ),
     (
         "text",
         MemoryContent::Text,
-        [
-            (1.94, 2.097),
-            (1.53, 1.655),
-            (1.00, 0.194),
-            (2.14, 2.644),
-            (3.11, 2.945),
-            (2.72, 2.288),
-        ],
+        [(1.94, 2.097), (1.53, 1.655), (1.00, 0.194), (2.14, 2.644), (3.11, 2.945), (2.72, 2.288)],
     ),
     (
         "json",
         MemoryContent::Json,
-        [
-            (3.80, 0.787),
-            (3.51, 0.691),
-            (1.04, 1.202),
-            (3.58, 0.879),
-            (6.82, 1.080),
-            (5.99, 0.891),
-        ],
+        [(3.80, 0.787), (3.51, 0.691), (1.04, 1.202), (3.58, 0.879), (6.82, 1.080), (5.99, 0.891)],
     ),
     (
         "heap",
         MemoryContent::Heap,
-        [
-            (2.14, 1.931),
-            (2.06, 1.806),
-            (1.11, 1.087),
-            (2.07, 2.189),
-            (2.88, 3.122),
-            (2.70, 2.109),
-        ],
+        [(2.14, 1.931), (2.06, 1.806), (1.11, 1.087), (2.07, 2.189), (2.88, 3.122), (2.70, 2.109)],
     ),
     (
         "sparse",
         MemoryContent::Sparse,
-        [
-            (34.06, 0.158),
-            (33.08, 0.111),
-            (8.07, 0.698),
-            (41.08, 0.141),
-            (46.07, 0.260),
-            (35.37, 0.211),
-        ],
+        [(34.06, 0.158), (33.08, 0.111), (8.07, 0.698), (41.08, 0.141), (46.07, 0.260), (35.37, 0.211)],
     ),
     (
         "sequence",
         MemoryContent::Sequence,
-        [
-            (1.92, 1.128),
-            (1.92, 1.122),
-            (7.72, 0.243),
-            (2.41, 1.856),
-            (5.82, 1.804),
-            (4.38, 1.534),
-        ],
+        [(1.92, 1.128), (1.92, 1.122), (7.72, 0.243), (2.41, 1.856), (5.82, 1.804), (4.38, 1.534)],
     ),
     (
         "counter",
         MemoryContent::Counter,
-        [
-            (1.95, 0.924),
-            (1.95, 0.911),
-            (243.9, 0.153),
-            (3.36, 1.790),
-            (8.98, 1.817),
-            (5.93, 1.241),
-        ],
+        [(1.95, 0.924), (1.95, 0.911), (243.9, 0.153), (3.36, 1.790), (8.98, 1.817), (5.93, 1.241)],
     ),
     (
         "code",
         MemoryContent::Code,
-        [
-            (1.08, 1.347),
-            (1.01, 0.570),
-            (1.00, 0.196),
-            (1.06, 0.986),
-            (1.21, 2.373),
-            (1.37, 2.667),
-        ],
+        [(1.08, 1.347), (1.01, 0.570), (1.00, 0.196), (1.06, 0.986), (1.21, 2.373), (1.37, 2.667)],
     ),
     (
         "base64",
         MemoryContent::Base64,
-        [
-            (1.00, 0.081),
-            (1.00, 0.077),
-            (1.00, 0.192),
-            (1.00, 0.123),
-            (1.33, 0.655),
-            (1.33, 1.015),
-        ],
+        [(1.00, 0.081), (1.00, 0.077), (1.00, 0.192), (1.00, 0.123), (1.33, 0.655), (1.33, 1.015)],
     ),
     (
         "random",
         MemoryContent::Random,
-        [
-            (1.00, 0.080),
-            (1.00, 0.080),
-            (1.00, 0.192),
-            (1.00, 0.112),
-            (1.00, 0.112),
-            (1.00, 0.501),
-        ],
+        [(1.00, 0.080), (1.00, 0.080), (1.00, 0.192), (1.00, 0.112), (1.00, 0.112), (1.00, 0.501)],
     ),
     // Real programs fall into the class of generated text.
     (
         "programs",
         MemoryContent::Text,
-        [
-            (1.77, 1.343),
-            (1.47, 0.852),
-            (1.25, 0.629),
-            (1.73, 1.433),
-            (2.35, 1.920),
-            (2.22, 1.938),
-        ],
+        [(1.77, 1.343), (1.47, 0.852), (1.25, 0.629), (1.73, 1.433), (2.35, 1.920), (2.22, 1.938)],
     ),
 ];
 
 /// Mixes of kinds by name, in per cent; an image has them in stretches of some MiB.
 const MIXES: [(&str, &[(&str, u64)]); 5] = [
-    (
-        "server",
-        &[
-            ("text", 30),
-            ("heap", 20),
-            ("programs", 20),
-            ("zeros", 10),
-            ("sparse", 10),
-            ("random", 10),
-        ],
-    ),
-    (
-        "database",
-        &[("sequence", 30), ("heap", 30), ("json", 20), ("random", 20)],
-    ),
+    ("server", &[("text", 30), ("heap", 20), ("programs", 20), ("zeros", 10), ("sparse", 10), ("random", 10)]),
+    ("database", &[("sequence", 30), ("heap", 30), ("json", 20), ("random", 20)]),
     ("media", &[("random", 80), ("programs", 10), ("heap", 10)]),
     ("counters", &[("counter", 60), ("sequence", 20), ("zeros", 20)]),
     (
@@ -300,14 +210,7 @@ impl Pipeline {
         self.sent_at = self.sent_at.max(write_at) + bytes * self.link_ns_per_byte;
         // Bytes that are not sent when the write ends must fit into the socket.
         let room_at = self.sent_at - self.socket_bytes * self.link_ns_per_byte;
-        self.written_at = room_at.max(
-            write_at
-                + if self.socket_bytes > 0.0 {
-                    bytes * WRITE_NS_PER_BYTE
-                } else {
-                    0.0
-                },
-        );
+        self.written_at = room_at.max(write_at + if self.socket_bytes > 0.0 { bytes * WRITE_NS_PER_BYTE } else { 0.0 });
         self.queue.push_back((self.written_at, bytes));
         self.queue_bytes += bytes;
         self.written_at - write_at
@@ -317,10 +220,7 @@ impl Pipeline {
     fn made(&mut self, memory: &Memory, method: Option<Method>) -> (Option<usize>, f64, f64) {
         let (left, ns) = method.map_or((1.0, NONE_NS_PER_BYTE), |method| memory.costs[method.index()]);
         let fits = left < 0.97;
-        let (bytes, ns) = (
-            if fits { left } else { 1.0 } * BATCH_BYTES as f64,
-            ns * BATCH_BYTES as f64,
-        );
+        let (bytes, ns) = (if fits { left } else { 1.0 } * BATCH_BYTES as f64, ns * BATCH_BYTES as f64);
         let write_ns = self.send(bytes, ns);
         (fits.then_some(bytes as usize), ns, write_ns)
     }
@@ -376,9 +276,7 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
             for encoders in [1.0, 2.0, 4.0, 8.0] {
                 let pipeline = || Pipeline::new(encoders, gigabits / 8.0, socket_bytes);
                 let alone = [None].into_iter().chain(Method::ALL.map(Some));
-                let best = alone
-                    .map(|method| ns_of_one_method(&image, method, pipeline()))
-                    .fold(f64::MAX, f64::min);
+                let best = alone.map(|method| ns_of_one_method(&image, method, pipeline())).fold(f64::MAX, f64::min);
                 // An image that largely fits into the socket is sent before the link's speed can be measured.
                 if best * gigabits / 8.0 < 64.0 * socket_bytes {
                     continue;
@@ -388,10 +286,7 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
                 if share < worst.0 {
                     worst = (
                         share,
-                        format!(
-                            "{name} over {gigabits} Gbit/s by {encoders} encoders, {:?}",
-                            selector.statistics()
-                        ),
+                        format!("{name} over {gigabits} Gbit/s by {encoders} encoders, {:?}", selector.statistics()),
                     );
                 }
             }
@@ -401,10 +296,7 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
 }
 
 fn sender(encoders: f64, gigabits: f64) -> SenderProfile {
-    SenderProfile {
-        encoders: encoders as usize,
-        link_bytes_per_second: (gigabits * 1e9 / 8.0) as u64,
-    }
+    SenderProfile { encoders: encoders as usize, link_bytes_per_second: (gigabits * 1e9 / 8.0) as u64 }
 }
 
 /// The selection always reaches nearly the throughput of the best single method.
@@ -434,18 +326,11 @@ fn scarce_cpu_selects_cheap_methods() {
         for gigabits in [1.0, 10.0] {
             let pipeline = || Pipeline::new(0.25, gigabits / 8.0, 0.0);
             let alone = [None].into_iter().chain(Method::ALL.map(Some));
-            let best = alone
-                .map(|method| ns_of_one_method(&image, method, pipeline()))
-                .fold(f64::MAX, f64::min);
+            let best = alone.map(|method| ns_of_one_method(&image, method, pipeline())).fold(f64::MAX, f64::min);
             let mut selector = Selector::new(&here(), sender(4.0, gigabits), 4096);
             selector.set_encoders(0.25);
             let share = best / ns_of_choosing(&image, &mut selector, pipeline());
-            assert!(
-                share >= 0.9,
-                "{} over {gigabits} Gbit/s: {share}, {:?}",
-                kind.name,
-                selector.picks()
-            );
+            assert!(share >= 0.9, "{} over {gigabits} Gbit/s: {share}, {:?}", kind.name, selector.picks());
         }
     }
 }
@@ -488,20 +373,12 @@ fn settled(
 fn incompressible_memory_is_sent_unencoded() {
     for gigabits in [0.1, 1.0, 10.0, 100.0] {
         let mut selector = Selector::new(&here(), sender(2.0, gigabits), 64);
-        let (tried, left) = settled(
-            &mut selector,
-            "random",
-            &mut Pipeline::new(2.0, gigabits / 8.0, 0.0),
-            10_000,
-        );
+        let (tried, left) = settled(&mut selector, "random", &mut Pipeline::new(2.0, gigabits / 8.0, 0.0), 10_000);
         assert!(left > 8000, "{gigabits} Gbit/s: {left}, {tried:?}");
         let evidence = selector.statistics();
         let ns: u64 = Method::ALL.iter().map(|&method| evidence.encoding(method).ns).sum();
         // A tenth of the time of a copy to the socket.
-        assert!(
-            ns / (evidence.pages() * PAGE as u64 / 1000) < 60,
-            "{gigabits} Gbit/s: {ns} ns"
-        );
+        assert!(ns / (evidence.pages() * PAGE as u64 / 1000) < 60, "{gigabits} Gbit/s: {ns} ns");
     }
 }
 
@@ -524,10 +401,7 @@ fn link_speed_determines_method() {
 
 #[test]
 fn device_is_used_if_cheap() {
-    let memory = *kinds()
-        .iter()
-        .find(|memory| memory.name == "text")
-        .expect("it is there");
+    let memory = *kinds().iter().find(|memory| memory.name == "text").expect("it is there");
     let costs = memory.costs[Method::Deflate.index()];
     // Time that a thread spends on a batch that the device encodes, as a multiple of encoding it itself.
     let share = |of_own: f64| {
@@ -538,11 +412,7 @@ fn device_is_used_if_cheap() {
         for at in 0..4000 {
             let region = at / 4 % 64;
             let way = selector.pick(region, memory.class, BATCH_PAGES);
-            let memory = if way == Some(BatchEncoding::Device) {
-                with_device
-            } else {
-                memory
-            };
+            let memory = if way == Some(BatchEncoding::Device) { with_device } else { memory };
             let (encoded, ns, write_ns) = pipeline.made(&memory, way.map(BatchEncoding::method));
             if let Some(way) = way {
                 selector.record(region, memory.class, way, BATCH_PAGES, encoded, ns as u64);
@@ -560,10 +430,7 @@ fn changed_memory_kind_is_detected() {
     let mut selector = Selector::new(&here(), sender(2.0, 1.0), 64);
     let mut pipeline = Pipeline::new(2.0, 1.0 / 8.0, 0.0);
     settled(&mut selector, "random", &mut pipeline, 1000);
-    let memory = *kinds()
-        .iter()
-        .find(|memory| memory.name == "text")
-        .expect("it is there");
+    let memory = *kinds().iter().find(|memory| memory.name == "text").expect("it is there");
     let before = selector.statistics().unencoded_pages;
     for at in 0..100 {
         choose(&mut selector, &memory, &mut pipeline, at / 4);

@@ -214,11 +214,7 @@ impl Activity {
         if in_flight == 0 {
             self.busy_since.set(started_at);
         }
-        InFlightRequest {
-            activity: self,
-            started_at,
-            weight,
-        }
+        InFlightRequest { activity: self, started_at, weight }
     }
 
     /// Returns the time of this turn, or the present time if `started_at` was in this turn.
@@ -249,10 +245,7 @@ impl Activity {
     #[cold]
     fn record_sync_duration(&self, kind: RequestKind, started_at: u64) {
         let nanos = self.on.now().as_nanos().saturating_sub(started_at);
-        self.kinds[kind as usize]
-            .times
-            .borrow_mut()
-            .add_nanos(nanos, SYNC_SAMPLE_INTERVAL);
+        self.kinds[kind as usize].times.borrow_mut().add_nanos(nanos, SYNC_SAMPLE_INTERVAL);
         if nanos >= SLOW_NANOS {
             self.report_slow(kind, nanos);
         }

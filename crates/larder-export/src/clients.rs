@@ -15,10 +15,7 @@ pub(crate) struct ClientRegistration(Rc<Clients>);
 impl Clients {
     /// Creates a counter without clients. `on_last_disconnect` is called whenever the count returns to zero.
     pub fn new(on_last_disconnect: impl Fn() + 'static) -> Rc<Self> {
-        Rc::new(Self {
-            count: Cell::new(0),
-            on_last_disconnect: Box::new(on_last_disconnect),
-        })
+        Rc::new(Self { count: Cell::new(0), on_last_disconnect: Box::new(on_last_disconnect) })
     }
 
     pub(crate) fn register(self: &Rc<Self>) -> ClientRegistration {

@@ -65,10 +65,7 @@ impl DescriptorStore {
                 Err(_) => state.inherited.push((name, file)),
             }
         }
-        Ok(Self {
-            manager,
-            state: Mutex::new(state),
-        })
+        Ok(Self { manager, state: Mutex::new(state) })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -103,11 +100,7 @@ impl DescriptorStore {
         let copy = file.try_clone_to_owned()?;
         self.notify(&mut state, "FDSTORE", &number.to_string(), Some(file))?;
         state.last_number = number;
-        state.shared.push(SharedFile {
-            number,
-            file: copy,
-            uses: 1,
-        });
+        state.shared.push(SharedFile { number, file: copy, uses: 1 });
         Ok(number)
     }
 
@@ -128,10 +121,7 @@ impl DescriptorStore {
     /// Returns the file that the previous process left under this name. It is returned once, and stays in the store.
     pub fn take_inherited(&self, name: &str) -> Option<OwnedFd> {
         let mut state = self.state();
-        let index = state
-            .inherited
-            .iter()
-            .position(|(stored_name, _)| stored_name == name)?;
+        let index = state.inherited.iter().position(|(stored_name, _)| stored_name == name)?;
         Some(state.inherited.remove(index).1)
     }
 
@@ -158,9 +148,8 @@ impl DescriptorStore {
             let _ = rustix::net::shutdown(&file, rustix::net::Shutdown::Both);
             names.push(name);
         }
-        let (used, unused): (Vec<_>, Vec<_>) = std::mem::take(&mut state.shared)
-            .into_iter()
-            .partition(|shared| shared.uses > 0);
+        let (used, unused): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut state.shared).into_iter().partition(|shared| shared.uses > 0);
         state.shared = used;
         let unused = unused.iter().map(|shared| shared.number.to_string());
         for name in names.iter().cloned().chain(unused) {
@@ -170,12 +159,8 @@ impl DescriptorStore {
     }
 
     fn notify(&self, state: &mut State, action: &str, name: &str, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        let timed_out = || {
-            io::Error::new(
-                io::ErrorKind::TimedOut,
-                "the service manager ($NOTIFY_SOCKET) does not accept messages",
-            )
-        };
+        let timed_out =
+            || io::Error::new(io::ErrorKind::TimedOut, "the service manager ($NOTIFY_SOCKET) does not accept messages");
         if state.is_unresponsive {
             return Err(timed_out());
         }

@@ -93,9 +93,7 @@ impl ExternalMappingState {
         }
         match memory.half_word(8).load(Ordering::Relaxed) {
             VERSION => Ok(memory),
-            other => Err(invalid(&format!(
-                "it has version {other}; this program supports version {VERSION}"
-            ))),
+            other => Err(invalid(&format!("it has version {other}; this program supports version {VERSION}"))),
         }
     }
 
@@ -103,14 +101,7 @@ impl ExternalMappingState {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address that the kernel chooses.
         let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                STATE_BYTES,
-                protection,
-                MapFlags::SHARED,
-                descriptor,
-                0,
-            )?
+            rustix::mm::mmap(std::ptr::null_mut(), STATE_BYTES, protection, MapFlags::SHARED, descriptor, 0)?
         };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self { base })
@@ -135,9 +126,7 @@ impl ExternalMappingState {
 
     /// Returns the number of the pager's userfaultfd in the process, once it exists.
     pub fn userfaultfd_number(&self) -> Option<u32> {
-        self.half_word(USERFAULTFD_OFFSET)
-            .load(Ordering::Acquire)
-            .checked_sub(1)
+        self.half_word(USERFAULTFD_OFFSET).load(Ordering::Acquire).checked_sub(1)
     }
 
     /// Stores the number that [`Self::userfaultfd_number`] returns; `None` if there is no userfaultfd any more.
@@ -189,10 +178,7 @@ impl PagerClient {
     /// memfd_create(2), ftruncate(2) or mmap(2) failed.
     pub fn instance() -> io::Result<&'static Self> {
         static INSTANCE: OnceLock<Result<PagerClient, rustix::io::Errno>> = OnceLock::new();
-        INSTANCE
-            .get_or_init(Self::create)
-            .as_ref()
-            .map_err(|errno| (*errno).into())
+        INSTANCE.get_or_init(Self::create).as_ref().map_err(|errno| (*errno).into())
     }
 
     fn create() -> Result<Self, rustix::io::Errno> {
@@ -202,11 +188,7 @@ impl PagerClient {
         let memory = ExternalMappingState::map(descriptor.as_fd()).map_err(|_| rustix::io::Errno::NOMEM)?;
         memory.half_word(8).store(VERSION, Ordering::Relaxed);
         memory.word(0).store(MAGIC, Ordering::Release);
-        Ok(Self {
-            memory,
-            _descriptor: descriptor,
-            next_slot: AtomicUsize::new(0),
-        })
+        Ok(Self { memory, _descriptor: descriptor, next_slot: AtomicUsize::new(0) })
     }
 
     /// Requests the registration of new mappings, which must not be touched before; returns the argument for
@@ -233,10 +215,7 @@ impl PagerClient {
 
     /// Returns a counter of requests in flight, for one thread. (Threads beyond the number of slots share them.)
     pub fn request_counter(&'static self) -> InFlightCounter {
-        InFlightCounter {
-            client: self,
-            slot: self.next_slot.fetch_add(1, Ordering::Relaxed) % SLOTS,
-        }
+        InFlightCounter { client: self, slot: self.next_slot.fetch_add(1, Ordering::Relaxed) % SLOTS }
     }
 }
 
@@ -269,10 +248,7 @@ impl InFlightCounter {
 
     /// Ends a request, which no longer touches guest memory.
     pub fn end_request(&self, token: InFlightToken) {
-        self.client
-            .memory
-            .in_flight(self.slot, token.0)
-            .fetch_sub(1, Ordering::SeqCst);
+        self.client.memory.in_flight(self.slot, token.0).fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -367,11 +343,7 @@ mod tests {
         let guest = rustix::fs::memfd_create(c"guest", MemfdFlags::CLOEXEC).expect("memory");
         let open = || {
             let path = format!("/proc/self/fd/{}", guest.as_raw_fd());
-            std::fs::File::options()
-                .read(true)
-                .write(true)
-                .open(path)
-                .expect("the file opens")
+            std::fs::File::options().read(true).write(true).open(path).expect("the file opens")
         };
         assert!(!is_managed(guest.as_fd()).expect("asked"));
         let pager = open();
@@ -390,10 +362,7 @@ mod tests {
     fn file_without_state_is_refused() {
         let memory = rustix::fs::memfd_create(c"x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memory");
         rustix::fs::ftruncate(&memory, STATE_BYTES as u64).expect("room");
-        assert!(
-            ExternalMappingState::open(memory.as_fd()).is_err(),
-            "it can be truncated"
-        );
+        assert!(ExternalMappingState::open(memory.as_fd()).is_err(), "it can be truncated");
         rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).expect("sealed");
         assert!(ExternalMappingState::open(memory.as_fd()).is_err(), "zeros");
     }

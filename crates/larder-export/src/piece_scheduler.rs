@@ -191,9 +191,7 @@ impl PieceScheduler {
         if let Err(error) = check_request(device.name(), &device.geometry(), Operation::Read, range) {
             return Io::ready(Err(error));
         }
-        Io::task(self.run_in_pieces(start, buffer.len(), move |at, from, len| {
-            device.read(at, buffer.slice(from, len))
-        }))
+        Io::task(self.run_in_pieces(start, buffer.len(), move |at, from, len| device.read(at, buffer.slice(from, len))))
     }
 
     /// Writes any length, as [`BlockDevice::write`] does. A failed write leaves each sector old or new, as a short
@@ -227,9 +225,11 @@ impl PieceScheduler {
         if let Err(error) = check_request(device.name(), &device.geometry(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
-        Io::task(self.run_in_pieces(start, buffer.len(), move |at, from, len| {
-            device.write(at, buffer.slice(from, len), flags)
-        }))
+        Io::task(
+            self.run_in_pieces(start, buffer.len(), move |at, from, len| {
+                device.write(at, buffer.slice(from, len), flags)
+            }),
+        )
     }
 
     /// Starts a long request that needs no task here: a single piece that need not wait.
@@ -310,8 +310,7 @@ mod tests {
         fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
             Io::task(async move {
                 self.in_flight_bytes.set(self.in_flight_bytes.get() + buffer.len());
-                self.in_flight_bytes_max
-                    .set(self.in_flight_bytes_max.get().max(self.in_flight_bytes.get()));
+                self.in_flight_bytes_max.set(self.in_flight_bytes_max.get().max(self.in_flight_bytes.get()));
                 for _ in 0..100 {
                     yield_now().await;
                 }
@@ -350,10 +349,7 @@ mod tests {
     #[test]
     fn long_request_leaves_turns_to_others() {
         let on = Loop::simulated().expect("a loop");
-        let (scheduler, device) = (
-            PieceScheduler::new(&on),
-            MemoryDevice::new(ByteLen::new(LEN as u64), 512),
-        );
+        let (scheduler, device) = (PieceScheduler::new(&on), MemoryDevice::new(ByteLen::new(LEN as u64), 512));
         let (mut memory, mut other) = (vec![1; LEN], [1; 4096]);
         on.block_on(async {
             let mut read = pin!(scheduler.read(&device, ByteOffset::ZERO, ReadBuf::new(&mut memory)));
@@ -386,9 +382,8 @@ mod tests {
         let mut memory = vec![1; LEN];
         let buffer = ReadBuf::new(&mut memory);
         on.block_on(async {
-            let reads: SmallVec<[Io<'_>; REQUESTS]> = (0..REQUESTS)
-                .map(|_| scheduler.read(&device, ByteOffset::ZERO, buffer))
-                .collect();
+            let reads: SmallVec<[Io<'_>; REQUESTS]> =
+                (0..REQUESTS).map(|_| scheduler.read(&device, ByteOffset::ZERO, buffer)).collect();
             join(reads).await.expect("they read");
         });
         let in_flight_bytes_max = device.in_flight_bytes_max.get();
@@ -396,10 +391,7 @@ mod tests {
             (IN_FLIGHT_BYTES_MAX..IN_FLIGHT_BYTES_MAX + PIECE_BYTES_MAX).contains(&in_flight_bytes_max),
             "{in_flight_bytes_max} bytes"
         );
-        assert_eq!(
-            (scheduler.0.in_flight_bytes.get(), device.in_flight_bytes.get()),
-            (0, 0)
-        );
+        assert_eq!((scheduler.0.in_flight_bytes.get(), device.in_flight_bytes.get()), (0, 0));
     }
 
     /// Requests that are cancelled, whether they have begun or wait, make room for others.
@@ -411,9 +403,8 @@ mod tests {
         let buffer = ReadBuf::new(&mut memory);
         on.block_on(async {
             let mut context = Context::from_waker(Waker::noop());
-            let mut cancelled: Vec<_> = (0..4)
-                .map(|_| Box::pin(scheduler.read(&device, ByteOffset::ZERO, buffer)))
-                .collect();
+            let mut cancelled: Vec<_> =
+                (0..4).map(|_| Box::pin(scheduler.read(&device, ByteOffset::ZERO, buffer))).collect();
             for _ in 0..50 {
                 for read in &mut cancelled {
                     assert!(read.as_mut().poll(&mut context).is_pending());
@@ -434,10 +425,7 @@ mod tests {
     #[test]
     fn long_write_past_the_end_writes_nothing() {
         let on = Loop::simulated().expect("a loop");
-        let (scheduler, device) = (
-            PieceScheduler::new(&on),
-            MemoryDevice::new(ByteLen::new(LEN as u64), 512),
-        );
+        let (scheduler, device) = (PieceScheduler::new(&on), MemoryDevice::new(ByteLen::new(LEN as u64), 512));
         let data = vec![1; 4 * PIECE_BYTES_MAX];
         let start = ByteOffset::new((LEN - 3 * PIECE_BYTES_MAX) as u64);
         let mut found = vec![1; 3 * PIECE_BYTES_MAX];

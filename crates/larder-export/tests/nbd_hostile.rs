@@ -108,12 +108,7 @@ fn serve(on: &Loop, open: bool, options: NbdServerOptions) -> Served {
     let device = Gated::new(open);
     let server = NbdServer::new(on, Rc::clone(&device) as Rc<dyn BlockDevice>, options);
     server.listen(Listener::from_descriptor(on, place.listener()).expect("a socket"));
-    Served {
-        on: on.clone(),
-        device,
-        server,
-        place,
-    }
+    Served { on: on.clone(), device, server, place }
 }
 
 impl Served {
@@ -190,11 +185,7 @@ fn garbage_ends_only_its_connection() {
         let mut random = Random(11);
         let bystander = served.client().await;
         for round in 0..60 {
-            let mut socket = if round % 2 == 0 {
-                served.connect()
-            } else {
-                served.client().await
-            };
+            let mut socket = if round % 2 == 0 { served.connect() } else { served.client().await };
             let mut bytes: Vec<u8> = (0..1000).map(|_| random.next() as u8).collect();
             match round % 6 {
                 // Valid flags, then garbage in place of an option.
@@ -249,10 +240,7 @@ fn invalid_requests_are_refused_individually() {
 #[test]
 fn read_only_export_refuses_changes() {
     on_loop(async |on| {
-        let options = NbdServerOptions {
-            read_only: true,
-            ..NbdServerOptions::default()
-        };
+        let options = NbdServerOptions { read_only: true, ..NbdServerOptions::default() };
         let served = serve(on, true, options);
         let socket = served.client().await;
         let write = [request(1, 0, 1, 0, 512), vec![1; 512]].concat();
@@ -267,10 +255,7 @@ fn read_only_export_refuses_changes() {
 #[test]
 fn stalled_handshake_is_dropped() {
     on_loop(async |on| {
-        let options = NbdServerOptions {
-            handshake_timeout: Duration::from_millis(50),
-            ..NbdServerOptions::default()
-        };
+        let options = NbdServerOptions { handshake_timeout: Duration::from_millis(50), ..NbdServerOptions::default() };
         let served = serve(on, true, options);
         let silent = served.connect();
         let mut hesitant = served.connect();
@@ -309,18 +294,13 @@ fn disconnected_client_leaves_nothing_behind() {
 #[test]
 fn client_at_limit_is_not_read() {
     on_loop(async |on| {
-        let options = NbdServerOptions {
-            requests_max: 4,
-            ..NbdServerOptions::default()
-        };
+        let options = NbdServerOptions { requests_max: 4, ..NbdServerOptions::default() };
         let served = serve(on, false, options);
         let mut socket = served.client().await;
         for cookie in 0..9 {
             socket.write_all(&request(0, 0, cookie, 0, 512)).expect("writes");
         }
-        socket
-            .write_all(&[request(1, 0, 9, 0, 512), vec![1; 512]].concat())
-            .expect("writes");
+        socket.write_all(&[request(1, 0, 9, 0, 512), vec![1; 512]].concat()).expect("writes");
         served.until(|served| served.device.reads.get() == 4).await;
         // The round trip of another client gives a fifth read time to begin, if it could.
         let other = served.client().await;
@@ -336,10 +316,7 @@ fn client_at_limit_is_not_read() {
 #[test]
 fn excess_clients_are_refused() {
     on_loop(async |on| {
-        let options = NbdServerOptions {
-            connections_max: 3,
-            ..NbdServerOptions::default()
-        };
+        let options = NbdServerOptions { connections_max: 3, ..NbdServerOptions::default() };
         let served = serve(on, true, options);
         let mut inside = Vec::new();
         for _ in 0..3 {
@@ -388,17 +365,12 @@ fn stopping_server_refuses_new_requests() {
 #[test]
 fn stuck_client_does_not_prevent_stop() {
     on_loop(async |on| {
-        let options = NbdServerOptions {
-            stop_timeout: Duration::from_millis(50),
-            ..NbdServerOptions::default()
-        };
+        let options = NbdServerOptions { stop_timeout: Duration::from_millis(50), ..NbdServerOptions::default() };
         let served = serve(on, true, options);
         let mut socket = served.client().await;
         for cookie in 0..8 {
             // More than the socket buffers.
-            socket
-                .write_all(&request(0, 0, cookie, 0, SIZE as u32))
-                .expect("writes");
+            socket.write_all(&request(0, 0, cookie, 0, SIZE as u32)).expect("writes");
         }
         served.until(|served| served.device.reads.get() == 8).await;
         served.server.stop().await;
@@ -408,9 +380,7 @@ fn stuck_client_does_not_prevent_stop() {
 
 /// Requests the whole disk `count` times, and receives no reply.
 fn ask_for_much(socket: &UnixStream, count: u64) {
-    let asked: Vec<u8> = (0..count)
-        .flat_map(|cookie| request(0, 0, cookie, 0, SIZE as u32))
-        .collect();
+    let asked: Vec<u8> = (0..count).flat_map(|cookie| request(0, 0, cookie, 0, SIZE as u32)).collect();
     (&*socket).write_all(&asked).expect("writes");
 }
 
@@ -445,9 +415,7 @@ fn stuck_clients_hold_bounded_memory() {
         // The memory reserved for one client is always available to it, whatever other clients do.
         let modest = served.client().await;
         for cookie in 0..20 {
-            (&modest)
-                .write_all(&request(0, 0, cookie, 0, 512 << 10))
-                .expect("writes");
+            (&modest).write_all(&request(0, 0, cookie, 0, 512 << 10)).expect("writes");
             answer(on, &modest, 512 << 10).await;
         }
         let held = served.device.reads.get() - 20;
@@ -541,10 +509,7 @@ fn client_waiting_for_disk_stays_connected() {
 #[test]
 fn names_with_nuls_are_refused() {
     on_loop(async |on| {
-        let options = NbdServerOptions {
-            export: "disk".to_owned(),
-            ..NbdServerOptions::default()
-        };
+        let options = NbdServerOptions { export: "disk".to_owned(), ..NbdServerOptions::default() };
         let served = serve(on, true, options);
         let option = |option: u32, data: &[u8]| {
             let mut message = b"IHAVEOPT".to_vec();
@@ -560,9 +525,7 @@ fn names_with_nuls_are_refused() {
             socket.write_all(&3u32.to_be_bytes()).expect("writes");
             let mut kinds = Vec::new();
             for number in [6, 7] {
-                socket
-                    .write_all(&option(number, b"\0\0\0\x05disk\0\0\0"))
-                    .expect("writes");
+                socket.write_all(&option(number, b"\0\0\0\x05disk\0\0\0")).expect("writes");
                 let mut reply = [0; 20];
                 socket.read_exact(&mut reply).expect("a reply");
                 let word = |at: usize| reply[at..at + 4].try_into().map(u32::from_be_bytes).expect("4 bytes");

@@ -26,10 +26,7 @@ fn on_loop(test: impl AsyncFn(&Loop)) {
 async fn file_disk(on: &Loop, size: u64) -> (Rc<FileDevice>, tempfile::NamedTempFile) {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("an image");
     file.as_file().set_len(size).expect("room for it");
-    let options = FileOptions {
-        share: true,
-        ..FileOptions::default()
-    };
+    let options = FileOptions { share: true, ..FileOptions::default() };
     let device = FileDevice::open(on, file.path(), options).await;
     (device.expect("opens"), file)
 }
@@ -74,18 +71,8 @@ fn nbdinfo_sees_features_and_export_names() {
         let device = Rc::new(MemoryDevice::new(ByteLen::mib(8), 512));
         let (server, place) = serve(on, device, options);
         let uri = place.uri("disk").to_string();
-        for feature in [
-            "df",
-            "fast-zero",
-            "flush",
-            "fua",
-            "multi-conn",
-            "trim",
-            "write",
-            "zero",
-            "cache",
-            "structured",
-        ] {
+        for feature in ["df", "fast-zero", "flush", "fua", "multi-conn", "trim", "write", "zero", "cache", "structured"]
+        {
             let asked = match feature {
                 "structured" => with("nbdinfo", ["--can", "structured-reply", &uri]),
                 feature => with("nbdinfo", ["--can", feature, &uri]),
@@ -114,10 +101,7 @@ fn nbdinfo_sees_features_and_export_names() {
         assert!(told.contains("export=\"disk\""), "{told}");
         let unknown = place.uri("other").to_string();
         let (found, told) = try_beside(on, with("nbdinfo", [&unknown])).await;
-        assert!(
-            !found && told.contains("No such file or directory for export: other"),
-            "{told}"
-        );
+        assert!(!found && told.contains("No such file or directory for export: other"), "{told}");
         server.stop().await;
         assert_eq!(server.statistics().connections, 0);
     });
@@ -133,12 +117,7 @@ fn data_of_other_clients_reads_back() {
         let source = place.path("source");
         let file = std::fs::File::create(&source).expect("a file");
         file.set_len(32 * MIB).expect("room");
-        for (at, len) in [
-            (0, 1),
-            (100 << 10, 30 << 10),
-            (3 * MIB, 2 * MIB),
-            (17 * MIB + 512, 9 * MIB),
-        ] {
+        for (at, len) in [(0, 1), (100 << 10, 30 << 10), (3 * MIB, 2 * MIB), (17 * MIB + 512, 9 * MIB)] {
             file.write_all_at(&pattern(len as usize, at), at).expect("room");
         }
         let source = source.display().to_string();
@@ -148,16 +127,9 @@ fn data_of_other_clients_reads_back() {
             with("nbdcopy", ["--connections=4", "--requests=64", &source, &uri]),
         ] {
             image.as_file().set_len(0).expect("can shrink");
-            image
-                .as_file()
-                .write_all_at(&vec![0x55; (32 * MIB) as usize], 0)
-                .expect("room");
+            image.as_file().write_all_at(&vec![0x55; (32 * MIB) as usize], 0).expect("room");
             run_beside(on, copy).await;
-            run_beside(
-                on,
-                with("qemu-img", ["compare", "-f", "raw", "-F", "raw", &source, &uri]),
-            )
-            .await;
+            run_beside(on, with("qemu-img", ["compare", "-f", "raw", "-F", "raw", &source, &uri])).await;
             let back = place.path("back").display().to_string();
             // Without the allocation map reads span the boundaries of holes.
             for how in ["--no-extents", "--requests=16"] {
@@ -176,18 +148,12 @@ fn export_map_equals_file_map() {
     on_loop(async |on| {
         let (device, image) = file_disk(on, 8 * MIB).await;
         for (at, len) in [(0, 64 << 10), (MIB, 128 << 10), (5 * MIB, MIB)] {
-            image
-                .as_file()
-                .write_all_at(&pattern(len as usize, at), at)
-                .expect("room");
+            image.as_file().write_all_at(&pattern(len as usize, at), at).expect("room");
         }
         let (_server, place) = serve(on, device, NbdServerOptions::default());
         let uri = place.uri("").to_string();
         let map = run_beside(on, with("nbdinfo", ["--map", &uri])).await;
-        let map: Vec<Vec<&str>> = map
-            .lines()
-            .map(|line| line.split_whitespace().take(3).collect())
-            .collect();
+        let map: Vec<Vec<&str>> = map.lines().map(|line| line.split_whitespace().take(3).collect()).collect();
         let expected = [
             ["0", "65536", "0"],
             ["65536", "983040", "3"],
@@ -237,10 +203,7 @@ fn qemu_io_verifies_its_own_requests() {
         }
         command.arg(place.uri("").to_string());
         let told = run_beside(on, command).await;
-        assert!(
-            !told.contains("verification failed") && !told.contains("failed:"),
-            "{told}"
-        );
+        assert!(!told.contains("verification failed") && !told.contains("failed:"), "{told}");
         let mut block = [1; 512];
         image.as_file().read_exact_at(&mut block, 4 * MIB).expect("is there");
         assert_eq!(block, [0; 512]);
@@ -286,10 +249,7 @@ fn qemu_uses_extended_headers() {
     const GIB: u64 = 1 << 30;
     on_loop(async |on| {
         let (device, image) = file_disk(on, 6 * GIB).await;
-        image
-            .as_file()
-            .write_all_at(&pattern(MIB as usize, 1), 5 * GIB)
-            .expect("room");
+        image.as_file().write_all_at(&pattern(MIB as usize, 1), 5 * GIB).expect("room");
         let (server, place) = serve(on, device, NbdServerOptions::default());
         let uri = place.uri("").to_string();
         let mut command = program_of_debian13("qemu-io");
@@ -311,10 +271,7 @@ fn qemu_uses_extended_headers() {
         }
         command.arg(&uri);
         let told = run_beside(on, command).await;
-        assert!(
-            !told.contains("verification failed") && !told.contains("failed:"),
-            "{told}"
-        );
+        assert!(!told.contains("verification failed") && !told.contains("failed:"), "{told}");
         let mut map = program_of_debian13("qemu-img");
         map.args(["map", "--output=json", "-f", "raw", &uri]);
         let map = run_beside(on, map).await;
@@ -327,17 +284,7 @@ fn qemu_uses_extended_headers() {
         }
         let before = server.statistics();
         let mut zero = program_of_debian13("qemu-io");
-        zero.args([
-            "-f",
-            "raw",
-            "-d",
-            "unmap",
-            "-c",
-            "write -n -z -u 0 5G",
-            "-c",
-            "read -P 0 0 64M",
-            &uri,
-        ]);
+        zero.args(["-f", "raw", "-d", "unmap", "-c", "write -n -z -u 0 5G", "-c", "read -P 0 0 64M", &uri]);
         let told = run_beside(on, zero).await;
         assert!(!told.contains("failed"), "{told}");
         let seen = server.statistics();

@@ -25,11 +25,7 @@ fn on_loop(test: impl AsyncFn(&Loop)) {
 /// Starts a server that requires TLS with client certificates; returns it and its TCP port.
 fn serve(on: &Loop, pki: &Path) -> (NbdServer, u16) {
     let tls = ServerTls::load_directory(pki, true).unwrap_or_else(|error| panic!("{error}"));
-    let options = NbdServerOptions {
-        export: "disk".to_owned(),
-        tls: Some(tls),
-        ..NbdServerOptions::default()
-    };
+    let options = NbdServerOptions { export: "disk".to_owned(), tls: Some(tls), ..NbdServerOptions::default() };
     let device = Rc::new(MemoryDevice::new(ByteLen::mib(8), 512));
     let server = NbdServer::new(on, device, options);
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -68,19 +64,8 @@ fn clients_with_certificates_transfer_data() {
         assert!(done, "{told}");
         let credentials = format!("tls-creds-x509,id=tls,endpoint=client,dir={pki}");
         let disk = format!("driver=nbd,host=127.0.0.1,port={port},export=disk,tls-creds=tls,tls-hostname=localhost");
-        let compare = with(
-            "qemu-img",
-            [
-                "convert",
-                "--object",
-                &credentials,
-                "--image-opts",
-                &disk,
-                "-O",
-                "raw",
-                &back,
-            ],
-        );
+        let compare =
+            with("qemu-img", ["convert", "--object", &credentials, "--image-opts", &disk, "-O", "raw", &back]);
         let (done, told) = try_beside(on, compare).await;
         assert!(done, "{told}");
         assert!(std::fs::read(&back).expect("is there") == data);

@@ -38,11 +38,7 @@ fn check(what: &str, options: Options, corrupt: impl Fn(&mut FrontEnd)) {
     assert!(guest.capacity().is_ok(), "{what}");
     // This reply shows that the kick of the broken queue was handled, too, in an earlier turn of the loop.
     flush_works(&mut guest, 1);
-    assert_eq!(
-        server.probe.errors.load(Ordering::SeqCst),
-        1,
-        "{what}: noticed, and reported once"
-    );
+    assert_eq!(server.probe.errors.load(Ordering::SeqCst), 1, "{what}: noticed, and reported once");
     reset(&mut guest);
     flush_works(&mut guest, 0);
     drop(guest);
@@ -51,17 +47,11 @@ fn check(what: &str, options: Options, corrupt: impl Fn(&mut FrontEnd)) {
 }
 
 fn split() -> Options {
-    Options {
-        size: 16,
-        ..Options::default()
-    }
+    Options { size: 16, ..Options::default() }
 }
 
 fn packed() -> Options {
-    Options {
-        packed: true,
-        ..split()
-    }
+    Options { packed: true, ..split() }
 }
 
 /// Makes a chain of these descriptors available in a split ring: (address, length, flags, next).
@@ -69,14 +59,7 @@ fn put_split(guest: &mut FrontEnd, chain: &[(u64, u32, u16, u16)]) {
     let ring = &mut guest.queues[0].ring;
     for (index, (address, len, flags, next)) in chain.iter().enumerate() {
         let at = ring.places().descriptors + 16 * index as u64;
-        ring.write_descriptor(
-            at,
-            Buffer {
-                address: *address,
-                len: *len,
-            },
-            [*flags, *next],
-        );
+        ring.write_descriptor(at, Buffer { address: *address, len: *len }, [*flags, *next]);
     }
     ring.put_available(0);
     ring.publish();
@@ -89,14 +72,7 @@ fn put_packed(guest: &mut FrontEnd, chain: &[(u64, u32, u16)]) {
     let first = 2;
     for (index, (address, len, flags)) in chain.iter().enumerate().rev() {
         let at = ring.places().descriptors + 16 * (first + index as u64);
-        ring.write_descriptor(
-            at,
-            Buffer {
-                address: *address,
-                len: *len,
-            },
-            [0, flags | DESC_F_AVAIL],
-        );
+        ring.write_descriptor(at, Buffer { address: *address, len: *len }, [0, flags | DESC_F_AVAIL]);
     }
 }
 
@@ -105,10 +81,7 @@ fn corrupt_split_ring_stops_its_queue() {
     let size = split().size;
     check("an available index that jumps", split(), |guest| {
         let places = guest.queue().ring.places();
-        guest
-            .memory
-            .word16(places.driver + 2)
-            .store(1 + size + 1, Ordering::SeqCst);
+        guest.memory.word16(places.driver + 2).store(1 + size + 1, Ordering::SeqCst);
     });
     check("a head outside the table", split(), |guest| {
         guest.queue().ring.put_available(size);
@@ -126,13 +99,7 @@ fn corrupt_split_ring_stops_its_queue() {
         let data = guest.data();
         put_split(guest, &[(data, 16, DESC_F_NEXT | DESC_F_WRITE, 1), (data, 16, 0, 0)]);
     });
-    for (address, len) in [
-        (u64::MAX, 16),
-        (u64::MAX - 8, 16),
-        (1 << 40, 16),
-        (0, u32::MAX),
-        (u64::MAX - 15, 15),
-    ] {
+    for (address, len) in [(u64::MAX, 16), (u64::MAX - 8, 16), (1 << 40, 16), (0, u32::MAX), (u64::MAX - 15, 15)] {
         check("memory that is not the guest's", split(), |guest| {
             put_split(guest, &[(address, len, 0, 0)]);
         });
@@ -159,9 +126,7 @@ fn corrupt_packed_ring_stops_its_queue() {
         put_packed(guest, &[(data, 16, DESC_F_NEXT | DESC_F_WRITE), (data, 16, 0)]);
     });
     for (address, len) in [(u64::MAX, 16), (1 << 40, 16), (0, u32::MAX)] {
-        check("memory that is not the guest's", packed(), |guest| {
-            put_packed(guest, &[(address, len, 0)])
-        });
+        check("memory that is not the guest's", packed(), |guest| put_packed(guest, &[(address, len, 0)]));
     }
     check("an indirect table behind another descriptor", packed(), |guest| {
         let data = guest.data();
@@ -186,16 +151,12 @@ fn corrupt_indirect_table_stops_its_queue() {
             });
         }
         for address in [u64::MAX, u64::MAX - 15, u64::MAX - 31, 1 << 40] {
-            check("a table that is not in memory", options, |guest| {
-                put(guest, address, 32, DESC_F_INDIRECT)
-            });
+            check("a table that is not in memory", options, |guest| put(guest, address, 32, DESC_F_INDIRECT));
         }
         check("a table that runs over the end", options, |guest| {
             let (data, end) = (guest.data(), guest.memory.bytes() as u64);
             let tail = if options.packed { [0, 0] } else { [DESC_F_NEXT, 1] };
-            guest.queues[0]
-                .ring
-                .write_descriptor(end - 16, Buffer { address: data, len: 16 }, tail);
+            guest.queues[0].ring.write_descriptor(end - 16, Buffer { address: data, len: 16 }, tail);
             put(guest, end - 16, 32, DESC_F_INDIRECT);
         });
         check("a table with more behind it", options, |guest| {
@@ -204,14 +165,8 @@ fn corrupt_indirect_table_stops_its_queue() {
         });
         check("a table in a table", options, |guest| {
             let data = guest.data();
-            let tail = if options.packed {
-                [0, DESC_F_INDIRECT]
-            } else {
-                [DESC_F_INDIRECT, 0]
-            };
-            guest.queues[0]
-                .ring
-                .write_descriptor(data, Buffer { address: data, len: 16 }, tail);
+            let tail = if options.packed { [0, DESC_F_INDIRECT] } else { [DESC_F_INDIRECT, 0] };
+            guest.queues[0].ring.write_descriptor(data, Buffer { address: data, len: 16 }, tail);
             put(guest, data, 16, DESC_F_INDIRECT);
         });
     }
@@ -219,11 +174,7 @@ fn corrupt_indirect_table_stops_its_queue() {
         let data = guest.data();
         let ring = &guest.queues[0].ring;
         for (index, next) in [(0, 1), (1, 0)] {
-            ring.write_descriptor(
-                data + 16 * index,
-                Buffer { address: data, len: 16 },
-                [DESC_F_NEXT, next],
-            );
+            ring.write_descriptor(data + 16 * index, Buffer { address: data, len: 16 }, [DESC_F_NEXT, next]);
         }
         put_split(guest, &[(data, 32, DESC_F_INDIRECT, 0)]);
     });
@@ -233,12 +184,7 @@ fn corrupt_indirect_table_stops_its_queue() {
 #[test]
 fn descriptor_reuse_in_flight_stops_queue() {
     let server = Server::start();
-    let options = Options {
-        queues: 2,
-        size: 4,
-        indirect: true,
-        ..Options::default()
-    };
+    let options = Options { queues: 2, size: 4, indirect: true, ..Options::default() };
     let mut guest = FrontEnd::over(server.connect(), options).expect("sets up");
     server.probe.hold();
     for _ in 0..4 {
@@ -255,10 +201,7 @@ fn descriptor_reuse_in_flight_stops_queue() {
     assert!(guest.capacity().is_ok(), "the process lives");
     server.probe.release();
     for _ in 0..4 {
-        assert_eq!(
-            guest.queue().complete(LIMIT).expect("what was under way ends").status,
-            0
-        );
+        assert_eq!(guest.queue().complete(LIMIT).expect("what was under way ends").status, 0);
     }
     flush_works(&mut guest, 1);
     drop(guest);
@@ -273,16 +216,10 @@ fn short_chain_is_returned_untouched() {
     let mut guest = FrontEnd::over(server.connect(), split()).expect("sets up");
     let data = guest.data();
     let head = Buffer { address: data, len: 15 };
-    let room = Buffer {
-        address: data + 64,
-        len: 1,
-    };
+    let room = Buffer { address: data + 64, len: 1 };
     let empty = Buffer { address: data, len: 0 };
-    for (out, into) in [
-        (vec![head], vec![room]),
-        (vec![], vec![room]),
-        (vec![Buffer { len: 16, ..head }], vec![empty]),
-    ] {
+    for (out, into) in [(vec![head], vec![room]), (vec![], vec![room]), (vec![Buffer { len: 16, ..head }], vec![empty])]
+    {
         guest.memory.write(data + 64, &[0xaa]);
         let queue = guest.queue();
         let id = queue.ring.add(&out, &into, None);
@@ -296,10 +233,7 @@ fn short_chain_is_returned_untouched() {
 #[test]
 fn busy_queue_does_not_starve_others() {
     let server = Server::start();
-    let options = Options {
-        queues: 2,
-        ..Options::default()
-    };
+    let options = Options { queues: 2, ..Options::default() };
     let mut guest = FrontEnd::over(server.connect(), options).expect("sets up");
     let busy = guest.queues.remove(0);
     let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
@@ -345,10 +279,7 @@ fn invalid_memory_table_is_refused() {
         let mut table = wire::words(&[regions.len() as u32, 0]);
         regions.iter().for_each(|region| table.extend(wire::longs(region)));
         let files = vec![guest.memory.file(); regions.len()];
-        assert!(
-            guest.wire.tell(wire::SET_MEM_TABLE, &table, &files).is_err(),
-            "{regions:x?}"
-        );
+        assert!(guest.wire.tell(wire::SET_MEM_TABLE, &table, &files).is_err(), "{regions:x?}");
     }
     let mut next = FrontEnd::over(server.connect(), options).expect("the server is well");
     flush_works(&mut next, 0);

@@ -22,12 +22,7 @@ fn kinds() -> Vec<Options> {
     for packed in [false, true] {
         for event_index in [false, true] {
             for indirect in [false, true] {
-                all.push(Options {
-                    packed,
-                    event_index,
-                    indirect,
-                    ..Options::default()
-                });
+                all.push(Options { packed, event_index, indirect, ..Options::default() });
             }
         }
     }
@@ -50,24 +45,10 @@ fn check_round_trip(guest: &mut FrontEnd, queue: usize, seed: u64) {
     let (data, bytes) = (guest.data(), pattern(seed, 4096));
     guest.memory.write(data, &bytes);
     let sector = seed % 1000 * 8;
-    let pieces = [
-        Buffer {
-            address: data,
-            len: 1024,
-        },
-        Buffer {
-            address: data + 1024,
-            len: 3072,
-        },
-    ];
-    let done = guest.queues[queue]
-        .run(&Request::write(sector, &pieces))
-        .expect("writes");
+    let pieces = [Buffer { address: data, len: 1024 }, Buffer { address: data + 1024, len: 3072 }];
+    let done = guest.queues[queue].run(&Request::write(sector, &pieces)).expect("writes");
     assert_eq!((done.status, done.written), (0, 1));
-    let back = [Buffer {
-        address: data + 8192,
-        len: 4096,
-    }];
+    let back = [Buffer { address: data + 8192, len: 4096 }];
     let done = guest.queues[queue].run(&Request::read(sector, &back)).expect("reads");
     assert_eq!((done.status, done.written), (0, 4097));
     assert_eq!(guest.memory.read_vec(data + 8192, 4096), bytes);
@@ -97,10 +78,7 @@ fn rings_continue_after_index_wrap() {
         // The size of a packed ring need not be a power of two.
         let size = if kind.packed { 13 } else { 16 };
         let mut guest = FrontEnd::over(server.connect(), Options { size, ..kind }).expect("sets up");
-        let into = [Buffer {
-            address: guest.data(),
-            len: 512,
-        }];
+        let into = [Buffer { address: guest.data(), len: 512 }];
         let mut answered = 0u32;
         let queue = guest.queue();
         while answered < 70_000 {
@@ -125,51 +103,20 @@ fn every_request_gets_specified_status() {
     let mut guest = FrontEnd::over(server.connect(), Options::default()).expect("sets up");
     let data = guest.data();
     let into = [Buffer { address: data, len: 20 }];
-    let serial = Request {
-        kind: T_GET_ID,
-        sector: 0,
-        out: &[],
-        into: &into,
-    };
+    let serial = Request { kind: T_GET_ID, sector: 0, out: &[], into: &into };
     assert_eq!(guest.queue().run(&serial).expect("an answer").status, 0);
     assert_eq!(&guest.memory.read_vec(data, 20)[..9], b"a serial\0");
 
-    let block = [Buffer {
-        address: data,
-        len: 512,
-    }];
+    let block = [Buffer { address: data, len: 512 }];
     let statuses = |guest: &mut FrontEnd, request: &Request<'_>| guest.queue().run(request).expect("an answer").status;
     let end = DISK_BYTES / 512;
     assert_eq!(statuses(&mut guest, &Request::read(end - 1, &block)), 0);
     assert_eq!(statuses(&mut guest, &Request::read(end, &block)), 1, "behind the end");
-    assert_eq!(
-        statuses(&mut guest, &Request::read(u64::MAX, &block)),
-        1,
-        "far behind the end"
-    );
-    assert_eq!(
-        statuses(&mut guest, &Request::write(u64::MAX / 512, &block)),
-        1,
-        "wraps around"
-    );
-    let odd = [Buffer {
-        address: data,
-        len: 100,
-    }];
+    assert_eq!(statuses(&mut guest, &Request::read(u64::MAX, &block)), 1, "far behind the end");
+    assert_eq!(statuses(&mut guest, &Request::write(u64::MAX / 512, &block)), 1, "wraps around");
+    let odd = [Buffer { address: data, len: 100 }];
     assert_eq!(statuses(&mut guest, &Request::read(0, &odd)), 1, "no whole sector");
-    assert_eq!(
-        statuses(
-            &mut guest,
-            &Request {
-                kind: 99,
-                sector: 0,
-                out: &[],
-                into: &block
-            }
-        ),
-        2,
-        "unknown"
-    );
+    assert_eq!(statuses(&mut guest, &Request { kind: 99, sector: 0, out: &[], into: &block }), 2, "unknown");
 
     for (kind, sectors, flags, status) in [
         (T_DISCARD, 8, 0, 0),
@@ -186,18 +133,7 @@ fn every_request_gets_specified_status() {
         assert_eq!(got, status, "request {kind} of {sectors} sectors with flags {flags}");
     }
     for list in [&odd[..], &[]] {
-        assert_eq!(
-            statuses(
-                &mut guest,
-                &Request {
-                    kind: T_DISCARD,
-                    sector: 0,
-                    out: list,
-                    into: &[]
-                }
-            ),
-            1
-        );
+        assert_eq!(statuses(&mut guest, &Request { kind: T_DISCARD, sector: 0, out: list, into: &[] }), 1);
     }
 }
 
@@ -209,10 +145,7 @@ fn successor_sends_missing_interrupt() {
         let mut guest = FrontEnd::over(first.connect(), kind).expect("sets up");
         check_round_trip(&mut guest, 0, 1);
         // The first server completes the request, but cannot interrupt, as if it had been killed just before.
-        guest
-            .wire
-            .tell(wire::SET_VRING_CALL, &wire::longs(&[0x100]), &[])
-            .expect("without an event");
+        guest.wire.tell(wire::SET_VRING_CALL, &wire::longs(&[0x100]), &[]).expect("without an event");
         let queue = guest.queue();
         let mut counter = [0; 8];
         let _ = rustix::io::read(&queue.call, &mut counter);
@@ -224,17 +157,10 @@ fn successor_sends_missing_interrupt() {
         while guest.config(0, 8).is_ok() && first.probe.flushes.load(Ordering::SeqCst) == 0 {
             assert!(Instant::now() < give_up, "the flush never arrived, base {base}");
         }
-        guest
-            .wire
-            .stream()
-            .shutdown(std::net::Shutdown::Both)
-            .expect("hangs up");
+        guest.wire.stream().shutdown(std::net::Shutdown::Both).expect("hangs up");
         drop(first);
         guest.reconnect(second.connect()).expect("goes on");
-        guest
-            .queue()
-            .wait_for_interrupt(Instant::now() + LIMIT)
-            .expect("the interrupt that was owed");
+        guest.queue().wait_for_interrupt(Instant::now() + LIMIT).expect("the interrupt that was owed");
         assert_eq!(guest.queue().try_complete().expect("the flush").status, 0);
         check_round_trip(&mut guest, 0, 2);
     }
@@ -252,10 +178,7 @@ fn lost_notification_does_not_hang() {
     let server = Server::start();
     for kind in kinds().into_iter().filter(|kind| kind.event_index) {
         let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
-        let into = [Buffer {
-            address: guest.data(),
-            len: 512,
-        }];
+        let into = [Buffer { address: guest.data(), len: 512 }];
         let read = Request::read(0, &into);
         let queue = guest.queue();
 
@@ -271,11 +194,7 @@ fn lost_notification_does_not_hang() {
             }
             seen
         });
-        assert!(
-            seen,
-            "a request without its kick was never seen (packed: {})",
-            kind.packed
-        );
+        assert!(seen, "a request without its kick was never seen (packed: {})", kind.packed);
 
         let told = (0..ATTEMPTS).any(|_| {
             queue.run(&read).expect("an answer");
@@ -292,17 +211,11 @@ fn lost_notification_does_not_hang() {
             queue.go();
             std::thread::sleep(until_it_sleeps);
             queue.want_interrupt_too_late();
-            let told = queue
-                .wait_for_interrupt(Instant::now() + Duration::from_millis(100))
-                .is_ok();
+            let told = queue.wait_for_interrupt(Instant::now() + Duration::from_millis(100)).is_ok();
             queue.complete(LIMIT).expect("an answer");
             told
         });
-        assert!(
-            told,
-            "an interrupt that was asked for late never came (packed: {})",
-            kind.packed
-        );
+        assert!(told, "an interrupt that was asked for late never came (packed: {})", kind.packed);
     }
 }
 
@@ -323,10 +236,7 @@ fn queue_survives_removal_of_its_memory() {
         for (start, bytes) in [(0, AREA_BYTES), (AREA_BYTES, whole - AREA_BYTES)] {
             let mut region = wire::longs(&[0]);
             region.extend(FrontEnd::region(start, bytes));
-            guest
-                .wire
-                .tell(wire::ADD_MEM_REG, &region, &[guest.memory.file()])
-                .expect("adds it");
+            guest.wire.tell(wire::ADD_MEM_REG, &region, &[guest.memory.file()]).expect("adds it");
         }
         guest.queue().complete(LIMIT).expect("the flush from meanwhile");
         check_round_trip(&mut guest, 0, 4);
@@ -342,20 +252,14 @@ fn requests_survive_new_memory_table() {
         let bytes = pattern(9, 4096);
         guest.memory.write(data, &bytes);
         server.probe.hold();
-        let out = [Buffer {
-            address: data,
-            len: 4096,
-        }];
+        let out = [Buffer { address: data, len: 4096 }];
         guest.queue().add(&Request::write(0, &out));
         guest.queue().go();
         server.probe.wait_started(1);
         guest.set_memory().expect("the same memory, mapped anew");
         server.probe.release();
         assert_eq!(guest.queue().complete(LIMIT).expect("an answer").status, 0);
-        let into = [Buffer {
-            address: data + 4096,
-            len: 4096,
-        }];
+        let into = [Buffer { address: data + 4096, len: 4096 }];
         assert_eq!(guest.queue().run(&Request::read(0, &into)).expect("reads").status, 0);
         assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
     }
@@ -394,10 +298,7 @@ fn ring_reports_position_after_reset() {
     for kind in kinds() {
         let server = Server::start();
         let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
-        for (round, reset) in [(wire::SET_STATUS, &[0u8; 8][..]), (wire::RESET_OWNER, &[])]
-            .into_iter()
-            .enumerate()
-        {
+        for (round, reset) in [(wire::SET_STATUS, &[0u8; 8][..]), (wire::RESET_OWNER, &[])].into_iter().enumerate() {
             check_round_trip(&mut guest, 0, round as u64);
             guest.wire.tell(reset.0, reset.1, &[]).expect("stops");
             assert_eq!(guest.stop_queue(0).expect("a place"), guest.queue().ring.base());
@@ -446,26 +347,16 @@ fn messages_out_of_order_are_refused() {
         let guest = fresh();
         // A kick before the ring is set up waits for the rest, or is refused; it starts nothing.
         let kick = &guest.queues[0].kick;
-        let _ = guest
-            .wire
-            .tell(wire::SET_VRING_KICK, &wire::longs(&[0]), &[kick.as_fd()]);
+        let _ = guest.wire.tell(wire::SET_VRING_KICK, &wire::longs(&[0]), &[kick.as_fd()]);
         assert_eq!(guest.stop_queue(0).expect("a base"), 0);
     }
     {
         let guest = fresh();
-        guest
-            .wire
-            .tell_ring(wire::SET_VRING_ENABLE, 0, 1)
-            .expect("enabling comes first with some");
-        assert!(
-            guest.set_addresses(0, 0).is_ok(),
-            "addresses are looked at when the ring starts"
-        );
+        guest.wire.tell_ring(wire::SET_VRING_ENABLE, 0, 1).expect("enabling comes first with some");
+        assert!(guest.set_addresses(0, 0).is_ok(), "addresses are looked at when the ring starts");
         guest.wire.tell_ring(wire::SET_VRING_NUM, 0, 128).expect("a size");
         let kick = &guest.queues[0].kick;
-        let started = guest
-            .wire
-            .tell(wire::SET_VRING_KICK, &wire::longs(&[0]), &[kick.as_fd()]);
+        let started = guest.wire.tell(wire::SET_VRING_KICK, &wire::longs(&[0]), &[kick.as_fd()]);
         assert!(started.is_err(), "there is no memory for the ring");
     }
     {
@@ -473,22 +364,10 @@ fn messages_out_of_order_are_refused() {
         guest.set_memory().expect("memory");
         guest.start_queues().expect("starts");
         let features = guest.features ^ F_PACKED;
-        assert!(
-            guest.wire.tell_u64(wire::SET_FEATURES, features).is_err(),
-            "another layout while it runs"
-        );
-        assert!(
-            guest.wire.tell_ring(wire::SET_VRING_NUM, 0, 64).is_err(),
-            "another size while it runs"
-        );
-        assert!(
-            guest.wire.tell_ring(wire::SET_VRING_BASE, 0, 5).is_err(),
-            "another place while it runs"
-        );
-        assert!(
-            guest.wire.tell_ring(wire::SET_VRING_NUM, 64, 64).is_err(),
-            "no such queue"
-        );
+        assert!(guest.wire.tell_u64(wire::SET_FEATURES, features).is_err(), "another layout while it runs");
+        assert!(guest.wire.tell_ring(wire::SET_VRING_NUM, 0, 64).is_err(), "another size while it runs");
+        assert!(guest.wire.tell_ring(wire::SET_VRING_BASE, 0, 5).is_err(), "another place while it runs");
+        assert!(guest.wire.tell_ring(wire::SET_VRING_NUM, 64, 64).is_err(), "no such queue");
         check_round_trip(&mut guest, 0, 5);
     }
     {
@@ -504,20 +383,14 @@ fn messages_out_of_order_are_refused() {
         let mut packed = FrontEnd::unconfigured(server.connect(), options, memory()).expect("makes rings");
         packed.wire = stream;
         packed.features = guest.features | F_PACKED;
-        packed
-            .wire
-            .tell_u64(wire::SET_FEATURES, packed.features)
-            .expect("the other layout");
+        packed.wire.tell_u64(wire::SET_FEATURES, packed.features).expect("the other layout");
         packed.set_memory().expect("memory");
         packed.start_queue(0).expect("starts without notes");
         check_round_trip(&mut packed, 0, 7);
     }
     for size in [0, 3, 65536, u32::MAX] {
         let guest = fresh();
-        assert!(
-            guest.wire.tell_ring(wire::SET_VRING_NUM, 0, size).is_err(),
-            "a ring of {size}"
-        );
+        assert!(guest.wire.tell_ring(wire::SET_VRING_NUM, 0, size).is_err(), "a ring of {size}");
     }
     let mut guest = FrontEnd::over(server.connect(), options).expect("the server is well");
     check_round_trip(&mut guest, 0, 8);
@@ -557,27 +430,17 @@ fn server_survives_broken_front_ends() {
 fn writes_stay_durable_without_cache() {
     let (first, second) = (Server::start(), Server::start());
     let mut guest = FrontEnd::over(first.connect(), Options::default()).expect("sets up");
-    let out = [Buffer {
-        address: guest.data(),
-        len: 512,
-    }];
+    let out = [Buffer { address: guest.data(), len: 512 }];
     let write = Request::write(0, &out);
     guest.queue().run(&write).expect("writes");
     let counts = |server: &Server| {
         let probe = &server.probe;
-        (
-            probe.plain_writes.load(Ordering::SeqCst),
-            probe.durable_writes.load(Ordering::SeqCst),
-        )
+        (probe.plain_writes.load(Ordering::SeqCst), probe.durable_writes.load(Ordering::SeqCst))
     };
     assert_eq!(counts(&first), (1, 0));
     let flushes = first.probe.flushes.load(Ordering::SeqCst);
     guest.set_config(32, &[0]).expect("write cache off");
-    assert_eq!(
-        first.probe.flushes.load(Ordering::SeqCst),
-        flushes + 1,
-        "what was cached is made durable"
-    );
+    assert_eq!(first.probe.flushes.load(Ordering::SeqCst), flushes + 1, "what was cached is made durable");
     guest.queue().run(&write).expect("writes");
     assert_eq!(counts(&first), (1, 1));
     // QEMU does not repeat the setting after any of these events.
@@ -592,9 +455,7 @@ fn writes_stay_durable_without_cache() {
     guest.queue().run(&write).expect("writes");
     assert_eq!(counts(&first), (1, 3));
     drop(guest.wire.stream().shutdown(std::net::Shutdown::Both));
-    guest
-        .reconnect(second.connect())
-        .expect("goes on with a server that was never told");
+    guest.reconnect(second.connect()).expect("goes on with a server that was never told");
     guest.queue().run(&write).expect("writes");
     assert_eq!(counts(&second), (0, 1));
     guest.set_config(32, &[1]).expect("write cache on");
@@ -607,20 +468,11 @@ fn writes_stay_durable_without_cache() {
 fn driver_without_flush_writes_durably() {
     let server = Server::start();
     let write = |without, server: &Server| {
-        let options = Options {
-            without,
-            ..Options::default()
-        };
+        let options = Options { without, ..Options::default() };
         let mut guest = FrontEnd::over(server.connect(), options).expect("sets up");
-        let out = [Buffer {
-            address: guest.data(),
-            len: 512,
-        }];
+        let out = [Buffer { address: guest.data(), len: 512 }];
         guest.queue().run(&Request::write(0, &out)).expect("writes");
-        (
-            server.probe.plain_writes.load(Ordering::SeqCst),
-            server.probe.durable_writes.load(Ordering::SeqCst),
-        )
+        (server.probe.plain_writes.load(Ordering::SeqCst), server.probe.durable_writes.load(Ordering::SeqCst))
     };
     assert_eq!(write(F_FLUSH | F_CONFIG_WCE, &server), (0, 1), "firmware");
     assert_eq!(write(0, &server), (1, 1), "the system");
@@ -636,52 +488,27 @@ fn dirty_log_marks_writes_and_ring() {
         let pages = guest.memory.bytes() / 4096;
         let log = Memory::new(pages.div_ceil(8).next_multiple_of(4096)).expect("a log");
         let base = wire::longs(&[log.bytes() as u64, 0]);
-        guest
-            .wire
-            .send_raw(&wire::Wire::encode(wire::SET_LOG_BASE, false, &base), &[log.file()])
-            .expect("sends");
+        guest.wire.send_raw(&wire::Wire::encode(wire::SET_LOG_BASE, false, &base), &[log.file()]).expect("sends");
         assert_eq!(guest.wire.receive().expect("its own reply").request, wire::SET_LOG_BASE);
-        guest
-            .wire
-            .tell_u64(wire::SET_FEATURES, guest.features | F_LOG_ALL)
-            .expect("logging while it runs");
+        guest.wire.tell_u64(wire::SET_FEATURES, guest.features | F_LOG_ALL).expect("logging while it runs");
         guest.set_addresses(0, 1).expect("the ring too");
-        assert!(
-            log.read_vec(0, log.bytes()).iter().all(|byte| *byte == 0),
-            "nothing was written yet"
-        );
+        assert!(log.read_vec(0, log.bytes()).iter().all(|byte| *byte == 0), "nothing was written yet");
 
         let data = guest.data();
-        let into = [
-            Buffer {
-                address: data + 4096 * 3 + 100,
-                len: 4096,
-            },
-            Buffer {
-                address: data + 4096 * 9,
-                len: 512,
-            },
-        ];
+        let into =
+            [Buffer { address: data + 4096 * 3 + 100, len: 4096 }, Buffer { address: data + 4096 * 9, len: 512 }];
         guest.queue().run(&Request::read(0, &into)).expect("reads");
         let bits = log.read_vec(0, log.bytes());
-        let dirty: Vec<usize> = (0..pages)
-            .filter(|page| bits[page / 8] & 1 << (page % 8) != 0)
-            .collect();
+        let dirty: Vec<usize> = (0..pages).filter(|page| bits[page / 8] & 1 << (page % 8) != 0).collect();
         let first = data as usize / 4096;
         for page in [first + 3, first + 4, first + 9] {
             assert!(dirty.contains(&page), "page {page} was written, dirty are {dirty:?}");
         }
         let places = guest.queue().ring.places();
         let ring = if kind.packed { places.descriptors } else { places.device };
-        assert!(
-            dirty.contains(&(ring as usize / 4096)),
-            "the ring was written, dirty are {dirty:?}"
-        );
+        assert!(dirty.contains(&(ring as usize / 4096)), "the ring was written, dirty are {dirty:?}");
         assert!(dirty.len() <= 8, "only what was written is dirty: {dirty:?}");
-        guest
-            .wire
-            .tell_u64(wire::SET_FEATURES, guest.features)
-            .expect("no logging");
+        guest.wire.tell_u64(wire::SET_FEATURES, guest.features).expect("no logging");
         check_round_trip(&mut guest, 0, 2);
         assert_eq!(log.read_vec(0, log.bytes()), bits, "logging has ended");
     }
@@ -703,10 +530,7 @@ fn guest_memory_may_be_hugetlb() {
     table.extend(FrontEnd::region(0, 0xc_0000));
     table.extend(FrontEnd::region(0xc_0000, whole - 0xc_0000));
     let file = guest.memory.file();
-    guest
-        .wire
-        .tell(wire::SET_MEM_TABLE, &table, &[file, file])
-        .expect("maps");
+    guest.wire.tell(wire::SET_MEM_TABLE, &table, &[file, file]).expect("maps");
     guest.start_queues().expect("starts");
     check_round_trip(&mut guest, 0, 1);
 }

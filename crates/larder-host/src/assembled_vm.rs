@@ -20,15 +20,9 @@ pub(crate) struct AssembledVm<'a> {
 /// Assembles all known VMs, those with disks first. Processes that only migrate a VM are left out. A process that
 /// only manages memory belongs to the VM of its name.
 pub(crate) fn assemble_vms(vms: &BTreeMap<PathBuf, VmProcess>) -> Vec<AssembledVm<'_>> {
-    let (memory_processes, disk_processes): (Vec<&VmProcess>, Vec<&VmProcess>) = vms
-        .values()
-        .filter(|vm| vm.is_vm() && vm.migration.is_none())
-        .partition(|vm| vm.manages_only_memory);
-    let single = |main| AssembledVm {
-        name: String::new(),
-        main,
-        memory_process: None,
-    };
+    let (memory_processes, disk_processes): (Vec<&VmProcess>, Vec<&VmProcess>) =
+        vms.values().filter(|vm| vm.is_vm() && vm.migration.is_none()).partition(|vm| vm.manages_only_memory);
+    let single = |main| AssembledVm { name: String::new(), main, memory_process: None };
     let mut all: Vec<AssembledVm<'_>> = disk_processes.into_iter().map(single).collect();
     for memory in memory_processes {
         let name = memory.name();
@@ -61,15 +55,10 @@ impl<'a> AssembledVm<'a> {
     pub(crate) fn why(&self) -> Option<String> {
         let worst = self.worst();
         let why = worst.reason.clone()?;
-        Some(
-            match self
-                .memory_process
-                .is_some_and(|memory_process| std::ptr::eq(memory_process, worst))
-            {
-                true => format!("its memory: {why}"),
-                false => why,
-            },
-        )
+        Some(match self.memory_process.is_some_and(|memory_process| std::ptr::eq(memory_process, worst)) {
+            true => format!("its memory: {why}"),
+            false => why,
+        })
     }
 
     fn worst(&self) -> &'a VmProcess {
@@ -99,8 +88,7 @@ impl<'a> AssembledVm<'a> {
 
     /// Returns the process that manages the memory.
     pub(crate) fn memory_manager(&self) -> Option<&'a VmProcess> {
-        self.memory_process
-            .or_else(|| self.main_manages_memory().then_some(self.main))
+        self.memory_process.or_else(|| self.main_manages_memory().then_some(self.main))
     }
 
     /// Returns the latest sample of the disks, if their server answers.
@@ -110,9 +98,7 @@ impl<'a> AssembledVm<'a> {
 
     /// Returns the latest sample that includes the memory, if the process that manages it answers.
     pub(crate) fn current_memory(&self) -> Option<&'a Arc<Sample>> {
-        self.memory_manager()?
-            .current_sample()
-            .filter(|sample| sample.memory.is_some())
+        self.memory_manager()?.current_sample().filter(|sample| sample.memory.is_some())
     }
 }
 
@@ -144,8 +130,7 @@ mod tests {
     fn summaries(all: impl IntoIterator<Item = (PathBuf, VmProcess)>) -> Vec<(String, Health, bool, Option<String>)> {
         let vms: BTreeMap<PathBuf, VmProcess> = all.into_iter().collect();
         let all = assemble_vms(&vms).into_iter();
-        all.map(|vm| (vm.name.clone(), vm.health(), vm.memory_manager().is_some(), vm.why()))
-            .collect()
+        all.map(|vm| (vm.name.clone(), vm.health(), vm.memory_manager().is_some(), vm.why())).collect()
     }
 
     #[test]
@@ -159,12 +144,7 @@ mod tests {
             vm("/run/team-memory.sock", Health::Up, None, false),
         ]);
         let is = |name: &str, has_memory: bool| (name.to_owned(), Health::Up, has_memory, None);
-        let expected = [
-            is("db", true),
-            is("team-memory", false),
-            is("web", true),
-            is("alone", true),
-        ];
+        let expected = [is("db", true), is("team-memory", false), is("web", true), is("alone", true)];
         assert_eq!(all, expected);
     }
 
@@ -186,10 +166,7 @@ mod tests {
             assert_eq!(all.len(), 1, "{disks:?} {memory:?}");
             assert_eq!(all[0].1, expected, "{disks:?} {memory:?}");
             let is_of_memory = all[0].3.as_ref().is_some_and(|why| why.starts_with("its memory: "));
-            assert_eq!(
-                is_of_memory,
-                expected == memory && expected != disks && expected != Health::Up
-            );
+            assert_eq!(is_of_memory, expected == memory && expected != disks && expected != Health::Up);
         }
     }
 }

@@ -13,10 +13,7 @@ const SVG: &str = "image/svg+xml";
 
 macro_rules! asset {
     ($content_type:expr, $file:literal) => {
-        Asset {
-            content_type: $content_type,
-            bytes: include_bytes!(concat!("../web/", $file)),
-        }
+        Asset { content_type: $content_type, bytes: include_bytes!(concat!("../web/", $file)) }
     };
 }
 

@@ -67,25 +67,15 @@ impl Token {
     /// # Errors
     /// See [`TokenError`].
     pub fn read(path: &Path) -> Result<Self, TokenError> {
-        let failed = |source| TokenError::Read {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |source| TokenError::Read { path: path.to_owned(), source };
         let file = small_file::open(path).map_err(failed)?;
         let mode = file.metadata().map_err(failed)?.mode() & 0o777;
         if mode & 0o007 != 0 {
-            return Err(TokenError::WorldReadable {
-                path: path.to_owned(),
-                mode,
-            });
+            return Err(TokenError::WorldReadable { path: path.to_owned(), mode });
         }
         let mut text = Vec::new();
         file.take(TOKEN_BYTES_MAX).read_to_end(&mut text).map_err(failed)?;
-        let line = text
-            .split(|byte| *byte == b'\n')
-            .next()
-            .unwrap_or_default()
-            .trim_ascii();
+        let line = text.split(|byte| *byte == b'\n').next().unwrap_or_default().trim_ascii();
         match line.len() >= TOKEN_BYTES_MIN && line.iter().all(u8::is_ascii_graphic) {
             true => Ok(Self::new(line)),
             false => Err(TokenError::Weak { path: path.to_owned() }),
@@ -101,11 +91,7 @@ impl Token {
         };
         let mut cookie_name = signed(COOKIE_NAME_SUBJECT);
         cookie_name.truncate(COOKIE_NAME_CHARACTERS);
-        Self {
-            cookie: signed(COOKIE_SUBJECT),
-            cookie_name: format!("{COOKIE_NAME}{cookie_name}"),
-            key,
-        }
+        Self { cookie: signed(COOKIE_SUBJECT), cookie_name: format!("{COOKIE_NAME}{cookie_name}"), key }
     }
 
     /// Returns whether `candidate` is the token, in constant time.
@@ -117,10 +103,7 @@ impl Token {
     /// Returns the `Set-Cookie` value for a browser that has presented the token.
     pub(crate) fn cookie(&self, is_over_tls: bool) -> String {
         let secure = if is_over_tls { "; Secure" } else { "" };
-        format!(
-            "{}={}; Path=/; HttpOnly; SameSite=Strict{secure}",
-            self.cookie_name, self.cookie
-        )
+        format!("{}={}; Path=/; HttpOnly; SameSite=Strict{secure}", self.cookie_name, self.cookie)
     }
 
     /// Returns whether a request carries the token or a valid cookie.
@@ -170,12 +153,9 @@ mod tests {
     use super::*;
 
     fn headers(all: &[(&'static str, &str)]) -> HeaderMap {
-        let all = all.iter().map(|(name, value)| {
-            (
-                hyper::header::HeaderName::from_static(name),
-                value.parse().expect("a value"),
-            )
-        });
+        let all = all
+            .iter()
+            .map(|(name, value)| (hyper::header::HeaderName::from_static(name), value.parse().expect("a value")));
         all.collect()
     }
 
@@ -196,10 +176,7 @@ mod tests {
             (false, headers(&[("authorization", "Basic 0123456789abcdef")])),
             (false, headers(&[("cookie", &format!("{name}="))])),
             (false, headers(&[("cookie", &format!("{name}=é"))])),
-            (
-                false,
-                headers(&[("cookie", other.cookie(true).split(';').next().expect("a cookie"))]),
-            ),
+            (false, headers(&[("cookie", other.cookie(true).split(';').next().expect("a cookie"))])),
         ] {
             assert_eq!(token.authorizes(&all), lets_in, "{all:?}");
         }
@@ -216,10 +193,7 @@ mod tests {
             Token::read(&path)
         };
         assert!(read("0123456789abcdef\n", 0o640).is_ok_and(|token| token.matches(b"0123456789abcdef")));
-        assert!(matches!(
-            read("0123456789abcdef\n", 0o644),
-            Err(TokenError::WorldReadable { mode: 0o644, .. })
-        ));
+        assert!(matches!(read("0123456789abcdef\n", 0o644), Err(TokenError::WorldReadable { mode: 0o644, .. })));
         for weak in ["", "\n0123456789abcdef", "short", "0123456789 abcdef"] {
             assert!(matches!(read(weak, 0o600), Err(TokenError::Weak { .. })), "{weak}");
         }
@@ -239,16 +213,9 @@ mod tests {
             (false, "evil.example:9178"),
             (false, ""),
         ] {
-            assert_eq!(
-                is_local_host_name(&headers(&[("host", host)]), listen),
-                is_local,
-                "{host}"
-            );
+            assert_eq!(is_local_host_name(&headers(&[("host", host)]), listen), is_local, "{host}");
         }
         assert!(!is_local_host_name(&headers(&[]), listen));
-        assert!(!is_local_host_name(
-            &headers(&[("host", "localhost"), ("host", "localhost")]),
-            listen
-        ));
+        assert!(!is_local_host_name(&headers(&[("host", "localhost"), ("host", "localhost")]), listen));
     }
 }

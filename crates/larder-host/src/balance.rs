@@ -196,9 +196,7 @@ impl Decision<'_> {
     /// Returns the bytes of the budget that the VM does not use, beyond the pager's slack.
     fn idle_bytes(&self) -> u64 {
         let slack = (self.observation.budget / SLACK_DIVISOR).max(SLACK_BYTES_MIN);
-        self.observation
-            .budget
-            .saturating_sub(self.observation.used.saturating_add(slack))
+        self.observation.budget.saturating_sub(self.observation.used.saturating_add(slack))
     }
 
     /// Returns whether the memory that was taken has been released.
@@ -220,10 +218,7 @@ impl Decision<'_> {
 
 impl Balancer {
     pub(crate) fn new(policy: BalancePolicy) -> Self {
-        Self {
-            policy,
-            vms: HashMap::new(),
-        }
+        Self { policy, vms: HashMap::new() }
     }
 
     /// Records that a pager has refused a budget.
@@ -236,8 +231,7 @@ impl Balancer {
 
     /// Returns the changes to make, given that the host has `available` bytes free.
     pub(crate) fn decide(&mut self, available: u64, observations: &[VmObservation]) -> Vec<BudgetChange> {
-        self.vms
-            .retain(|name, _| observations.iter().any(|vm| vm.name == *name));
+        self.vms.retain(|name, _| observations.iter().any(|vm| vm.name == *name));
         let mut decisions: Vec<Decision<'_>> = observations.iter().filter_map(|vm| self.evaluate(vm)).collect();
         // Memory that budgets lowered earlier have yet to release.
         let releasing = |vm: &VmObservation| vm.used.saturating_sub(vm.budget);
@@ -330,10 +324,8 @@ impl Balancer {
             if shortfall == 0 {
                 return;
             }
-            let bytes_max = decision
-                .fraction_of_size(RECLAIM_FRACTION_FOR_RESERVE)
-                .max(decision.idle_bytes())
-                .min(shortfall);
+            let bytes_max =
+                decision.fraction_of_size(RECLAIM_FRACTION_FOR_RESERVE).max(decision.idle_bytes()).min(shortfall);
             shortfall -= decision.reclaim(bytes_max, decision.bounds.low, ChangeReason::Reserve);
         }
         // Below `low` only if no VM has anything left above its own.
@@ -342,10 +334,8 @@ impl Balancer {
         }
         for decision in order {
             let reclaimed = decision.observation.budget - decision.new_budget;
-            let bytes_max = decision
-                .fraction_of_size(RECLAIM_FRACTION_FOR_RESERVE)
-                .saturating_sub(reclaimed)
-                .min(shortfall);
+            let bytes_max =
+                decision.fraction_of_size(RECLAIM_FRACTION_FOR_RESERVE).saturating_sub(reclaimed).min(shortfall);
             shortfall -= decision.reclaim(bytes_max, decision.bounds.min, ChangeReason::Reserve);
         }
     }
@@ -378,9 +368,7 @@ impl Balancer {
                     Some(bytes) => (bytes.saturating_mul(2), ChangeReason::Return),
                     None => (decision.fraction_of_size(GRANT_FRACTION * times), ChangeReason::Short),
                 };
-                let requested = requested
-                    .max(CHANGE_BYTES_MIN)
-                    .min(bound.saturating_sub(decision.new_budget));
+                let requested = requested.max(CHANGE_BYTES_MIN).min(bound.saturating_sub(decision.new_budget));
                 let granted = requested.min(spare);
                 if granted > 0 {
                     decision.new_budget += granted;
@@ -407,9 +395,7 @@ impl Balancer {
             .collect();
         order.sort_by(|one, other| {
             let is_above = |decision: &Decision<'_>| decision.observation.budget > decision.bounds.high;
-            is_above(other)
-                .cmp(&is_above(one))
-                .then(one.stall.total_cmp(&other.stall))
+            is_above(other).cmp(&is_above(one)).then(one.stall.total_cmp(&other.stall))
         });
         for decision in order {
             // A VM is not entitled to memory above its `high` while another VM needs it.
@@ -431,9 +417,7 @@ impl Balancer {
             let may_reclaim =
                 history.calm_polls >= CALM_POLLS_MIN && history.hold_polls == 0 && history.last_reclaim.is_none();
             if may_reclaim && decision.reason.is_none() && !decision.observation.is_stuck && decision.has_released() {
-                let bytes_max = decision
-                    .fraction_of_size(history.reclaim_fraction)
-                    .max(CHANGE_BYTES_MIN);
+                let bytes_max = decision.fraction_of_size(history.reclaim_fraction).max(CHANGE_BYTES_MIN);
                 decision.reclaim(bytes_max, decision.bounds.low, ChangeReason::Calm);
             }
         }
@@ -443,13 +427,8 @@ impl Balancer {
 /// Returns the resulting change, if it is worth making.
 fn finish_decision(decision: &mut Decision<'_>) -> Option<BudgetChange> {
     let (from, to, why) = (decision.observation.budget, decision.new_budget, decision.reason?);
-    let is_at_bound = [
-        decision.bounds.min,
-        decision.bounds.low,
-        decision.bounds.high,
-        decision.bounds.max,
-    ]
-    .contains(&to);
+    let is_at_bound =
+        [decision.bounds.min, decision.bounds.low, decision.bounds.high, decision.bounds.max].contains(&to);
     if from == to || (from.abs_diff(to) < CHANGE_BYTES_MIN && !is_at_bound) {
         return None;
     }
@@ -458,13 +437,7 @@ fn finish_decision(decision: &mut Decision<'_>) -> Option<BudgetChange> {
         let used = (from - to).saturating_sub(decision.idle_bytes());
         decision.history.last_reclaim = (used > 0).then_some((used, 0));
     }
-    Some(BudgetChange {
-        name: decision.observation.name.clone(),
-        from,
-        to,
-        reason: why,
-        stall: decision.stall,
-    })
+    Some(BudgetChange { name: decision.observation.name.clone(), from, to, reason: why, stall: decision.stall })
 }
 
 #[cfg(test)]

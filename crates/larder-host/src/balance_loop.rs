@@ -113,20 +113,11 @@ struct FaultTimes {
 
 impl FaultTimes {
     fn new(faults: &FaultsState) -> Self {
-        let FaultsState {
-            zero,
-            uniform,
-            compressed,
-            disk,
-            write,
-        } = faults;
+        let FaultsState { zero, uniform, compressed, disk, write } = faults;
         let sum = |all: &[&Latency]| all.iter().map(|it| it.sum_ns).fold(0, u64::saturating_add);
         // Zero-filled pages, never written or discarded, fault with any budget.
         let from_shortage = sum(&[uniform, compressed, disk, write]);
-        Self {
-            from_shortage,
-            all: from_shortage.saturating_add(zero.sum_ns),
-        }
+        Self { from_shortage, all: from_shortage.saturating_add(zero.sum_ns) }
     }
 
     /// Returns the share of the stall time since `before` that was due to a lack of memory, or `None` if the counters
@@ -135,11 +126,7 @@ impl FaultTimes {
         let all = self.all.checked_sub(before.all)?;
         let from_shortage = self.from_shortage.checked_sub(before.from_shortage)?;
         // A waiter that has not got its page yet waits for a disk, or for free memory.
-        Some(if all == 0 {
-            1.0
-        } else {
-            from_shortage as f64 / all as f64
-        })
+        Some(if all == 0 { 1.0 } else { from_shortage as f64 / all as f64 })
     }
 }
 
@@ -153,19 +140,12 @@ pub(crate) async fn run(fleet: Arc<Fleet>, config: BalanceConfig) {
         match available() {
             Ok(available) => {
                 warned = false;
-                fleet.balance().host = Some(HostMemory {
-                    available,
-                    reserve: config.policy.reserve,
-                });
+                fleet.balance().host = Some(HostMemory { available, reserve: config.policy.reserve });
                 fleet.refresh_after((config.period / 2).min(FRESH_AGE_MAX)).await;
                 let observations = observe(&fleet, &mut before);
                 for change in balancer.decide(available, &observations) {
                     if let Err(why) = apply_change(&fleet, &change, &before).await {
-                        tracing::warn!(
-                            vm = change.name,
-                            "the budget remains {}: {why}",
-                            ByteLen::new(change.from)
-                        );
+                        tracing::warn!(vm = change.name, "the budget remains {}: {why}", ByteLen::new(change.from));
                         balancer.record_refusal(&change.name);
                     }
                 }
@@ -191,10 +171,7 @@ fn observe(fleet: &Fleet, before: &mut HashMap<String, PreviousPoll>) -> Vec<VmO
             continue;
         };
         let old = before.remove(&vm.name);
-        let state = vm
-            .current_memory()
-            .and_then(|sample| sample.memory.as_ref())
-            .map(|memory| &memory.state);
+        let state = vm.current_memory().and_then(|sample| sample.memory.as_ref()).map(|memory| &memory.state);
         let poll = match (state, old) {
             (Some(state), old) => PreviousPoll::new(&vm.name, memory_process.path.clone(), state, old),
             (None, Some(mut old)) if memory_process.socket.is_some() => {
@@ -225,10 +202,7 @@ impl PreviousPoll {
             observation: VmObservation {
                 name: name.to_owned(),
                 is_responding: true,
-                bounds: state
-                    .range
-                    .map(|range| range.bounds(state.size))
-                    .filter(|_| !state.detaching),
+                bounds: state.range.map(|range| range.bounds(state.size)).filter(|_| !state.detaching),
                 size: state.size,
                 budget: state.budget,
                 used: state.used,
@@ -246,10 +220,7 @@ impl PreviousPoll {
 /// Sets the pager's budget; the error says why the budget is unchanged.
 async fn apply_change(fleet: &Fleet, change: &BudgetChange, vms: &HashMap<String, PreviousPoll>) -> Result<(), String> {
     let path = &vms.get(&change.name).ok_or("the VM no longer exists")?.path;
-    let body = json!(MemoryPatch {
-        budget: Some(change.to),
-        ..MemoryPatch::default()
-    });
+    let body = json!(MemoryPatch { budget: Some(change.to), ..MemoryPatch::default() });
     let response = timeout(PATCH_TIME_MAX, patch_resource(path, "/v1/memory", body.to_string())).await;
     let response = response.map_err(|_| "no answer in time".to_owned())?;
     let response = response.map_err(|error: ControlRequestError| error.to_string())?;
@@ -291,10 +262,7 @@ mod tests {
     #[test]
     /// Faults on pages that were never written do not count as a lack of memory.
     fn zero_faults_are_no_shortage() {
-        let of = |sum_ns| Latency {
-            sum_ns,
-            ..Latency::default()
-        };
+        let of = |sum_ns| Latency { sum_ns, ..Latency::default() };
         let fault_times = |zero, disk| {
             FaultTimes::new(&FaultsState {
                 zero: of(zero),
@@ -315,12 +283,7 @@ mod tests {
     fn meminfo_is_parsed() {
         let text = "MemTotal:       16307956 kB\nMemAvailable:   12345678 kB\n";
         assert_eq!(parse_available(text), Some(12_345_678 * 1024));
-        for none in [
-            "",
-            "MemAvailable: much",
-            "MemAvailable: 99999999999999999999 kB",
-            "MemAvailable: 1 GB",
-        ] {
+        for none in ["", "MemAvailable: much", "MemAvailable: 99999999999999999999 kB", "MemAvailable: 1 GB"] {
             assert_eq!(parse_available(none), None, "{none}");
         }
     }

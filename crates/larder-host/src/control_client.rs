@@ -73,11 +73,7 @@ impl ControlConnection {
         let listener = stream.peer_cred().ok().and_then(|peer| peer.pid());
         let (sender, connection) = http1::Builder::new().handshake(TokioIo::new(stream)).await?;
         let driver = tokio::spawn(connection).abort_handle();
-        Ok(Self {
-            sender,
-            listener,
-            driver,
-        })
+        Ok(Self { sender, listener, driver })
     }
 
     /// Sends `GET resource` and returns the response head; the body can be read while the connection lives.
@@ -90,9 +86,8 @@ impl ControlConnection {
         if let Some(last) = last_event {
             request = request.header("last-event-id", last);
         }
-        let request = request
-            .body(Full::default())
-            .map_err(|error| ControlRequestError::NotLarder(error.to_string()))?;
+        let request =
+            request.body(Full::default()).map_err(|error| ControlRequestError::NotLarder(error.to_string()))?;
         Ok(self.sender.send_request(request).await?)
     }
 
@@ -147,9 +142,5 @@ async fn read_response(
         Ok(error) => ControlRequestError::from(*error),
         Err(error) => ControlRequestError::NotLarder(error.to_string()),
     })?;
-    Ok(ControlResponse {
-        status,
-        body: body.to_bytes(),
-        listener: connection.listener,
-    })
+    Ok(ControlResponse { status, body: body.to_bytes(), listener: connection.listener })
 }

@@ -91,11 +91,8 @@ impl Discovery {
             Some(_) => 1,
             None => 2,
         };
-        let mut ranked: Vec<(u8, &PathBuf)> = self
-            .sockets
-            .iter()
-            .map(|(path, discovered)| (rank(discovered), path))
-            .collect();
+        let mut ranked: Vec<(u8, &PathBuf)> =
+            self.sockets.iter().map(|(path, discovered)| (rank(discovered), path)).collect();
         ranked.sort_unstable();
         let unwatched: HashSet<PathBuf> = ranked.drain(SOCKETS_MAX..).map(|(_, path)| path.clone()).collect();
         for discovered in unwatched.iter().filter_map(|path| self.sockets.remove(path)) {
@@ -155,25 +152,16 @@ impl Finder {
         let mut found = Discovery::default();
         found.unwatched_counts.stopped = self.read_files();
         for config in self.parsed_files.values().filter_map(|(_, config)| config.as_ref()) {
-            found
-                .disk_sockets
-                .extend(config.disks.iter().filter_map(|disk| disk.socket.clone()));
+            found.disk_sockets.extend(config.disks.iter().filter_map(|disk| disk.socket.clone()));
             let discovered = DiscoveredSocket {
                 memory_of: None,
                 migration: None,
                 socket: SocketId::at(&config.control),
-                vm: Some(VmName {
-                    name: config.name.clone(),
-                    uuid: config.uuid.clone(),
-                }),
+                vm: Some(VmName { name: config.name.clone(), uuid: config.uuid.clone() }),
             };
             found.sockets.insert(config.control.clone(), discovered);
         }
-        for registered in self
-            .socket_directories
-            .iter()
-            .flat_map(|directory| registered_in(directory))
-        {
+        for registered in self.socket_directories.iter().flat_map(|directory| registered_in(directory)) {
             let socket = SocketId::at(&registered.control);
             let name = registered.name;
             let vm = Some(VmName { name, uuid: None });
@@ -184,42 +172,20 @@ impl Finder {
                 socket,
             });
         }
-        for path in self
-            .memory_directories
-            .iter()
-            .flat_map(|directory| paths(directory, "sock"))
-        {
+        for path in self.memory_directories.iter().flat_map(|directory| paths(directory, "sock")) {
             let socket = SocketId::at(&path);
             let memory_of = Some(path.file_stem().unwrap_or_default().to_string_lossy().into_owned());
             if socket.is_some() {
-                found.sockets.entry(path).or_insert(DiscoveredSocket {
-                    vm: None,
-                    memory_of,
-                    migration: None,
-                    socket,
-                });
+                found.sockets.entry(path).or_insert(DiscoveredSocket { vm: None, memory_of, migration: None, socket });
             }
         }
-        for path in self
-            .migration_directories
-            .iter()
-            .flat_map(|directory| paths(directory, "sock"))
-        {
+        for path in self.migration_directories.iter().flat_map(|directory| paths(directory, "sock")) {
             let (socket, migration) = (SocketId::at(&path), parse_migration_socket(&path));
             if socket.is_some() && migration.is_some() {
-                found.sockets.entry(path).or_insert(DiscoveredSocket {
-                    vm: None,
-                    memory_of: None,
-                    migration,
-                    socket,
-                });
+                found.sockets.entry(path).or_insert(DiscoveredSocket { vm: None, memory_of: None, migration, socket });
             }
         }
-        for path in self
-            .socket_directories
-            .iter()
-            .flat_map(|directory| paths(directory, "sock"))
-        {
+        for path in self.socket_directories.iter().flat_map(|directory| paths(directory, "sock")) {
             let socket = SocketId::at(&path);
             if socket.is_some() && !found.disk_sockets.contains(&path) && self.ignored_socket.as_ref() != Some(&path) {
                 found.sockets.entry(path).or_insert(DiscoveredSocket {
@@ -255,11 +221,7 @@ impl Finder {
                 continue;
             };
             let fingerprint = (now.ino(), now.len(), now.modified().ok());
-            if self
-                .parsed_files
-                .get(&path)
-                .is_some_and(|(before, _)| *before == fingerprint)
-            {
+            if self.parsed_files.get(&path).is_some_and(|(before, _)| *before == fingerprint) {
                 continue;
             }
             // An invalid file is reported by its VM's server; a running server is found by its socket anyway.
@@ -274,9 +236,7 @@ impl Finder {
 fn paths(directory: &Path, extension: &str) -> BTreeSet<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
-    paths
-        .filter(|path| path.extension().is_some_and(|it| it == extension))
-        .collect()
+    paths.filter(|path| path.extension().is_some_and(|it| it == extension)).collect()
 }
 
 #[cfg(test)]
@@ -298,29 +258,17 @@ mod tests {
             fs::write(path(&format!("{name}.toml")), file(&name)).expect("writes");
         }
         let control = |name: &String| path(&format!("{name}.sock"));
-        let _sockets: Vec<_> = running
-            .iter()
-            .map(|name| UnixListener::bind(control(name)).expect("binds"))
-            .collect();
+        let _sockets: Vec<_> = running.iter().map(|name| UnixListener::bind(control(name)).expect("binds")).collect();
         let _unknown = UnixListener::bind(path("unknown.sock")).expect("binds");
-        let finder = || {
-            Finder::new(
-                vec![directory.path().to_owned()],
-                Vec::new(),
-                Vec::new(),
-                directory.path().to_owned(),
-            )
-        };
+        let finder =
+            || Finder::new(vec![directory.path().to_owned()], Vec::new(), Vec::new(), directory.path().to_owned());
         let (mut one, mut other) = (finder(), finder());
         let found = one.find();
         let watched = |found: &Discovery| found.sockets.keys().cloned().collect::<Vec<_>>();
         assert_eq!(found.sockets.len(), SOCKETS_MAX);
         assert!(running.iter().all(|name| found.sockets.contains_key(&control(name))));
         assert!(found.sockets.contains_key(&path("unknown.sock")));
-        assert_eq!(
-            (found.unwatched_counts.sockets, found.unwatched_counts.stopped),
-            (0, 151)
-        );
+        assert_eq!((found.unwatched_counts.sockets, found.unwatched_counts.stopped), (0, 151));
         assert_eq!(found.unwatched.len(), 151);
         assert_eq!(watched(&one.find()), watched(&found));
         assert_eq!(watched(&other.find()), watched(&found));
@@ -355,11 +303,7 @@ mod tests {
                 let name = path.file_name().expect("a name").to_string_lossy().into_owned();
                 (
                     name,
-                    discovered
-                        .vm
-                        .as_ref()
-                        .map(|vm| vm.name.clone())
-                        .or(discovered.memory_of.clone()),
+                    discovered.vm.as_ref().map(|vm| vm.name.clone()).or(discovered.memory_of.clone()),
                     discovered.socket.is_some(),
                 )
             });
@@ -377,9 +321,6 @@ mod tests {
         }
         fs::remove_file(path("web.toml")).expect("was there");
         let found = finder.find();
-        assert!(
-            found.sockets.contains_key(&path("web-vda.sock")),
-            "no VM file names it any more"
-        );
+        assert!(found.sockets.contains_key(&path("web-vda.sock")), "no VM file names it any more");
     }
 }

@@ -45,9 +45,7 @@ async fn forward_stream(
             if let Some(id) = line.strip_prefix("id: ") {
                 *last = Some(id.to_owned());
             }
-            let event = line
-                .strip_prefix("data: ")
-                .and_then(|data| serde_json::from_str(data).ok());
+            let event = line.strip_prefix("data: ").and_then(|data| serde_json::from_str(data).ok());
             if let Some(event) = event
                 && events.send(event).await.is_err()
             {

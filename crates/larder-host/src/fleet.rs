@@ -101,10 +101,7 @@ impl Fleet {
 
     pub(crate) fn watch(self: &Arc<Self>) -> Watcher {
         self.watchers.send_modify(|count| *count += 1);
-        Watcher {
-            fleet: Arc::clone(self),
-            polls: self.poll_count.subscribe(),
-        }
+        Watcher { fleet: Arc::clone(self), polls: self.poll_count.subscribe() }
     }
 
     /// Polls all VMs periodically while there is a watcher. Drop the future to end it.
@@ -176,11 +173,7 @@ impl Fleet {
         }
         let disk_sockets = sockets_of_disks(&vms);
         vms.retain(|path, vm| vm.is_vm() || !disk_sockets.contains(path));
-        let to_poll: Vec<PathBuf> = vms
-            .values()
-            .filter(|vm| should_poll(vm, &vms))
-            .map(|vm| vm.path.clone())
-            .collect();
+        let to_poll: Vec<PathBuf> = vms.values().filter(|vm| should_poll(vm, &vms)).map(|vm| vm.path.clone()).collect();
         for path in to_poll {
             let task = tokio::spawn(Arc::clone(self).poll_vm(path.clone()));
             if let Some(vm) = vms.get_mut(&path) {
@@ -226,10 +219,7 @@ impl Fleet {
     fn mark_stuck(&self, path: &Path) {
         if let Some(vm) = self.vms().get_mut(path) {
             let why = match vm.is_vm() {
-                true => format!(
-                    "no answer for {} s: its server is stopped or stuck",
-                    STUCK_TIMEOUT.as_secs()
-                ),
+                true => format!("no answer for {} s: its server is stopped or stuck", STUCK_TIMEOUT.as_secs()),
                 false => "no answer: its server is stopped or stuck, or it is not a Larder control socket".to_owned(),
             };
             vm.set_health(Health::Stuck, why);

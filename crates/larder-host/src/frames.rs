@@ -168,9 +168,7 @@ impl VmSummary {
             health: vm.health(),
             why: vm.why(),
             socket: head.path.display().to_string(),
-            memory_socket: vm
-                .memory_process
-                .map(|memory_process| memory_process.path.display().to_string()),
+            memory_socket: vm.memory_process.map(|memory_process| memory_process.path.display().to_string()),
             uuid: head.uuid().map(str::to_owned),
             version: server.map(|server| server.version.clone()),
             pid: server.map(|server| server.pid),
@@ -182,16 +180,10 @@ impl VmSummary {
 
 fn errors(disk: &DiskState) -> u64 {
     let requests = &disk.requests;
-    [
-        &requests.read,
-        &requests.write,
-        &requests.flush,
-        &requests.discard,
-        &requests.write_zeroes,
-    ]
-    .map(|kind| kind.errors)
-    .into_iter()
-    .fold(0, u64::saturating_add)
+    [&requests.read, &requests.write, &requests.flush, &requests.discard, &requests.write_zeroes]
+        .map(|kind| kind.errors)
+        .into_iter()
+        .fold(0, u64::saturating_add)
 }
 
 impl DiskTotals {
@@ -246,10 +238,7 @@ pub(crate) fn fleet_frame(fleet: &Fleet) -> String {
                 .current_disks()
                 .filter(|sample| !sample.disks.is_empty() || sample.memory.is_none())
                 .map(|sample| DiskTotals::new(sample)),
-            memory: vm
-                .current_memory()
-                .and_then(|sample| sample.memory.as_ref())
-                .map(MemoryTotals::new),
+            memory: vm.current_memory().and_then(|sample| sample.memory.as_ref()).map(MemoryTotals::new),
             moving: current_migration_text(&vms, &vm.name),
         }
     });
@@ -264,10 +253,7 @@ pub(crate) fn fleet_frame(fleet: &Fleet) -> String {
         vms: rows.collect(),
         migrations: migration_frames::rows(&vms, None),
         others: unknown_sockets.collect(),
-        left_out: UnwatchedFrame {
-            sockets: unwatched.sockets,
-            stopped: unwatched.stopped,
-        },
+        left_out: UnwatchedFrame { sockets: unwatched.sockets, stopped: unwatched.stopped },
     };
     serde_json::to_string(&frame).unwrap_or_default()
 }
@@ -290,11 +276,7 @@ pub(crate) fn vm_page(fleet: &Fleet, name: &str) -> Option<VmPage> {
     let all = assemble_vms(&vms);
     let vm = all.iter().find(|vm| vm.name == name)?;
     Some(VmPage {
-        paths: [Some(vm.main), vm.memory_process]
-            .into_iter()
-            .flatten()
-            .map(|vm| vm.path.clone())
-            .collect(),
+        paths: [Some(vm.main), vm.memory_process].into_iter().flatten().map(|vm| vm.path.clone()).collect(),
         is_up: vm.main.health == Health::Up,
         summary: VmSummary::new(vm),
         sample: vm.main.sample.clone(),
@@ -351,10 +333,7 @@ impl VmPage {
             disks_up: self.is_up,
             disks_time_ms: self.sample.as_ref().map(|sample| sample.time_ms),
             disks: disks.collect(),
-            memory: self
-                .memory_sample
-                .as_ref()
-                .and_then(|sample| MemoryFrame::new(sample, &self.budget_changes)),
+            memory: self.memory_sample.as_ref().and_then(|sample| MemoryFrame::new(sample, &self.budget_changes)),
             migrations: &self.migrations,
         };
         serde_json::to_string(&frame).unwrap_or_default()

@@ -70,9 +70,7 @@ fn refuse(request: &Request<Incoming>, site: &ServerContext) -> Option<HttpRespo
         ListenAddress::Unix(_) => None,
     };
     if site.access.tls.is_none() && !is_local_host_name(request.headers(), address.map(SocketAddr::ip)) {
-        let port = address
-            .map(|address| format!(":{}", address.port()))
-            .unwrap_or_default();
+        let port = address.map(|address| format!(":{}", address.port())).unwrap_or_default();
         let why =
             format!("this server does not have that host name; use http://localhost{port}/, or send Host: localhost");
         return Some(plain_text(StatusCode::MISDIRECTED_REQUEST, why));
@@ -87,9 +85,7 @@ fn refuse(request: &Request<Incoming>, site: &ServerContext) -> Option<HttpRespo
     }
     let why = "authentication required: send `Authorization: Bearer TOKEN`, with the first line of the file that `larder host` logs as token_file at its start";
     let mut refused = plain_text(StatusCode::UNAUTHORIZED, why);
-    refused
-        .headers_mut()
-        .insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    refused.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     Some(refused)
 }
 
@@ -99,13 +95,8 @@ async fn serve_page(request: Request<Incoming>, site: &ServerContext, client: &C
         return log_in(request, site).await;
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut refused = plain_text(
-            StatusCode::METHOD_NOT_ALLOWED,
-            "this server changes nothing: use GET or HEAD",
-        );
-        refused
-            .headers_mut()
-            .insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        let mut refused = plain_text(StatusCode::METHOD_NOT_ALLOWED, "this server changes nothing: use GET or HEAD");
+        refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return refused;
     }
     let is_head = request.method() == Method::HEAD;
@@ -143,10 +134,7 @@ async fn log_in(request: Request<Incoming>, site: &ServerContext) -> HttpRespons
     };
     let body = body.to_bytes();
     let form = String::from_utf8_lossy(&body);
-    let submitted = form
-        .split('&')
-        .find_map(|field| field.strip_prefix("token="))
-        .unwrap_or_default();
+    let submitted = form.split('&').find_map(|field| field.strip_prefix("token=")).unwrap_or_default();
     match percent_decode(&submitted.replace('+', " "))
         .is_some_and(|submitted| token.matches(submitted.trim().as_bytes()))
     {
@@ -190,20 +178,11 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     let Ok(permit) = Arc::clone(&site.streams).try_acquire_owned() else {
-        return plain_text(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "too many dashboards are open; close one of them",
-        );
+        return plain_text(StatusCode::SERVICE_UNAVAILABLE, "too many dashboards are open; close one of them");
     };
     client.start_streaming();
     let (sender, receiver) = mpsc::channel(1);
-    tokio::spawn(produce(
-        Arc::clone(&site.fleet),
-        StreamClient {
-            sender,
-            _permit: permit,
-        },
-    ));
+    tokio::spawn(produce(Arc::clone(&site.fleet), StreamClient { sender, _permit: permit }));
     event_stream(receiver)
 }
 
@@ -217,10 +196,7 @@ impl StreamClient {
     /// Sends an event; returns false if the browser does not accept it in time.
     async fn send(&self, event: &str, data: &str) -> bool {
         let text = format!("event: {event}\ndata: {data}\n\n");
-        matches!(
-            timeout(CLIENT_STALL_TIMEOUT, self.sender.send(text.into())).await,
-            Ok(Ok(()))
-        )
+        matches!(timeout(CLIENT_STALL_TIMEOUT, self.sender.send(text.into())).await, Ok(Ok(())))
     }
 }
 
@@ -302,11 +278,7 @@ fn subscribe(fleet: &Fleet, path: PathBuf, events: mpsc::Sender<Event>) -> Optio
     let permit = listeners.try_acquire_owned().ok()?;
     let task_path = path.clone();
     let task = tokio::spawn(async move { forward_events(&task_path, &events).await }).abort_handle();
-    Some(EventSubscription {
-        path,
-        task,
-        _permit: permit,
-    })
+    Some(EventSubscription { path, task, _permit: permit })
 }
 
 fn file(asset: &Asset) -> HttpResponse {
@@ -319,9 +291,7 @@ fn plain_text(status: StatusCode, text: impl Into<String>) -> HttpResponse {
 
 fn redirect(location: &'static str) -> HttpResponse {
     let mut answer = plain_text(StatusCode::SEE_OTHER, location);
-    answer
-        .headers_mut()
-        .insert(LOCATION, HeaderValue::from_static(location));
+    answer.headers_mut().insert(LOCATION, HeaderValue::from_static(location));
     answer
 }
 

@@ -161,11 +161,7 @@ impl<'a> MemoryFrame<'a> {
             problem: state.problem.map(MemoryProblem::description),
             detaching: state.detaching,
             rates: memory.rates.as_ref(),
-            moves: BudgetChangesFrame {
-                up: changes.up,
-                down: changes.down,
-                last: changes.last.as_ref(),
-            },
+            moves: BudgetChangesFrame { up: changes.up, down: changes.down, last: changes.last.as_ref() },
         })
     }
 }

@@ -127,10 +127,7 @@ pub(crate) fn migration_frame(fleet: &Fleet, key: &str) -> String {
         }
         if let Some(evidence) = &mut state.evidence {
             evidence.classes.truncate(LIST_MAX);
-            evidence
-                .classes
-                .iter_mut()
-                .for_each(|class| class.offers.truncate(LIST_MAX));
+            evidence.classes.iter_mut().for_each(|class| class.offers.truncate(LIST_MAX));
         }
         MigrationDetails {
             health: vm.health,

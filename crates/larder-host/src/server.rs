@@ -144,11 +144,7 @@ impl HostServer {
 
     /// Returns the address at which clients reach the server.
     pub fn address(&self) -> ServerAddress<'_> {
-        let scheme = if self.site.access.tls.is_some() {
-            "https"
-        } else {
-            "http"
-        };
+        let scheme = if self.site.access.tls.is_some() { "https" } else { "http" };
         match &self.site.listen {
             ListenAddress::Tcp(address) => ServerAddress::Url(format!("{scheme}://{address}/")),
             ListenAddress::Unix(path) => ServerAddress::Socket(path),
@@ -167,13 +163,7 @@ impl HostServer {
 
     /// Serves until it is stopped.
     pub fn run(self) {
-        let Self {
-            runtime,
-            listener,
-            site,
-            balance,
-            stop,
-        } = self;
+        let Self { runtime, listener, site, balance, stop } = self;
         let fleet = Arc::clone(&site.fleet);
         let balancing = async {
             match balance {
@@ -206,10 +196,7 @@ pub enum ServerAddress<'a> {
 fn bind(runtime: &Runtime, config: &HostConfig) -> Result<(Listener, ListenAddress), HostError> {
     match &config.listen {
         ListenAddress::Tcp(address) => {
-            let failed = |source| HostError::Listen {
-                listen: *address,
-                source,
-            };
+            let failed = |source| HostError::Listen { listen: *address, source };
             let listener = runtime.block_on(TcpListener::bind(address)).map_err(failed)?;
             let address = listener.local_addr().map_err(failed)?;
             Ok((Listener::Tcp(listener), ListenAddress::Tcp(address)))
@@ -238,17 +225,11 @@ pub(crate) struct ClientActivity {
 
 impl ClientActivity {
     fn new() -> Self {
-        Self {
-            last_request: std::sync::Mutex::new(Instant::now()),
-            is_streaming: AtomicBool::new(false),
-        }
+        Self { last_request: std::sync::Mutex::new(Instant::now()), is_streaming: AtomicBool::new(false) }
     }
 
     fn record_request(&self) {
-        *self
-            .last_request
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
+        *self.last_request.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
     }
 
     /// Marks the client as receiving an event stream.
@@ -261,10 +242,7 @@ impl ClientActivity {
     }
 
     fn idle_time(&self) -> Duration {
-        let last_request = self
-            .last_request
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let last_request = self.last_request.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         last_request.elapsed()
     }
 
@@ -302,13 +280,8 @@ async fn accept(listener: Listener, site: Arc<ServerContext>) {
         };
         warned = false;
         if clients.len() >= CLIENTS_MAX {
-            let idle_clients = clients
-                .iter()
-                .enumerate()
-                .filter(|(_, (_, client))| !client.is_streaming());
-            let idlest = idle_clients
-                .max_by_key(|(_, (_, client))| client.idle_time())
-                .map(|(index, _)| index);
+            let idle_clients = clients.iter().enumerate().filter(|(_, (_, client))| !client.is_streaming());
+            let idlest = idle_clients.max_by_key(|(_, (_, client))| client.idle_time()).map(|(index, _)| index);
             if let Some(idlest) = idlest {
                 clients.remove(idlest).0.abort();
             }

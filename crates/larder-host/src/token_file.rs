@@ -59,10 +59,7 @@ pub(crate) fn default_token() -> Result<(Token, PathBuf), TokenFileError> {
 }
 
 fn token_in(directory: &Path) -> Result<(Token, PathBuf), TokenFileError> {
-    let failed = |source| TokenFileError::Directory {
-        directory: directory.to_owned(),
-        source,
-    };
+    let failed = |source| TokenFileError::Directory { directory: directory.to_owned(), source };
     let mut builder = DirBuilder::new();
     builder.recursive(true).mode(0o700).create(directory).map_err(failed)?;
     check_exclusive_owner(directory).map_err(failed)?;
@@ -75,14 +72,9 @@ fn token_in(directory: &Path) -> Result<(Token, PathBuf), TokenFileError> {
 
 /// Creates a token, unless another process does so first.
 fn create(path: &Path) -> Result<(), TokenFileError> {
-    let failed = |source| TokenFileError::Write {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| TokenFileError::Write { path: path.to_owned(), source };
     let mut random = [0; RANDOM_BYTES];
-    SystemRandom::new()
-        .fill(&mut random)
-        .map_err(|_| TokenFileError::Random)?;
+    SystemRandom::new().fill(&mut random).map_err(|_| TokenFileError::Random)?;
     let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let new = path.with_file_name(format!(".{TOKEN_FILE_NAME}.{}", std::process::id()));
     // A killed process with the same PID may have left one.
@@ -95,9 +87,7 @@ fn create(path: &Path) -> Result<(), TokenFileError> {
         written => written.map_err(failed)?,
     }
     let directory = path.parent().unwrap_or(path);
-    File::open(directory)
-        .and_then(|directory| directory.sync_all())
-        .map_err(failed)?;
+    File::open(directory).and_then(|directory| directory.sync_all()).map_err(failed)?;
     tracing::info!(
         file = %path.display(),
         "token created; browsers and API clients must present it"
@@ -127,10 +117,7 @@ mod tests {
         let text = fs::read_to_string(&path).expect("is there");
         assert_eq!(text.trim_end().len(), 2 * RANDOM_BYTES);
         assert_eq!(path.metadata().expect("is there").permissions().mode() & 0o777, 0o600);
-        assert_eq!(
-            directory.metadata().expect("is there").permissions().mode() & 0o777,
-            0o700
-        );
+        assert_eq!(directory.metadata().expect("is there").permissions().mode() & 0o777, 0o700);
         let (token, _) = token_in(&directory).expect("reads it");
         assert!(token.matches(text.trim_end().as_bytes()));
         let names = fs::read_dir(&directory).expect("is there").count();
@@ -144,10 +131,7 @@ mod tests {
         fs::write(directory.path().join(TOKEN_FILE_NAME), "short\n").expect("writes");
         fs::set_permissions(directory.path().join(TOKEN_FILE_NAME), Permissions::from_mode(0o600)).expect("ours");
         let weak = token_in(directory.path()).err().expect("is too short").to_string();
-        assert!(
-            weak.contains("16 printable characters") && weak.contains("if the file is removed"),
-            "{weak}"
-        );
+        assert!(weak.contains("16 printable characters") && weak.contains("if the file is removed"), "{weak}");
         fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).expect("ours");
         let open = token_in(directory.path()).err().expect("others can write").to_string();
         assert!(open.contains("others can write to it"), "{open}");

@@ -106,20 +106,12 @@ impl Sample {
             let rates = before.and_then(|before| MemoryRates::between(&before.state, &state));
             MemorySample { state, rates }
         });
-        Self {
-            time_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
-            disks,
-            memory,
-            migration: None,
-        }
+        Self { time_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX), disks, memory, migration: None }
     }
 
     /// Creates a sample of a process that only migrates a VM.
     pub(crate) fn from_migration(state: MigrationState) -> Self {
-        Self {
-            migration: Some(state),
-            ..Self::new(DiskList { disks: Vec::new() }, None, None)
-        }
+        Self { migration: Some(state), ..Self::new(DiskList { disks: Vec::new() }, None, None) }
     }
 
     /// Returns whether a clock of the process went backwards, which shows that the server was restarted.
@@ -130,9 +122,7 @@ impl Sample {
         let of_migration = |sample: &Self| sample.migration.as_ref().map(|state| state.time_ns);
         of_memory(before).zip(of_memory(self)).is_some_and(went_backwards)
             || of_migration(before).zip(of_migration(self)).is_some_and(went_backwards)
-            || self
-                .clocks()
-                .any(|(name, time)| clocks.get(name).is_some_and(|before| time < *before))
+            || self.clocks().any(|(name, time)| clocks.get(name).is_some_and(|before| time < *before))
     }
 
     fn clocks(&self) -> impl Iterator<Item = (&str, u64)> {
@@ -221,9 +211,8 @@ impl VmProcess {
         };
         let file = || {
             let stem = self.path.file_stem().unwrap_or_default().to_string_lossy();
-            let of_vm = stem
-                .strip_suffix(MEMORY_SOCKET_SUFFIX)
-                .filter(|name| self.manages_only_memory && !name.is_empty());
+            let of_vm =
+                stem.strip_suffix(MEMORY_SOCKET_SUFFIX).filter(|name| self.manages_only_memory && !name.is_empty());
             of_vm.unwrap_or(&stem).to_owned()
         };
         truncate_name(reported.or_else(configured).unwrap_or_else(file))
@@ -278,11 +267,7 @@ impl VmProcess {
     }
 
     pub(crate) fn accept_sample(&mut self, sample: Sample) {
-        if self
-            .sample
-            .as_ref()
-            .is_some_and(|before| sample.is_of_restarted_server(before))
-        {
+        if self.sample.as_ref().is_some_and(|before| sample.is_of_restarted_server(before)) {
             self.listener = None;
         }
         self.manages_only_memory = sample.memory.is_some() && sample.disks.is_empty();

@@ -93,11 +93,7 @@ pub enum AttachError {
     #[error("cannot open /dev/userfaultfd: {0}: run as root or with access to it; Linux 6.1 or later is required")]
     NoDevice(io::Error),
     #[error("process {pid}: {what}: {source}", pid = .pid.as_raw_pid())]
-    Failed {
-        pid: Pid,
-        what: &'static str,
-        source: io::Error,
-    },
+    Failed { pid: Pid, what: &'static str, source: io::Error },
     #[error(
         "process {pid}: its memory is already marked as managed on behalf of another process that maps it: end that process",
         pid = .pid.as_raw_pid()
@@ -241,12 +237,9 @@ impl AttachCandidate {
         let target = self.target;
         match self.orphaned {
             OrphanedState::Absent => attach_new(target, options, swaps, encrypt),
-            OrphanedState::Managed {
-                state,
-                compressed,
-                userfaultfd,
-                donated: given,
-            } => take_over(target, options, swaps, state, compressed, userfaultfd, given),
+            OrphanedState::Managed { state, compressed, userfaultfd, donated: given } => {
+                take_over(target, options, swaps, state, compressed, userfaultfd, given)
+            }
             OrphanedState::Unregistered(numbers, locked) => {
                 close_unregistered(target.pid(), &numbers).map_err(AttachError::Inject)?;
                 drop(locked);
@@ -349,11 +342,7 @@ fn attach_new(
     let pid = target.pid();
     let failed = |what| move |source| AttachError::Failed { pid, what, source };
     let device = userfaultfd::open_device().map_err(AttachError::NoDevice)?;
-    let pages: u64 = target
-        .ram_mappings
-        .iter()
-        .map(|memory| memory.location.bytes / PAGE_BYTES)
-        .sum();
+    let pages: u64 = target.ram_mappings.iter().map(|memory| memory.location.bytes / PAGE_BYTES).sum();
     let capacity = u32::try_from(pages)
         .ok()
         .and_then(|pages| pages.checked_add(HOTPLUG_PAGES_RESERVED.max(pages)))
@@ -361,9 +350,7 @@ fn attach_new(
     let state = PagerState::create(capacity, target.start_time()).map_err(failed("cannot create its state"))?;
     lock(pid, &state)?;
     if encrypt {
-        state
-            .generate_key()
-            .map_err(failed("cannot create an encryption key"))?;
+        state.generate_key().map_err(failed("cannot create an encryption key"))?;
     }
     let stores = record_swaps(pid, &state, swaps)?;
     // Large enough for all pages that could ever be evicted. Unused memory costs nothing.
@@ -374,13 +361,8 @@ fn attach_new(
         .map_err(failed("cannot create the memory for compressed pages"))?;
     let read_only = |memory: &SharedMemory| memory.read_only().map_err(failed("cannot open its state read-only"));
     let descriptors = [read_only(state.memory())?, read_only(&compressed)?, device.into()];
-    let (donated, userfaultfd_fd, paused_for) = donate(
-        pid,
-        &descriptors,
-        &unmarked_files(&target.ram_mappings, &[]),
-        &state,
-        create_ring(pid, &state),
-    )?;
+    let (donated, userfaultfd_fd, paused_for) =
+        donate(pid, &descriptors, &unmarked_files(&target.ram_mappings, &[]), &state, create_ring(pid, &state))?;
     let userfaultfd = Userfaultfd::new(userfaultfd_fd);
     if let Err(error) = enable(&userfaultfd).map_err(failed("cannot enable the userfaultfd's features")) {
         return Err(roll_back(pid, donated, error));
@@ -393,16 +375,8 @@ fn attach_new(
     let state = Arc::new(state);
     let files = Arc::new(RegionFiles::default());
     let memories = std::mem::take(&mut target.ram_mappings);
-    let mut attached = match assemble(
-        target,
-        options,
-        stores,
-        state,
-        Arc::new(compressed),
-        userfaultfd,
-        files,
-        donated,
-    ) {
+    let mut attached = match assemble(target, options, stores, state, Arc::new(compressed), userfaultfd, files, donated)
+    {
         Ok(attached) => attached,
         Err(error) => return Err(roll_back(pid, donated, error)),
     };
@@ -426,10 +400,7 @@ fn attach_new(
 /// is possible.
 fn create_ring(pid: Pid, state: &PagerState) -> Option<RingMemory> {
     if has_several_filters(pid) {
-        warn_unlocked(
-            pid,
-            &"it has seccomp filters in addition to QEMU's own, which may kill it for such a call",
-        );
+        warn_unlocked(pid, &"it has seccomp filters in addition to QEMU's own, which may kill it for such a call");
         return None;
     }
     let ring = LockedRing::probe().and_then(|()| RingMemory::create());
@@ -450,9 +421,7 @@ fn create_ring(pid: Pid, state: &PagerState) -> Option<RingMemory> {
 fn has_several_filters(pid: Pid) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_pid())).unwrap_or_default();
     let count = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
-    count
-        .and_then(|count| count.trim().parse().ok())
-        .is_some_and(|count: u32| count > 1)
+    count.and_then(|count| count.trim().parse().ok()).is_some_and(|count: u32| count > 1)
 }
 
 fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
@@ -461,23 +430,11 @@ fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
 }
 
 fn register(pid: Pid, userfaultfd: &Userfaultfd, region: &Region) -> Result<(), AttachError> {
-    let range = AddressRange {
-        start: region.address,
-        len: region.bytes(),
-    };
-    userfaultfd
-        .register(range)
-        .map_err(|source| match source.raw_os_error() {
-            Some(libc::EBUSY) => AttachError::Busy {
-                pid,
-                address: region.address,
-            },
-            _ => AttachError::Failed {
-                pid,
-                what: "cannot register its memory",
-                source,
-            },
-        })
+    let range = AddressRange { start: region.address, len: region.bytes() };
+    userfaultfd.register(range).map_err(|source| match source.raw_os_error() {
+        Some(libc::EBUSY) => AttachError::Busy { pid, address: region.address },
+        _ => AttachError::Failed { pid, what: "cannot register its memory", source },
+    })
 }
 
 fn location_of(region: &Region) -> Option<MappingLocation> {
@@ -515,40 +472,17 @@ fn assemble(
         what: "cannot start a thread",
         source,
     })?;
-    let pager = Pager::new(
-        process,
-        thread,
-        Arc::clone(&state),
-        compressed,
-        stores,
-        &present,
-        options,
-    );
-    let pidfd = target
-        .pidfd()
-        .try_clone_to_owned()
-        .map_err(|source| AttachError::Failed {
-            pid,
-            what: "cannot duplicate its pidfd",
-            source,
-        })?;
-    Ok(Attached {
-        target: Some(target),
+    let pager = Pager::new(process, thread, Arc::clone(&state), compressed, stores, &present, options);
+    let pidfd = target.pidfd().try_clone_to_owned().map_err(|source| AttachError::Failed {
         pid,
-        pidfd,
-        pager,
-        paused_for: None,
-        files,
-        donated,
-        state,
-    })
+        what: "cannot duplicate its pidfd",
+        source,
+    })?;
+    Ok(Attached { target: Some(target), pid, pidfd, pager, paused_for: None, files, donated, state })
 }
 
 fn find_resident(process: &ProcessMemory, region: &Region, present: &mut Vec<PageRun>) -> io::Result<()> {
-    let all = PageRun {
-        first: region.first,
-        count: region.pages,
-    };
+    let all = PageRun { first: region.first, count: region.pages };
     process.visit_resident(all, &mut |run| present.push(run))
 }
 
@@ -581,9 +515,7 @@ impl Attached {
             device: location.device,
             inode: location.inode,
         };
-        self.state
-            .add_region(&region)
-            .map_err(|source| AttachError::State { pid, source })?;
+        self.state.add_region(&region).map_err(|source| AttachError::State { pid, source })?;
         self.files.add(region, memory.file);
         // Servers that have mapped the memory already are registered before any of it can be evicted.
         let mappings = self.pager.guest().external_mappings();
@@ -638,16 +570,9 @@ impl Attached {
     /// Registers Larder's own processes that have the memory mapped.
     fn add_disk_servers(&mut self) -> Result<(), AttachError> {
         let pid = self.pid;
-        let ExternalMappers {
-            servers: viewers,
-            obstacles,
-            ..
-        } = external_mappers_of(pid, self.pager.regions());
+        let ExternalMappers { servers: viewers, obstacles, .. } = external_mappers_of(pid, self.pager.regions());
         if !obstacles.is_empty() {
-            let name = self
-                .target
-                .as_ref()
-                .map_or_else(String::new, |target| target.name.clone());
+            let name = self.target.as_ref().map_or_else(String::new, |target| target.name.clone());
             return Err(TargetError::Obstacles { pid, name, obstacles }.into());
         }
         let mut servers = viewers.into_iter();
@@ -657,17 +582,10 @@ impl Attached {
 
     fn add_disk_server(&self, server: DiskServerProcess) -> Result<(), ExternalMappingError> {
         let mapping = ExternalMapping::attach(server)?;
-        let failed = |source| ExternalMappingError::Failed {
-            pid: server.pid,
-            what: "cannot register its mappings",
-            source,
-        };
+        let failed =
+            |source| ExternalMappingError::Failed { pid: server.pid, what: "cannot register its mappings", source };
         let scan = mapping.scan(self.pager.regions()).map_err(failed)?;
-        self.pager
-            .guest()
-            .external_mappings()
-            .add(mapping, scan, true)
-            .map_err(failed)
+        self.pager.guest().external_mappings().add(mapping, scan, true).map_err(failed)
     }
 
     /// Closes the marks of memory that the process has unmapped. While they are open, the host cannot free that
@@ -676,10 +594,8 @@ impl Attached {
         let regions = self.pager.regions().iter().filter(|region| !region.is_unmapped());
         let files: Vec<(u64, u64)> = regions.map(|region| (region.device, region.inode)).collect();
         let marked = marked_files_of(self.pid).into_iter();
-        let unmapped_markers: Vec<i32> = marked
-            .filter(|(_, file)| !files.contains(file))
-            .map(|(number, _)| number)
-            .collect();
+        let unmapped_markers: Vec<i32> =
+            marked.filter(|(_, file)| !files.contains(file)).map(|(number, _)| number).collect();
         if unmapped_markers.is_empty() {
             return;
         }

@@ -37,10 +37,7 @@ impl FlatKeyedFile {
     pub(crate) fn get(&self, key: &str) -> u64 {
         let found = self.0.lines().filter_map(|line| line.split_once(' '));
         let mut found = found.filter(|(name, _)| *name == key);
-        found
-            .next()
-            .and_then(|(_, number)| number.trim().parse().ok())
-            .unwrap_or(0)
+        found.next().and_then(|(_, number)| number.trim().parse().ok()).unwrap_or(0)
     }
 }
 
@@ -65,10 +62,7 @@ pub(crate) fn freezing_cgroup(pid: Pid) -> Option<PathBuf> {
             matches!(state.trim(), "FROZEN" | "FREEZING")
         }
     };
-    cgroups_of(pid, "freezer")
-        .into_iter()
-        .find(is_frozen)
-        .map(|group| group.path)
+    cgroups_of(pid, "freezer").into_iter().find(is_frozen).map(|group| group.path)
 }
 
 fn parse_cgroups(mounts: &str, groups: &str, controller: &str) -> Vec<CgroupDirectory> {
@@ -94,10 +88,7 @@ fn parse_cgroups(mounts: &str, groups: &str, controller: &str) -> Vec<CgroupDire
             continue;
         };
         let directories = below.ancestors().map(|below| mount.mount_point.join(below));
-        found.extend(directories.map(|folder| CgroupDirectory {
-            path: folder,
-            is_v2: is_unified,
-        }));
+        found.extend(directories.map(|folder| CgroupDirectory { path: folder, is_v2: is_unified }));
     }
     found
 }
@@ -160,10 +151,7 @@ mod tests {
     #[test]
     fn groups_include_all_parents() {
         let of = "5:memory:/vms/web\n4:freezer:/docker/ab c/x\n1:name=systemd:/a\n0::/machine\n";
-        let unified = [
-            ("/sys/fs/cgroup/unified/machine", true),
-            ("/sys/fs/cgroup/unified/", true),
-        ];
+        let unified = [("/sys/fs/cgroup/unified/machine", true), ("/sys/fs/cgroup/unified/", true)];
         let memory = [
             ("/sys/fs/cgroup/memory/vms/web", false),
             ("/sys/fs/cgroup/memory/vms", false),

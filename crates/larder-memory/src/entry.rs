@@ -113,11 +113,7 @@ impl EntryWord {
         Self(match location {
             CopyLocation::NotStored => 0,
             CopyLocation::Uniform { clean } => 1 | clean_bit(clean),
-            CopyLocation::InTier {
-                tier,
-                object: stored,
-                clean,
-            } => {
+            CopyLocation::InTier { tier, object: stored, clean } => {
                 let tier = match tier {
                     Tier::Ram => 2,
                     Tier::Ssd => 3,
@@ -152,11 +148,7 @@ impl EntryWord {
         };
         Some(CopyLocation::InTier {
             tier,
-            object: StoredObject {
-                offset: LogOffset(self.0 >> 24),
-                len: (self.0 >> 12 & 0xfff) as u16 + 1,
-                encoding,
-            },
+            object: StoredObject { offset: LogOffset(self.0 >> 24), len: (self.0 >> 12 & 0xfff) as u16 + 1, encoding },
             clean,
         })
     }
@@ -194,10 +186,7 @@ impl EvictionRecord {
 
     /// Decodes a word.
     pub fn from_word(word: u64) -> Self {
-        Self {
-            checksum: word as u32,
-            evicted_at: (word >> 32) as u32,
-        }
+        Self { checksum: word as u32, evicted_at: (word >> 32) as u32 }
     }
 }
 
@@ -242,9 +231,6 @@ mod tests {
     #[test]
     fn checksum_depends_on_page_number() {
         let content = [7; PAGE];
-        assert_ne!(
-            checksum(PageIndex::new(1), &content),
-            checksum(PageIndex::new(2), &content)
-        );
+        assert_ne!(checksum(PageIndex::new(1), &content), checksum(PageIndex::new(2), &content));
     }
 }

@@ -42,11 +42,7 @@ pub enum ExternalMappingError {
     #[error("{0}")]
     Inject(#[from] InjectError),
     #[error("process {pid}, which serves a disk of the VM: {what}: {source}", pid = .pid.as_raw_pid())]
-    Failed {
-        pid: Pid,
-        what: &'static str,
-        source: io::Error,
-    },
+    Failed { pid: Pid, what: &'static str, source: io::Error },
 }
 
 /// Pages that a view has mapped at this address.
@@ -73,10 +69,7 @@ impl MappedRange {
     }
 
     fn range(&self) -> AddressRange {
-        AddressRange {
-            start: self.address,
-            len: self.run.bytes(),
-        }
+        AddressRange { start: self.address, len: self.run.bytes() }
     }
 }
 
@@ -170,10 +163,7 @@ impl ExternalMapping {
 
     /// Prepares an inspection by another thread.
     fn scan_request(&self) -> ScanRequest {
-        ScanRequest {
-            pid: self.pid,
-            requested: self.memory.requested_and_registered().0,
-        }
+        ScanRequest { pid: self.pid, requested: self.memory.requested_and_registered().0 }
     }
 
     /// Registers new mappings, so that their faults are reported from now on. With `protect` they are write-protected
@@ -233,10 +223,7 @@ impl ExternalMapping {
             Err(_) => return self.has_ended.store(true, Ordering::Relaxed),
         };
         for raw in &buffer[..count] {
-            let Some(UffdMessage::Fault {
-                address, cause, write, ..
-            }) = raw.decode()
-            else {
+            let Some(UffdMessage::Fault { address, cause, write, .. }) = raw.decode() else {
                 continue;
             };
             if let Some(page) = self.ranges.iter().find_map(|part| part.page_at(address)) {
@@ -244,10 +231,7 @@ impl ExternalMapping {
                 found.push((page, cause, write));
             } else {
                 // A newer mapping, perhaps of another pager: the thread faults again.
-                let page = AddressRange {
-                    start: address & !(PAGE_BYTES - 1),
-                    len: PAGE_BYTES,
-                };
+                let page = AddressRange { start: address & !(PAGE_BYTES - 1), len: PAGE_BYTES };
                 let _ = self.userfaultfd.wake(page);
             }
         }
@@ -273,9 +257,7 @@ impl ExternalMapping {
 
     /// Closes the userfaultfd in the process. Does nothing to its memory, which may belong to another pager by now.
     fn close(self) {
-        let closed = with_stopped_thread(self.pid, INJECT_LIMIT, |thread| {
-            thread.close(self.userfaultfd_number as i32)
-        });
+        let closed = with_stopped_thread(self.pid, INJECT_LIMIT, |thread| thread.close(self.userfaultfd_number as i32));
         match closed {
             Ok(_) | Err(InjectError::Exited { .. }) => {}
             Err(error) => tracing::warn!("an unused descriptor stays open in a disk server: {error}"),
@@ -313,11 +295,7 @@ impl MappingScan {
 }
 
 fn make_userfaultfd(pid: Pid) -> Result<u32, ExternalMappingError> {
-    let failed = |source| ExternalMappingError::Failed {
-        pid,
-        what: "cannot open /dev/userfaultfd",
-        source,
-    };
+    let failed = |source| ExternalMappingError::Failed { pid, what: "cannot open /dev/userfaultfd", source };
     let device = userfaultfd::open_device().map_err(failed)?;
     let (number, _) = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
         let given = thread.send_descriptors(&[device.as_fd()])?;
@@ -353,18 +331,8 @@ impl ExternalMappings {
     /// If a descriptor cannot be made.
     pub fn new(userfaultfd: &Userfaultfd) -> io::Result<Self> {
         let events = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(
-            &events,
-            userfaultfd,
-            epoll::EventData::new_u64(0),
-            epoll::EventFlags::IN,
-        )?;
-        Ok(Self {
-            all: RefCell::default(),
-            events,
-            grace: Cell::default(),
-            has_exited_server: Cell::new(false),
-        })
+        epoll::add(&events, userfaultfd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        Ok(Self { all: RefCell::default(), events, grace: Cell::default(), has_exited_server: Cell::new(false) })
     }
 
     /// Returns a descriptor that is readable when a message is available.
@@ -390,10 +358,7 @@ impl ExternalMappings {
         mapping.register(scan, protect)?;
         let data = epoll::EventData::new_u64(0);
         epoll::add(&self.events, &mapping.userfaultfd, data, epoll::EventFlags::IN)?;
-        tracing::info!(
-            pid = mapping.pid.as_raw_pid(),
-            "a disk server of the VM has its memory mapped"
-        );
+        tracing::info!(pid = mapping.pid.as_raw_pid(), "a disk server of the VM has its memory mapped");
         self.all.borrow_mut().push(mapping);
         Ok(())
     }
@@ -405,11 +370,7 @@ impl ExternalMappings {
             let (requested, served) = mapping.memory.requested_and_registered();
             all || requested != served
         };
-        mappings
-            .iter()
-            .filter(waits)
-            .map(ExternalMapping::scan_request)
-            .collect()
+        mappings.iter().filter(waits).map(ExternalMapping::scan_request).collect()
     }
 
     /// Registers the result of an inspection.
@@ -457,8 +418,7 @@ impl ExternalMappings {
     /// If mappings are changing, or there is no memory.
     pub fn protect(&self, run: PageRun) -> io::Result<()> {
         let all = self.all.borrow();
-        all.iter()
-            .try_for_each(|mapping| mapping.for_each_range(run, |range| mapping.userfaultfd.protect(range)))
+        all.iter().try_for_each(|mapping| mapping.for_each_range(run, |range| mapping.userfaultfd.protect(range)))
     }
 
     /// Removes the write-protection of these pages in all views, and wakes threads that wait to write.
@@ -469,9 +429,7 @@ impl ExternalMappings {
         let mut all = self.all.borrow_mut();
         all.iter_mut().try_for_each(|mapping| {
             mapping.for_each_range(run, |range| mapping.userfaultfd.unprotect(range))?;
-            mapping
-                .awaited_pages
-                .retain(|page| *page < run.first || *page >= run.end());
+            mapping.awaited_pages.retain(|page| *page < run.first || *page >= run.end());
             Ok(())
         })
     }
@@ -491,16 +449,8 @@ impl ExternalMappings {
     /// `fill` takes the view's userfaultfd and the page's address there.
     pub fn fill_waiting(&self, page: PageIndex, fill: impl Fn(&Userfaultfd, u64) -> FillResult) -> FillResult {
         let mut filled = FillResult::Unmapped;
-        for view in self
-            .all
-            .borrow()
-            .iter()
-            .filter(|mapping| mapping.awaited_pages.contains(&page))
-        {
-            let range = view
-                .ranges
-                .iter()
-                .find_map(|part| part.intersection(PageRun::one(page)));
+        for view in self.all.borrow().iter().filter(|mapping| mapping.awaited_pages.contains(&page)) {
+            let range = view.ranges.iter().find_map(|part| part.intersection(PageRun::one(page)));
             if let Some(place) = range {
                 filled = fill(&view.userfaultfd, place.start);
             }
@@ -562,10 +512,7 @@ impl ExternalMappings {
             let mut all = self.all.borrow_mut();
             if grace.started > grace.ended {
                 let is_drained = |mapping: &ExternalMapping| {
-                    mapping.has_ended()
-                        || mapping
-                            .awaited_epoch
-                            .is_none_or(|epoch| mapping.memory.is_drained(epoch))
+                    mapping.has_ended() || mapping.awaited_epoch.is_none_or(|epoch| mapping.memory.is_drained(epoch))
                 };
                 if !all.iter().all(is_drained) {
                     break;

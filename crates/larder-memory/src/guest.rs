@@ -245,10 +245,7 @@ impl Backing for RegionFiles {
                 at = rustix::fs::seek(file, SeekFrom::Hole(start))?.min(end);
                 let first = (start - region.offset) / PAGE_BYTES;
                 let count = (at - region.offset).div_ceil(PAGE_BYTES) - first;
-                found(PageRun {
-                    first: region.first.plus(first as u32),
-                    count: count as u32,
-                });
+                found(PageRun { first: region.first.plus(first as u32), count: count as u32 });
             }
             Ok(())
         })
@@ -269,11 +266,7 @@ impl ProcessMemory {
     /// If a descriptor cannot be made.
     pub fn new(userfaultfd: Userfaultfd, files: Arc<RegionFiles>) -> io::Result<Self> {
         let external = ExternalMappings::new(&userfaultfd)?;
-        Ok(Self {
-            userfaultfd,
-            files,
-            external,
-        })
+        Ok(Self { userfaultfd, files, external })
     }
 
     /// Returns the other processes that have the memory mapped.
@@ -288,10 +281,7 @@ impl ProcessMemory {
 
     fn for_each_range(&self, run: PageRun, mut visit: impl FnMut(AddressRange) -> io::Result<()>) -> io::Result<()> {
         self.files.for_each_part(run, |mapped, part| {
-            visit(AddressRange {
-                start: mapped.region.address_of(part.first),
-                len: part.bytes(),
-            })
+            visit(AddressRange { start: mapped.region.address_of(part.first), len: part.bytes() })
         })
     }
 
@@ -321,12 +311,7 @@ impl GuestMemory for ProcessMemory {
             };
             // Zero, as the thread belongs to another process.
             let thread = 0;
-            *slot = RawUffdMessage::from(UffdMessage::Fault {
-                address,
-                write,
-                cause,
-                thread,
-            });
+            *slot = RawUffdMessage::from(UffdMessage::Fault { address, write, cause, thread });
             all += 1;
         }
         Ok(all)
@@ -344,9 +329,8 @@ impl GuestMemory for ProcessMemory {
         if filled != FillResult::Unmapped {
             return (count, filled);
         }
-        let filled = self
-            .external
-            .fill_waiting(first, |userfaultfd, at| userfaultfd.copy(at, &content[..PAGE], false).1);
+        let filled =
+            self.external.fill_waiting(first, |userfaultfd, at| userfaultfd.copy(at, &content[..PAGE], false).1);
         (usize::from(filled == FillResult::Done), filled)
     }
 

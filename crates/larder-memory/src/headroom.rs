@@ -78,11 +78,9 @@ impl MemoryLimit {
     fn ledger_key(&self) -> String {
         match self {
             Self::Host => "host".to_owned(),
-            Self::Cgroup {
-                directory: folder,
-                file,
-                ..
-            } => format!("group {}/{file}", folder.display()).replace('\n', "?"),
+            Self::Cgroup { directory: folder, file, .. } => {
+                format!("group {}/{file}", folder.display()).replace('\n', "?")
+            }
             Self::Tmpfs { device, .. } => format!("tmpfs {device}"),
         }
     }
@@ -92,16 +90,9 @@ impl fmt::Display for MemoryLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.write_str("the host"),
-            Self::Cgroup {
-                directory: folder,
-                file,
-                limit_bytes,
-            } => write!(
-                f,
-                "the process's control group {} ({file}: {} MiB)",
-                folder.display(),
-                limit_bytes >> 20
-            ),
+            Self::Cgroup { directory: folder, file, limit_bytes } => {
+                write!(f, "the process's control group {} ({file}: {} MiB)", folder.display(), limit_bytes >> 20)
+            }
             Self::Tmpfs { mount_point: at, .. } => {
                 write!(f, "the tmpfs {} that contains its memory's file", at.display())
             }
@@ -132,11 +123,7 @@ impl fmt::Display for ClaimedSuffix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             0 => Ok(()),
-            bytes => write!(
-                f,
-                ", of which {} MiB are claimed by other detaches in progress",
-                bytes.div_ceil(1 << 20)
-            ),
+            bytes => write!(f, ", of which {} MiB are claimed by other detaches in progress", bytes.div_ceil(1 << 20)),
         }
     }
 }
@@ -176,15 +163,7 @@ pub(crate) struct HeadroomCheck {
 
 impl HeadroomCheck {
     pub(crate) fn new(pid: Pid, files: Arc<RegionFiles>, ledger_directory: Option<PathBuf>) -> Self {
-        Self {
-            pid,
-            files,
-            ledger_directory,
-            claim: None,
-            checked_bytes: 0,
-            step_bytes: 0,
-            checked_at: Instant::now(),
-        }
+        Self { pid, files, ledger_directory, claim: None, checked_bytes: 0, step_bytes: 0, checked_at: Instant::now() }
     }
 
     /// Returns true if another check is needed before more is paged in.
@@ -211,10 +190,7 @@ impl HeadroomCheck {
             let opened = Ledger::open(folder);
             opened
                 .inspect_err(|error| {
-                    tracing::debug!(
-                        "the claims of other detaching pagers are unknown: {}: {error}",
-                        folder.display()
-                    )
+                    tracing::debug!("the claims of other detaching pagers are unknown: {}: {error}", folder.display())
                 })
                 .ok()
         });
@@ -224,10 +200,7 @@ impl HeadroomCheck {
         };
         for limit in &limits {
             let claimed_bytes = claimed.get(&limit.kind.ledger_key()).copied().unwrap_or(0);
-            let all = limit
-                .needed_bytes
-                .saturating_add(claimed_bytes)
-                .saturating_add(limit.margin_bytes);
+            let all = limit.needed_bytes.saturating_add(claimed_bytes).saturating_add(limit.margin_bytes);
             let next = limit.needed_bytes.min(STEP_BYTES_MIN) + limit.margin_bytes;
             // Compressed pages become free late: until then there must be room for the next step.
             if limit.needed_bytes > 0
@@ -259,22 +232,14 @@ impl HeadroomCheck {
         let own_cgroups = cgroup::cgroups_of(getpid(), "memory");
         for group in cgroup::cgroups_of(self.pid, "memory") {
             // Compressed pages are charged to this process.
-            let freed_bytes = if own_cgroups.contains(&group) {
-                compressed_bytes
-            } else {
-                0
-            };
-            limits.extend(
-                cgroup_limits(&group)
-                    .into_iter()
-                    .map(|(place, free_bytes, limit_bytes)| LimitState {
-                        kind: place,
-                        free_bytes,
-                        freed_bytes,
-                        margin_bytes: margin_bytes(limit_bytes),
-                        needed_bytes,
-                    }),
-            );
+            let freed_bytes = if own_cgroups.contains(&group) { compressed_bytes } else { 0 };
+            limits.extend(cgroup_limits(&group).into_iter().map(|(place, free_bytes, limit_bytes)| LimitState {
+                kind: place,
+                free_bytes,
+                freed_bytes,
+                margin_bytes: margin_bytes(limit_bytes),
+                needed_bytes,
+            }));
         }
         limits.extend(self.tmpfs_limits(needed_bytes));
         limits
@@ -298,10 +263,7 @@ impl HeadroomCheck {
                 continue;
             }
             found.push(LimitState {
-                kind: MemoryLimit::Tmpfs {
-                    mount_point: mount_point_of(device),
-                    device,
-                },
+                kind: MemoryLimit::Tmpfs { mount_point: mount_point_of(device), device },
                 free_bytes: system.f_bavail.saturating_mul(system.f_bsize.unsigned_abs()),
                 freed_bytes: 0,
                 margin_bytes: 0,
@@ -357,11 +319,7 @@ fn cgroup_limits(group: &CgroupDirectory) -> Vec<(MemoryLimit, u64, u64)> {
         };
         let clean_bytes = cache("inactive_file") + cache("active_file") / 2;
         let clean_bytes = clean_bytes.saturating_sub(cache(dirty) + cache(writeback));
-        let limit = MemoryLimit::Cgroup {
-            directory: group.path.clone(),
-            file,
-            limit_bytes,
-        };
+        let limit = MemoryLimit::Cgroup { directory: group.path.clone(), file, limit_bytes };
         let free_bytes = limit_bytes.saturating_sub(used_bytes).saturating_add(clean_bytes);
         found.push((limit, free_bytes, limit_bytes));
     }
@@ -371,13 +329,8 @@ fn cgroup_limits(group: &CgroupDirectory) -> Vec<(MemoryLimit, u64, u64)> {
 /// Returns the smallest limit of a control group that contains both processes, in bytes.
 pub fn common_cgroup_limit(one: Pid, other: Pid) -> Option<u64> {
     let others = cgroup::cgroups_of(other, "memory");
-    let common = cgroup::cgroups_of(one, "memory")
-        .into_iter()
-        .filter(|group| others.contains(group));
-    common
-        .flat_map(|group| cgroup_limits(&group))
-        .map(|(_, _, limit_bytes)| limit_bytes)
-        .min()
+    let common = cgroup::cgroups_of(one, "memory").into_iter().filter(|group| others.contains(group));
+    common.flat_map(|group| cgroup_limits(&group)).map(|(_, _, limit_bytes)| limit_bytes).min()
 }
 
 fn mount_point_of(device: u64) -> PathBuf {
@@ -387,9 +340,7 @@ fn mount_point_of(device: u64) -> PathBuf {
         let mut fields = line.split(' ').skip(2);
         (fields.next()? == numbers).then(|| fields.nth(1)).flatten()
     });
-    matching
-        .next()
-        .map_or_else(|| PathBuf::from(numbers.clone()), PathBuf::from)
+    matching.next().map_or_else(|| PathBuf::from(numbers.clone()), PathBuf::from)
 }
 
 /// Claims of all detaching pagers, locked as long as this exists.
@@ -407,10 +358,7 @@ impl<'a> Ledger<'a> {
                 thread::sleep(Duration::from_millis(1));
             }
             if try_lock(&lock)? {
-                return Ok(Self {
-                    directory,
-                    lock: Some(lock),
-                });
+                return Ok(Self { directory, lock: Some(lock) });
             }
         }
         Ok(Self { directory, lock: None })
@@ -418,9 +366,7 @@ impl<'a> Ledger<'a> {
 
     fn numbers(&self) -> Vec<u64> {
         let entries = fs::read_dir(self.directory).into_iter().flatten().flatten();
-        entries
-            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-            .collect()
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
     }
 
     /// Returns the claims of other pagers against each limit: all claims, or those with numbers below `before`.
@@ -584,27 +530,15 @@ mod tests {
     fn shortage_names_limit_numbers_and_remedy() {
         let shortage = |limit| {
             let (needed_bytes, free_bytes, claimed_bytes) = (100 << 20, 50 << 20, 0);
-            MemoryShortage {
-                limit,
-                needed_bytes,
-                free_bytes,
-                claimed_bytes,
-            }
+            MemoryShortage { limit, needed_bytes, free_bytes, claimed_bytes }
         };
         assert_eq!(
             shortage(MemoryLimit::Host).to_string(),
             "100 MiB must be paged in, but the host has 50 MiB free: free some first"
         );
-        let group = MemoryLimit::Cgroup {
-            directory: "/sys/fs/cgroup/vm".into(),
-            file: "memory.max",
-            limit_bytes: 512 << 20,
-        };
-        let message = MemoryShortage {
-            claimed_bytes: 20 << 20,
-            ..shortage(group)
-        }
-        .to_string();
+        let group =
+            MemoryLimit::Cgroup { directory: "/sys/fs/cgroup/vm".into(), file: "memory.max", limit_bytes: 512 << 20 };
+        let message = MemoryShortage { claimed_bytes: 20 << 20, ..shortage(group) }.to_string();
         assert!(
             message.contains("control group /sys/fs/cgroup/vm (memory.max: 512 MiB) has 50 MiB free, of which 20 MiB"),
             "{message}"

@@ -138,9 +138,7 @@ fn attempt<T: Send>(
             Ok(Err(refusal)) => return Ok(Attempt::Refused(refusal)),
             // The error came too late to matter. Other threads of the process may be alive.
             Err(_) if candidate.has_ended() => {
-                return Ok(Attempt::Refused(Refusal::temporary(InjectError::Exited {
-                    pid: candidate.pid,
-                })));
+                return Ok(Attempt::Refused(Refusal::temporary(InjectError::Exited { pid: candidate.pid })));
             }
             Err(error) => return Err(error),
         };
@@ -154,9 +152,7 @@ fn attempt<T: Send>(
         }
     };
     thread::scope(|scope| {
-        let tracer = thread::Builder::new()
-            .name("larder-inject".into())
-            .spawn_scoped(scope, tracer);
+        let tracer = thread::Builder::new().name("larder-inject".into()).spawn_scoped(scope, tracer);
         match tracer.map_err(InjectError::NoThread)?.join() {
             Ok(outcome) => outcome,
             Err(panic) => resume_unwind(panic),

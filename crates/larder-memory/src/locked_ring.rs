@@ -261,40 +261,27 @@ impl LockedRing {
         }
         let mut files = [userfaultfd.as_raw_fd()];
         register(ring.as_fd(), REGISTER_FILES, files.as_mut_ptr().cast(), 1)?;
-        let restriction = |opcode, what| Restriction {
-            opcode,
-            what,
-            reserved: [0; 13],
-        };
+        let restriction = |opcode, what| Restriction { opcode, what, reserved: [0; 13] };
         let mut restrictions = [
             restriction(RESTRICTION_SQE_OP, OP_RECV),
             restriction(RESTRICTION_SQE_OP, OP_FIXED_FD_INSTALL),
             restriction(RESTRICTION_SQE_FLAGS_ALLOWED, SQE_FIXED_FILE),
         ];
         let count = restrictions.len() as u32;
-        register(
-            ring.as_fd(),
-            REGISTER_RESTRICTIONS,
-            restrictions.as_mut_ptr().cast(),
-            count,
-        )?;
+        register(ring.as_fd(), REGISTER_RESTRICTIONS, restrictions.as_mut_ptr().cast(), count)?;
         register(ring.as_fd(), REGISTER_ENABLE_RINGS, std::ptr::null_mut(), 0)?;
         let memory = memory.0;
         for (index, word) in identity.into_iter().enumerate() {
             memory.word(IDENTITY_AT + index * 8).store(word, Ordering::Relaxed);
         }
         for (index, offset) in offsets.into_iter().enumerate() {
-            memory
-                .half_word(OFFSETS_AT + index * 4)
-                .store(offset, Ordering::Relaxed);
+            memory.half_word(OFFSETS_AT + index * 4).store(offset, Ordering::Relaxed);
         }
         memory.word(HEADER_AT).store(MAGIC, Ordering::Release);
         let ring = Self::open(memory, ring)?;
         let taken = ring.fetch_except(Some(userfaultfd.as_raw_fd()))?;
         if identity_of(taken.as_fd())? != identity_of(userfaultfd)? {
-            return Err(unsupported(
-                "the io_uring returned a different file than was registered",
-            ));
+            return Err(unsupported("the io_uring returned a different file than was registered"));
         }
         Ok(ring)
     }
@@ -344,9 +331,7 @@ impl LockedRing {
         // A separate thread, because the kernel's data of a task that has used a ring ends with the task.
         thread::scope(|scope| {
             let builder = thread::Builder::new().name("larder-ring".into());
-            let taken = builder
-                .spawn_scoped(scope, || self.fetch_on_this_thread(except))?
-                .join();
+            let taken = builder.spawn_scoped(scope, || self.fetch_on_this_thread(except))?.join();
             taken.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
@@ -363,10 +348,7 @@ impl LockedRing {
                 Some(Ok(number)) => return adopt_userfaultfd(number, except),
             }
         }
-        Err(io::Error::new(
-            io::ErrorKind::ResourceBusy,
-            "the process is using its ring concurrently",
-        ))
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "the process is using its ring concurrently"))
     }
 
     /// Queues the request that fetches the install request, and submits both.
@@ -386,17 +368,8 @@ impl LockedRing {
         let ring = self.ring.as_raw_fd();
         // SAFETY: the request writes to the queue, which is accessed only through atomics and lives as long as
         // `self`.
-        let entered = unsafe {
-            libc::syscall(
-                libc::SYS_io_uring_enter,
-                ring,
-                REQUEST_COUNT,
-                0,
-                1,
-                std::ptr::null::<u8>(),
-                0,
-            )
-        };
+        let entered =
+            unsafe { libc::syscall(libc::SYS_io_uring_enter, ring, REQUEST_COUNT, 0, 1, std::ptr::null::<u8>(), 0) };
         match entered {
             0.. => Ok(()),
             _ => match io::Error::last_os_error() {
@@ -475,16 +448,7 @@ fn recv_request(socket: BorrowedFd<'_>, to: u64) -> Request {
 
 /// Encodes a request that installs the first file of the ring.
 fn install_request() -> Request {
-    [
-        sqe_head(OP_FIXED_FD_INSTALL, SQE_FIXED_FILE, 0),
-        0,
-        0,
-        0,
-        INSTALL_USER_DATA,
-        0,
-        0,
-        0,
-    ]
+    [sqe_head(OP_FIXED_FD_INSTALL, SQE_FIXED_FILE, 0), 0, 0, 0, INSTALL_USER_DATA, 0, 0, 0]
 }
 
 fn words_to_bytes(words: Request) -> Vec<u8> {
@@ -517,12 +481,7 @@ fn register(ring: BorrowedFd<'_>, what: u32, argument: *mut libc::c_void, count:
 
 fn identity_of(file: BorrowedFd<'_>) -> io::Result<Identity> {
     let stat = rustix::fs::fstat(file)?;
-    Ok([
-        stat.st_dev,
-        stat.st_ino,
-        stat.st_ctime as u64,
-        stat.st_ctime_nsec as u64,
-    ])
+    Ok([stat.st_dev, stat.st_ino, stat.st_ctime as u64, stat.st_ctime_nsec as u64])
 }
 
 fn link_of(file: BorrowedFd<'_>) -> io::Result<String> {

@@ -443,12 +443,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             && messages.len() > 1
         {
             for raw in messages.iter_mut() {
-                if let Some(UffdMessage::Fault {
-                    address,
-                    write,
-                    cause,
-                    thread,
-                }) = raw.decode()
+                if let Some(UffdMessage::Fault { address, write, cause, thread }) = raw.decode()
                     && thread == first
                 {
                     self.fault_at(address, cause, write);
@@ -460,9 +455,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             match raw.decode() {
                 // Removals were handled above.
                 None | Some(UffdMessage::Removed(_) | UffdMessage::Unmapped(_)) => {}
-                Some(UffdMessage::Fault {
-                    address, cause, write, ..
-                }) => self.fault_at(address, cause, write),
+                Some(UffdMessage::Fault { address, cause, write, .. }) => self.fault_at(address, cause, write),
                 Some(UffdMessage::Unknown(event)) => {
                     tracing::warn!("unknown event {event:#x} from the kernel's userfaultfd")
                 }
@@ -538,10 +531,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         for page in resident.iter().flat_map(|run| run.pages()) {
             self.enqueue(page, ResidentQueue::Probation);
         }
-        self.guest.wake(PageRun {
-            first: region.first,
-            count: region.pages,
-        });
+        self.guest.wake(PageRun { first: region.first, count: region.pages });
     }
 
     /// Records that `page` is in memory, and makes it evictable by appending it to `queue`.

@@ -7,11 +7,7 @@
 use std::time::{Duration, Instant};
 
 /// Time windows of the averages.
-const WINDOWS: [Duration; 3] = [
-    Duration::from_secs(10),
-    Duration::from_secs(60),
-    Duration::from_secs(300),
-];
+const WINDOWS: [Duration; 3] = [Duration::from_secs(10), Duration::from_secs(60), Duration::from_secs(300)];
 
 /// Lost time.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]

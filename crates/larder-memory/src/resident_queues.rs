@@ -43,31 +43,15 @@ impl ResidentQueues {
     /// Makes empty queues for `pages` pages.
     pub fn new(pages: u32) -> Self {
         Self {
-            links: vec![
-                Links {
-                    newer: NO_PAGE,
-                    older: NO_PAGE
-                };
-                pages as usize
-            ],
+            links: vec![Links { newer: NO_PAGE, older: NO_PAGE }; pages as usize],
             queue_of: vec![0; pages as usize],
-            ends: [Ends {
-                newest: NO_PAGE,
-                oldest: NO_PAGE,
-                len: 0,
-            }; 2],
+            ends: [Ends { newest: NO_PAGE, oldest: NO_PAGE, len: 0 }; 2],
         }
     }
 
     /// Grows the tables to `pages` pages. The new pages are in no queue.
     pub fn grow(&mut self, pages: u32) {
-        self.links.resize(
-            pages as usize,
-            Links {
-                newer: NO_PAGE,
-                older: NO_PAGE,
-            },
-        );
+        self.links.resize(pages as usize, Links { newer: NO_PAGE, older: NO_PAGE });
         self.queue_of.resize(pages as usize, 0);
     }
 
@@ -84,10 +68,7 @@ impl ResidentQueues {
         let index = page.get();
         assert_eq!(self.queue_of[page.as_usize()], 0, "{page:?} is already in a queue");
         let ends = &mut self.ends[queue as usize];
-        self.links[page.as_usize()] = Links {
-            newer: NO_PAGE,
-            older: ends.newest,
-        };
+        self.links[page.as_usize()] = Links { newer: NO_PAGE, older: ends.newest };
         match ends.newest {
             NO_PAGE => ends.oldest = index,
             newest => self.links[newest as usize].newer = index,
@@ -137,9 +118,7 @@ impl ResidentQueues {
             self.remove(page);
             self.push(ResidentQueue::Probation, page);
         }
-        let page = self
-            .oldest(ResidentQueue::Probation)
-            .or_else(|| self.oldest(ResidentQueue::Working))?;
+        let page = self.oldest(ResidentQueue::Probation).or_else(|| self.oldest(ResidentQueue::Working))?;
         self.remove(page);
         Some(page)
     }

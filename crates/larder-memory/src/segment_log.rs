@@ -85,12 +85,7 @@ impl<'a> Appender<'a> {
             bytes[8..SEGMENT_HEADER_BYTES].copy_from_slice(&generation.to_le_bytes());
             at = SEGMENT_HEADER_BYTES;
         }
-        Self {
-            segment,
-            bytes,
-            from,
-            at,
-        }
+        Self { segment, bytes, from, at }
     }
 
     /// Returns the offset of the next object in the segment, in bytes.
@@ -166,11 +161,7 @@ pub fn object_at(bytes: &[u8], start: u64, at: usize) -> Option<LogObject> {
     }
     Some(LogObject {
         page: PageIndex::new(u32::from_le_bytes(*page)),
-        stored: StoredObject {
-            offset: LogOffset::from_bytes(offset),
-            len,
-            encoding,
-        },
+        stored: StoredObject { offset: LogOffset::from_bytes(offset), len, encoding },
     })
 }
 
@@ -259,14 +250,10 @@ impl SegmentTable {
         for (index, live) in live.iter().enumerate() {
             let (counted, segment_use) = (self.live[index], self.uses[index]);
             if u64::from(counted) != *live {
-                return Err(format!(
-                    "segment {index}: {counted} bytes are counted as live, but {live} are live"
-                ));
+                return Err(format!("segment {index}: {counted} bytes are counted as live, but {live} are live"));
             }
             if *live > 0 && !matches!(segment_use, SegmentUse::Open | SegmentUse::Sealed | SegmentUse::Moving) {
-                return Err(format!(
-                    "segment {index}: it has {live} live bytes, but its use is {segment_use:?}"
-                ));
+                return Err(format!("segment {index}: it has {live} live bytes, but its use is {segment_use:?}"));
             }
         }
         match live.iter().sum::<u64>() == self.live_total {
@@ -369,10 +356,7 @@ impl SegmentTable {
     pub fn add_live(&mut self, stored: StoredObject) {
         let index = SegmentIndex::containing(stored.offset).0 as usize;
         let bytes = object_bytes(stored.len) as u32;
-        debug_assert!(matches!(
-            self.uses[index],
-            SegmentUse::Open | SegmentUse::Sealed | SegmentUse::Moving
-        ));
+        debug_assert!(matches!(self.uses[index], SegmentUse::Open | SegmentUse::Sealed | SegmentUse::Moving));
         self.live[index] += bytes;
         self.live_total += u64::from(bytes);
     }
@@ -427,9 +411,7 @@ impl SegmentTable {
     /// Returns the full segment that was taken first, to move its live objects. The segment is reserved until
     /// [`Self::unreserve`].
     pub fn reserve_oldest(&mut self) -> Option<SegmentIndex> {
-        let segment = self
-            .sealed()
-            .min_by_key(|segment| self.generations[segment.0 as usize])?;
+        let segment = self.sealed().min_by_key(|segment| self.generations[segment.0 as usize])?;
         self.uses[segment.0 as usize] = SegmentUse::Moving;
         Some(segment)
     }
@@ -446,9 +428,7 @@ impl SegmentTable {
     }
 
     fn sealed(&self) -> impl Iterator<Item = SegmentIndex> {
-        (0..self.count())
-            .map(SegmentIndex)
-            .filter(|segment| self.uses[segment.0 as usize] == SegmentUse::Sealed)
+        (0..self.count()).map(SegmentIndex).filter(|segment| self.uses[segment.0 as usize] == SegmentUse::Sealed)
     }
 
     /// Ends the reservation of `segment`: all its live objects were moved or have died, or moving them has failed.
@@ -477,10 +457,7 @@ mod tests {
             }
             appender.next_data()[..len].fill(index as u8);
             let stored = appender.append(PageIndex::new(index), len, PageEncoding::Raw);
-            appended.push(LogObject {
-                page: PageIndex::new(index),
-                stored,
-            });
+            appended.push(LogObject { page: PageIndex::new(index), stored });
             index += 1;
         }
         assert!(appended.len() > 400);
@@ -488,11 +465,7 @@ mod tests {
         assert_eq!(found, appended);
         for object in found {
             let at = (data_at(object.stored.offset) - segment.start()) as usize;
-            assert!(
-                bytes[at..at + usize::from(object.stored.len)]
-                    .iter()
-                    .all(|byte| *byte == object.page.get() as u8)
-            );
+            assert!(bytes[at..at + usize::from(object.stored.len)].iter().all(|byte| *byte == object.page.get() as u8));
         }
     }
 
@@ -507,10 +480,7 @@ mod tests {
         segments.seal(first);
         assert_eq!(segments.used(), 1);
         segments.remove_live(stored);
-        assert_eq!(
-            (segments.used(), segments.allocated(), segments.live_bytes()),
-            (0, 1, 0)
-        );
+        assert_eq!((segments.used(), segments.allocated(), segments.live_bytes()), (0, 1, 0));
         assert_eq!(segments.begin_release(0), Some(first));
         segments.end_release(first);
         assert_eq!(segments.allocated(), 0);
@@ -559,15 +529,9 @@ mod tests {
         let mut log = SegmentTable::new(3);
         let first = log.allocate().unwrap().0;
         log.seal(first);
-        let taken = log
-            .allocate_except(|segment| segment == first || segment.get() == 1)
-            .unwrap()
-            .0;
+        let taken = log.allocate_except(|segment| segment == first || segment.get() == 1).unwrap().0;
         assert_eq!(taken, SegmentIndex::new(2));
-        assert_eq!(
-            log.allocate_except(|segment| segment == first || segment.get() == 1),
-            None
-        );
+        assert_eq!(log.allocate_except(|segment| segment == first || segment.get() == 1), None);
         assert_eq!(log.available(), 2);
         assert_eq!(log.allocate().unwrap().0, first);
     }

@@ -180,11 +180,7 @@ impl PagerService {
         on.spawn(watch(on.clone(), events, weak.clone()));
         on.spawn(watch_process(on.clone(), pidfd, weak.clone()));
         on.spawn(tick(on.clone(), weak.clone()));
-        on.spawn(server_scan::watch(
-            on.clone(),
-            server_scan::FileWatch::new(&files),
-            weak.clone(),
-        ));
+        on.spawn(server_scan::watch(on.clone(), server_scan::FileWatch::new(&files), weak.clone()));
         if let Some(target) = target {
             on.spawn(scan_hotplug(on.clone(), target, options, weak));
         }

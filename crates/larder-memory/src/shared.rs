@@ -48,10 +48,7 @@ impl SharedMemory {
         // that only has the right name.
         let seals = rustix::fs::fcntl_get_seals(descriptor);
         if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the memory was not created by a pager",
-            ));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the memory was not created by a pager"));
         }
         let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
         let descriptor = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
@@ -79,11 +76,7 @@ impl SharedMemory {
         // SAFETY: the mapping was just made, and its content is not changed.
         let _ = unsafe { rustix::mm::madvise(base, bytes, rustix::mm::Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self {
-            descriptor,
-            base,
-            bytes,
-        })
+        Ok(Self { descriptor, base, bytes })
     }
 
     /// Makes a descriptor for another process, which can read the memory with it but not change it.
@@ -147,12 +140,7 @@ impl SharedMemory {
     /// Errors of fallocate(2).
     pub fn release(&self, offset: usize, len: usize) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(
-            &self.descriptor,
-            flags,
-            offset as u64,
-            len as u64,
-        )?)
+        Ok(rustix::fs::fallocate(&self.descriptor, flags, offset as u64, len as u64)?)
     }
 
     /// Returns true if any page of the range is allocated.

@@ -160,14 +160,8 @@ impl PagerState {
         memory.half_word(8).store(VERSION, Ordering::Relaxed);
         memory.half_word(12).store(capacity, Ordering::Relaxed);
         memory.word(16).store(start_time, Ordering::Relaxed);
-        memory
-            .half_word(CHECKSUM_AT)
-            .store(Self::header_checksum(&memory), Ordering::Release);
-        Ok(Self {
-            memory,
-            capacity,
-            observer: None,
-        })
+        memory.half_word(CHECKSUM_AT).store(Self::header_checksum(&memory), Ordering::Release);
+        Ok(Self { memory, capacity, observer: None })
     }
 
     /// Opens the state that another pager has left in `memory`, of the process that started at `start_time`.
@@ -196,11 +190,7 @@ impl PagerState {
         if unknown != 0 {
             return Err(StateError::Features(unknown));
         }
-        let state = Self {
-            memory,
-            capacity,
-            observer: None,
-        };
+        let state = Self { memory, capacity, observer: None };
         let mut next = 0;
         for region in state.regions() {
             let fits = region.pages > 0
@@ -253,9 +243,7 @@ impl PagerState {
 
     fn add_feature(&self, feature: u64) {
         self.memory.word(FEATURES_AT).fetch_or(feature, Ordering::Relaxed);
-        self.memory
-            .half_word(CHECKSUM_AT)
-            .store(Self::header_checksum(&self.memory), Ordering::Release);
+        self.memory.half_word(CHECKSUM_AT).store(Self::header_checksum(&self.memory), Ordering::Release);
     }
 
     /// Returns true if the disks are encrypted.
@@ -269,11 +257,7 @@ impl PagerState {
         let mut key = Zeroizing::new([0; KEY_BYTES]);
         let (words, _) = key.as_chunks_mut::<8>();
         for (index, word) in words.iter_mut().enumerate() {
-            *word = self
-                .memory
-                .word(KEY_AT + index * 8)
-                .load(Ordering::Relaxed)
-                .to_le_bytes();
+            *word = self.memory.word(KEY_AT + index * 8).load(Ordering::Relaxed).to_le_bytes();
         }
         self.is_encrypted().then(|| Cipher::new(&key))
     }
@@ -448,9 +432,7 @@ impl PagerState {
             self.memory.word(at + index * 8).store(word, Ordering::Relaxed);
         }
         self.before_change();
-        self.memory
-            .half_word(REGION_COUNT_AT)
-            .store(regions.len() as u32 + 1, Ordering::Release);
+        self.memory.half_word(REGION_COUNT_AT).store(regions.len() as u32 + 1, Ordering::Release);
         Ok(())
     }
 
@@ -458,18 +440,12 @@ impl PagerState {
     pub fn mark_unmapped(&self, first: PageIndex) {
         if let Some(index) = self.regions().iter().position(|region| region.first == first) {
             self.before_change();
-            self.memory
-                .word(REGIONS_AT + index * REGION_BYTES + 8)
-                .store(0, Ordering::Release);
+            self.memory.word(REGIONS_AT + index * REGION_BYTES + 8).store(0, Ordering::Release);
         }
     }
 
     fn entry_at(&self, page: PageIndex) -> usize {
-        assert!(
-            page.get() < self.capacity,
-            "{page:?} is past the capacity of {}",
-            self.capacity
-        );
+        assert!(page.get() < self.capacity, "{page:?} is past the capacity of {}", self.capacity);
         ENTRIES_AT + page.as_usize() * ENTRY_BYTES
     }
 
@@ -501,9 +477,7 @@ impl PagerState {
     /// Records that `page` was evicted again, with an unchanged copy and checksum.
     pub fn set_eviction_record(&self, page: PageIndex, record: EvictionRecord) {
         self.before_change();
-        self.memory
-            .word(self.entry_at(page) + 8)
-            .store(record.to_word(), Ordering::Relaxed);
+        self.memory.word(self.entry_at(page) + 8).store(record.to_word(), Ordering::Relaxed);
     }
 
     /// Changes the location of `page`, whose content is unchanged, or sets it to nowhere.
@@ -522,9 +496,7 @@ impl PagerState {
 
     /// Returns the buffer for the kernel's messages.
     pub fn messages(&self) -> NonNull<[RawUffdMessage]> {
-        let base = self
-            .memory
-            .ptr_at(MESSAGES_AT, MESSAGES_MAX * size_of::<RawUffdMessage>());
+        let base = self.memory.ptr_at(MESSAGES_AT, MESSAGES_MAX * size_of::<RawUffdMessage>());
         NonNull::slice_from_raw_parts(base.cast(), MESSAGES_MAX)
     }
 }
@@ -549,26 +521,15 @@ mod tests {
         state.add_region(&region).unwrap();
         state.set_userfaultfd_number(0);
         state.set_ring_memory_number(5);
-        let swap = SwapIdentity {
-            uuid: *b"0123456789abcdef",
-            segments: 77,
-            name: "/a/path that is odd".to_owned(),
-        };
+        let swap = SwapIdentity { uuid: *b"0123456789abcdef", segments: 77, name: "/a/path that is odd".to_owned() };
         state.set_swap(Tier::Ssd, &swap).unwrap();
         let page = PageIndex::new(899);
         let word = EntryWord::encode(CopyLocation::InTier {
             tier: Tier::Ram,
-            object: StoredObject {
-                offset: LogOffset::from_bytes(4096),
-                len: 4096,
-                encoding: PageEncoding::Raw,
-            },
+            object: StoredObject { offset: LogOffset::from_bytes(4096), len: 4096, encoding: PageEncoding::Raw },
             clean: false,
         });
-        let proof = EvictionRecord {
-            checksum: 1,
-            evicted_at: 2,
-        };
+        let proof = EvictionRecord { checksum: 1, evicted_at: 2 };
         state.insert(page, word, proof.to_word());
 
         let again = SharedMemory::open(state.memory().read_only().unwrap().as_fd()).unwrap();
@@ -623,9 +584,6 @@ mod tests {
         assert!(matches!(open(77), Err(StateError::Version(9))));
         state.memory().half_word(8).store(VERSION, Ordering::Relaxed);
         state.memory().half_word(12).store(5, Ordering::Relaxed);
-        assert!(matches!(
-            open(77),
-            Err(StateError::Damaged("its header has a wrong checksum"))
-        ));
+        assert!(matches!(open(77), Err(StateError::Damaged("its header has a wrong checksum"))));
     }
 }

@@ -175,11 +175,7 @@ impl SegmentStore for DeviceStore {
         self.on.spawn(async move {
             let at = ByteOffset::new(Self::LOG_START_BYTES + start);
             let read = inner.device.read(at, ReadBuf::new(&mut bytes[..len])).await;
-            inner.completions.borrow_mut().push_back(StoreCompletion::Read {
-                read_id,
-                bytes,
-                failed: read.err(),
-            });
+            inner.completions.borrow_mut().push_back(StoreCompletion::Read { read_id, bytes, failed: read.err() });
         });
     }
 

@@ -96,10 +96,7 @@ impl RamFiles {
 
 impl Default for InspectOptions {
     fn default() -> Self {
-        Self {
-            bytes_min: 16 << 20,
-            ram_of: |_| None,
-        }
+        Self { bytes_min: 16 << 20, ram_of: |_| None }
     }
 }
 
@@ -320,10 +317,7 @@ impl Target {
         let pid = self.pid();
         let mappings = read_maps(pid)?;
         let all = candidate_mappings(&mappings, options);
-        let added = all
-            .iter()
-            .copied()
-            .filter(|mapping| !self.known.contains(&mapping.location()));
+        let added = all.iter().copied().filter(|mapping| !self.known.contains(&mapping.location()));
         let new: Vec<&Mapping> = added.collect();
         let mut known: Vec<MappingLocation> = all.into_iter().map(Mapping::location).collect();
         let mut changes = MemoryChanges::default();
@@ -341,12 +335,8 @@ impl Target {
             let others = external_mappers::find(pid, &locations_of(&changes.added), &mut changes.warnings);
             changes.refused.extend(others.obstacles);
             changes.refused.extend(kernel::huge_page_obstacles(&changes.added));
-            let is_refused = |memory: &RamMapping| {
-                changes
-                    .refused
-                    .iter()
-                    .any(|why| why.location() == Some(memory.location))
-            };
+            let is_refused =
+                |memory: &RamMapping| changes.refused.iter().any(|why| why.location() == Some(memory.location));
             changes.added.retain(|memory| !is_refused(memory));
         }
         self.process.check()?;
@@ -360,9 +350,8 @@ impl Target {
 /// whose faults are not reported. Reads the mappings of all processes.
 pub fn external_mappers_of(pid: Pid, regions: &[Region]) -> ExternalMappers {
     let regions = regions.iter().filter(|region| !region.is_unmapped());
-    let locations: Vec<(MappingLocation, &str)> = regions
-        .map(|region| (MappingLocation::of(region), "guest memory"))
-        .collect();
+    let locations: Vec<(MappingLocation, &str)> =
+        regions.map(|region| (MappingLocation::of(region), "guest memory")).collect();
     external_mappers::find(pid, &locations, &mut Vec::new())
 }
 
@@ -378,17 +367,13 @@ pub(crate) fn huge_page_setting(memories: &[RamMapping]) -> Vec<Obstacle> {
 pub fn mappings_of_region(pid: Pid, region: &Region) -> std::io::Result<Vec<MappingLocation>> {
     let location = MappingLocation::of(region);
     let found = maps::read(pid)?;
-    let found = found
-        .iter()
-        .filter(|mapping| mapping.is_shared() && mapping.overlaps(&location));
+    let found = found.iter().filter(|mapping| mapping.is_shared() && mapping.overlaps(&location));
     Ok(found.map(Mapping::location).collect())
 }
 
 fn locations_of(memories: &[RamMapping]) -> Vec<(MappingLocation, &str)> {
     let location = |memory| {
-        let RamMapping {
-            location: place, name, ..
-        }: &RamMapping = memory;
+        let RamMapping { location: place, name, .. }: &RamMapping = memory;
         (*place, name.as_str())
     };
     memories.iter().map(location).collect()
@@ -424,9 +409,7 @@ fn candidate_mappings<'a>(mappings: &'a [Mapping], options: &InspectOptions) -> 
             && mapping.is_writable()
             && mapping.bytes() >= options.bytes_min
             && mapping.path.starts_with(b"/")
-            && ![PAGES_NAME, COMPRESSED_NAME, RING_NAME]
-                .iter()
-                .any(|own_memfd| mapping.is_memfd(own_memfd))
+            && ![PAGES_NAME, COMPRESSED_NAME, RING_NAME].iter().any(|own_memfd| mapping.is_memfd(own_memfd))
     };
     mappings.iter().filter(is_candidate).collect()
 }
@@ -437,10 +420,7 @@ fn largest_private(mappings: &[Mapping]) -> Option<&Mapping> {
 }
 
 fn private_obstacle(mapping: &Mapping) -> Obstacle {
-    Obstacle::Private {
-        location: mapping.location(),
-        name: mapping.name(),
-    }
+    Obstacle::Private { location: mapping.location(), name: mapping.name() }
 }
 
 fn ignored_warning(obstacle: &Obstacle) -> String {
@@ -450,7 +430,5 @@ fn ignored_warning(obstacle: &Obstacle) -> String {
 /// Makes bytes that another process has chosen printable on one line of a terminal or log.
 fn printable(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
-    text.chars()
-        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect()
+    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }

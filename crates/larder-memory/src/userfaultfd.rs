@@ -210,11 +210,7 @@ impl RawUffdMessage {
         let (words, _) = bytes.as_chunks::<8>();
         let [first, arguments @ ..] = [0, 1, 2, 3].map(|index| u64::from_le_bytes(words[index]));
         let [event, reserved @ ..] = first.to_le_bytes();
-        Self {
-            event,
-            reserved,
-            arguments,
-        }
+        Self { event, reserved, arguments }
     }
 
     /// Decodes the message. Returns `None` for an unused slot of a buffer.
@@ -242,18 +238,9 @@ impl RawUffdMessage {
 impl From<UffdMessage> for RawUffdMessage {
     /// Encodes a message in the kernel's format.
     fn from(message: UffdMessage) -> Self {
-        let raw = |event, arguments| Self {
-            event,
-            arguments,
-            ..Self::default()
-        };
+        let raw = |event, arguments| Self { event, arguments, ..Self::default() };
         match message {
-            UffdMessage::Fault {
-                address,
-                write,
-                cause,
-                thread,
-            } => {
+            UffdMessage::Fault { address, write, cause, thread } => {
                 let cause = match cause {
                     FaultCause::Missing => 0,
                     FaultCause::Protected => FLAG_WP,
@@ -271,10 +258,7 @@ impl From<UffdMessage> for RawUffdMessage {
 
 impl AddressRange {
     fn between(start: u64, end: u64) -> Self {
-        Self {
-            start,
-            len: end.saturating_sub(start),
-        }
+        Self { start, len: end.saturating_sub(start) }
     }
 
     /// Returns the first address after the range.
@@ -323,11 +307,7 @@ impl Userfaultfd {
     /// If the ioctl fails, except with `EINVAL`. The kernel returns `EINVAL` both for a missing feature and for a
     /// userfaultfd that is enabled already, so callers check [`available_features`] first.
     pub fn enable(&self, features: u64) -> io::Result<()> {
-        let mut api = Api {
-            api: API,
-            features,
-            ioctls: 0,
-        };
+        let mut api = Api { api: API, features, ioctls: 0 };
         match self.ioctl(UFFDIO_API, &mut api) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
             other => other,
@@ -403,14 +383,7 @@ impl Userfaultfd {
 
     /// Puts a page of zeros in place.
     pub fn zero(&self, address: u64) -> FillResult {
-        let mut zero = RangeMode {
-            range: AddressRange {
-                start: address,
-                len: PAGE_BYTES,
-            },
-            mode: 0,
-            done: 0,
-        };
+        let mut zero = RangeMode { range: AddressRange { start: address, len: PAGE_BYTES }, mode: 0, done: 0 };
         match self.ioctl(UFFDIO_ZEROPAGE, &mut zero) {
             Ok(()) => FillResult::Done,
             Err(error) => Self::fill_error(&error),
@@ -419,15 +392,8 @@ impl Userfaultfd {
 
     /// Maps a page that is in the file, unprotected. Threads that wait for it retry in any case.
     pub fn map(&self, address: u64) {
-        let range = AddressRange {
-            start: address,
-            len: PAGE_BYTES,
-        };
-        let mut map = RangeMode {
-            range,
-            mode: 0,
-            done: 0,
-        };
+        let range = AddressRange { start: address, len: PAGE_BYTES };
+        let mut map = RangeMode { range, mode: 0, done: 0 };
         // On an error the page is not in the file any more, is mapped already, or cannot be mapped now: the thread
         // faults again.
         if self.ioctl(UFFDIO_CONTINUE, &mut map).is_err() {
@@ -438,19 +404,10 @@ impl Userfaultfd {
     /// Poisons a missing page: a thread that touches it gets a memory error (SIGBUS; in a guest a machine check),
     /// like for failed RAM. Returns [`FillResult::Unmapped`] if the kernel does not support it (before Linux 6.6).
     pub fn poison(&self, address: u64) -> FillResult {
-        let range = AddressRange {
-            start: address,
-            len: PAGE_BYTES,
-        };
-        let mut poison = RangeMode {
-            range,
-            mode: 0,
-            done: 0,
-        };
+        let range = AddressRange { start: address, len: PAGE_BYTES };
+        let mut poison = RangeMode { range, mode: 0, done: 0 };
         // A marker of write-protection would be in the way.
-        let poisoned = self
-            .unprotect(range)
-            .and_then(|()| self.ioctl(UFFDIO_POISON, &mut poison));
+        let poisoned = self.unprotect(range).and_then(|()| self.ioctl(UFFDIO_POISON, &mut poison));
         poisoned.map_or_else(|error| Self::fill_error(&error), |()| FillResult::Done)
     }
 
@@ -469,13 +426,7 @@ impl Userfaultfd {
     /// # Errors
     /// `ENOENT`: not registered; `EAGAIN`: mappings are changing; `ESRCH`: the process has ended.
     pub fn protect(&self, range: AddressRange) -> io::Result<()> {
-        self.ioctl(
-            UFFDIO_WRITEPROTECT,
-            &mut WriteProtectRequest {
-                range,
-                mode: WRITEPROTECT_MODE_WP,
-            },
-        )
+        self.ioctl(UFFDIO_WRITEPROTECT, &mut WriteProtectRequest { range, mode: WRITEPROTECT_MODE_WP })
     }
 
     /// Removes the write-protection of `range`, and wakes threads that wait to write.
@@ -495,13 +446,7 @@ impl Userfaultfd {
     /// If the process has ended.
     pub fn receive(&self, buffer: &mut [RawUffdMessage]) -> io::Result<usize> {
         // SAFETY: the buffer is valid for its length, and every value is one of `RawUffdMessage`.
-        let read = unsafe {
-            libc::read(
-                self.0.as_raw_fd(),
-                buffer.as_mut_ptr().cast(),
-                std::mem::size_of_val(buffer),
-            )
-        };
+        let read = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), std::mem::size_of_val(buffer)) };
         if read < 0 {
             let error = io::Error::last_os_error();
             return match error.raw_os_error() {
@@ -525,11 +470,7 @@ impl AsFd for Userfaultfd {
 /// If the kernel has no userfaultfd, or this process is not permitted to use it.
 pub fn available_features() -> io::Result<u64> {
     let userfaultfd = create_for_user_mode()?;
-    let mut api = Api {
-        api: API,
-        features: 0,
-        ioctls: 0,
-    };
+    let mut api = Api { api: API, features: 0, ioctls: 0 };
     userfaultfd.ioctl(UFFDIO_API, &mut api)?;
     Ok(api.features)
 }
@@ -557,15 +498,8 @@ mod tests {
 
     #[test]
     fn kernel_message_round_trips() {
-        let range = AddressRange {
-            start: 0x7000_0000_0000,
-            len: 0x3000,
-        };
-        let mut messages = vec![
-            UffdMessage::Removed(range),
-            UffdMessage::Unmapped(range),
-            UffdMessage::Unknown(0x13),
-        ];
+        let range = AddressRange { start: 0x7000_0000_0000, len: 0x3000 };
+        let mut messages = vec![UffdMessage::Removed(range), UffdMessage::Unmapped(range), UffdMessage::Unknown(0x13)];
         for cause in [FaultCause::Missing, FaultCause::Protected, FaultCause::Minor] {
             messages.extend([false, true].map(|write| UffdMessage::Fault {
                 address: 0x7000_0000_1000,

@@ -228,16 +228,9 @@ impl WorkerState {
     /// Runs `job`, and returns its result.
     pub fn run_job(&mut self, job: Job) -> WorkerResult {
         match job {
-            Job::Store {
-                batch,
-                pages,
-                lease,
-                allow_raw: raw,
-            } => self.store(batch, pages, lease, raw),
+            Job::Store { batch, pages, lease, allow_raw: raw } => self.store(batch, pages, lease, raw),
             Job::Punch { batch, pages } => {
-                let failed = runs(pages.iter().copied())
-                    .try_for_each(|run| self.backing.punch(run))
-                    .err();
+                let failed = runs(pages.iter().copied()).try_for_each(|run| self.backing.punch(run)).err();
                 WorkerResult::Punched { batch, pages, failed }
             }
             Job::Move { segment, lease } => self.move_live(segment, lease),
@@ -268,14 +261,7 @@ impl WorkerState {
         // SAFETY: the pager gives one lease at a time, and reads only objects that were appended before it.
         let bytes = unsafe { Self::leased_bytes(&self.compressed, lease) };
         let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.generation);
-        let live = append_live(
-            &self.state,
-            Tier::Ram,
-            segment,
-            from,
-            SEGMENT_HEADER_BYTES,
-            &mut appender,
-        );
+        let live = append_live(&self.state, Tier::Ram, segment, from, SEGMENT_HEADER_BYTES, &mut appender);
         lease.from = appender.at();
         WorkerResult::Moved {
             segment,
@@ -294,12 +280,7 @@ impl WorkerState {
     }
 
     fn demote(&mut self, mut origin: DemotionSource, at: usize, mut into: DiskLease) -> WorkerResult {
-        if let DemotionSource::Disk {
-            tier,
-            segment,
-            bytes,
-            is_encrypted,
-        } = &mut origin
+        if let DemotionSource::Disk { tier, segment, bytes, is_encrypted } = &mut origin
             && std::mem::take(is_encrypted)
             && let Some(cipher) = &self.cipher
         {
@@ -308,17 +289,12 @@ impl WorkerState {
         let DiskLease { tier: to, lease, bytes } = &mut into;
         let mut appender = Appender::new(lease.segment, lease.from, &mut bytes[lease.from..], lease.generation);
         let live = match &origin {
-            DemotionSource::Ram(segment) => append_live(
-                &self.state,
-                Tier::Ram,
-                *segment,
-                self.sealed_bytes(*segment),
-                at,
-                &mut appender,
-            ),
-            DemotionSource::Disk {
-                tier, segment, bytes, ..
-            } => append_live(&self.state, *tier, *segment, bytes, at, &mut appender),
+            DemotionSource::Ram(segment) => {
+                append_live(&self.state, Tier::Ram, *segment, self.sealed_bytes(*segment), at, &mut appender)
+            }
+            DemotionSource::Disk { tier, segment, bytes, .. } => {
+                append_live(&self.state, *tier, *segment, bytes, at, &mut appender)
+            }
         };
         lease.from = appender.at();
         let is_full = live.next_at.is_some() || lease.from + 2 * PAGE >= SEGMENT_BYTES;
@@ -345,10 +321,7 @@ impl WorkerState {
         'pages: for run in runs(pages.iter().copied()) {
             let mut rest = run;
             while rest.count > 0 {
-                let part = PageRun {
-                    first: rest.first,
-                    count: rest.count.min(READ_PAGES as u32),
-                };
+                let part = PageRun { first: rest.first, count: rest.count.min(READ_PAGES as u32) };
                 let into = &mut self.read_buffer[..part.bytes() as usize];
                 if let Err(error) = self.backing.read(part, into) {
                     failed = Some(error);
@@ -369,13 +342,7 @@ impl WorkerState {
             }
         }
         lease.from = appender.at();
-        WorkerResult::Stored {
-            batch,
-            pages,
-            outcomes,
-            lease,
-            failed,
-        }
+        WorkerResult::Stored { batch, pages, outcomes, lease, failed }
     }
 }
 
@@ -503,18 +470,13 @@ impl WorkerThread {
             any_done: AtomicBool::new(false),
         });
         let thread_shared = Arc::clone(&shared);
-        let handle = std::thread::Builder::new()
-            .name("larder-evict".to_owned())
-            .spawn(move || {
-                while let Some(job) = thread_shared.next() {
-                    let done = hands.run_job(job);
-                    thread_shared.finish(done);
-                }
-            })?;
-        Ok(Self {
-            shared,
-            handle: Some(handle),
-        })
+        let handle = std::thread::Builder::new().name("larder-evict".to_owned()).spawn(move || {
+            while let Some(job) = thread_shared.next() {
+                let done = hands.run_job(job);
+                thread_shared.finish(done);
+            }
+        })?;
+        Ok(Self { shared, handle: Some(handle) })
     }
 }
 

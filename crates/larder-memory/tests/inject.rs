@@ -64,11 +64,7 @@ pub(crate) fn make_calls(pid: Pid) -> Result<(Pid, Duration), InjectError> {
 
 /// Makes calls in a process in this state until it has finished `rounds` rounds, with or without a rain of signals.
 fn exercise(state: &str, calls: u64, rounds: u64, rains: bool) {
-    let role = if rains {
-        format!("{state} interrupted")
-    } else {
-        state.to_owned()
-    };
+    let role = if rains { format!("{state} interrupted") } else { state.to_owned() };
     let mut target = Target::start(&role);
     let (pid, page) = (target.pid(), target.page);
     let descriptors = target.descriptors();
@@ -171,10 +167,7 @@ fn target_survives_injector_killed_anytime() {
                     }
                     thread::sleep(Duration::from_micros(chance.below(1000)));
                     let ended = injector.kill();
-                    assert_eq!(
-                        std::os::unix::process::ExitStatusExt::signal(&ended),
-                        Some(libc::SIGKILL)
-                    );
+                    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&ended), Some(libc::SIGKILL));
                 });
                 while !killer.is_finished() {
                     target.feed(&role);
@@ -212,10 +205,7 @@ fn target_survives_injector_killed_at_step() {
                 assert!(ended.success());
                 break;
             }
-            assert_eq!(
-                std::os::unix::process::ExitStatusExt::signal(&ended),
-                Some(libc::SIGKILL)
-            );
+            assert_eq!(std::os::unix::process::ExitStatusExt::signal(&ended), Some(libc::SIGKILL));
             steps += 1;
             if wakes {
                 target.fed += 1;
@@ -514,29 +504,18 @@ fn descriptors_are_given_all_or_none() {
         assert_eq!(fs::read_link(path).unwrap().to_str(), Some("/dev/null"));
     }
     let close = |numbers: Vec<i32>| {
-        with_stopped_thread(target.pid(), LIMIT, |thread| {
-            numbers.iter().try_for_each(|number| thread.close(*number))
-        })
+        with_stopped_thread(target.pid(), LIMIT, |thread| numbers.iter().try_for_each(|number| thread.close(*number)))
     };
     close(numbers).unwrap();
     assert_eq!(target.descriptors(), before);
     let too_many = vec![file.as_fd(); 254];
     let refused = with_stopped_thread(target.pid(), LIMIT, |thread| thread.send_descriptors(&too_many));
-    assert!(matches!(
-        refused,
-        Err(InjectError::TooManyDescriptors { count: 254, max: 253 })
-    ));
+    assert!(matches!(refused, Err(InjectError::TooManyDescriptors { count: 254, max: 253 })));
 
-    let limit = rustix::process::Rlimit {
-        current: Some(110),
-        maximum: Some(4096),
-    };
+    let limit = rustix::process::Rlimit { current: Some(110), maximum: Some(4096) };
     rustix::process::prlimit(Some(target.pid()), rustix::process::Resource::Nofile, limit).unwrap();
     let refused = with_stopped_thread(target.pid(), LIMIT, |thread| thread.send_descriptors(&most));
-    assert!(
-        matches!(refused, Err(InjectError::DescriptorsNotReceived { sent: 253, .. })),
-        "{refused:?}"
-    );
+    assert!(matches!(refused, Err(InjectError::DescriptorsNotReceived { sent: 253, .. })), "{refused:?}");
     assert_eq!(target.descriptors(), before);
     target.wait_for_rounds("read", 2);
     target.finish("read");
@@ -700,10 +679,7 @@ fn missing_right_to_trace_is_named() {
     assert!(rustix::process::geteuid().is_root(), "this test needs root");
     let mut target = Target::start("read");
     let told = Target::start_and_read(&format!("inject-as-nobody {}", target.pid().as_raw_pid()));
-    assert!(
-        told.contains("no permission to") && told.contains("CAP_SYS_PTRACE"),
-        "{told}"
-    );
+    assert!(told.contains("no permission to") && told.contains("CAP_SYS_PTRACE"), "{told}");
     target.finish("read");
 }
 
@@ -727,16 +703,7 @@ fn program_of_32_bits_is_refused() {
     let code = [0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7];
     let header: [&[u8]; 3] = [b"\x7fELF\x01\x01\x01", &[0; 9], &[2, 0, 3, 0, 1, 0, 0, 0]];
     let words = [0x0804_8054_u32, 52, 0, 0, 52 | 32 << 16, 1, 0];
-    let segment = [
-        1,
-        0,
-        0x0804_8000,
-        0x0804_8000,
-        84 + code.len() as u32,
-        84 + code.len() as u32,
-        5,
-        0x1000,
-    ];
+    let segment = [1, 0, 0x0804_8000, 0x0804_8000, 84 + code.len() as u32, 84 + code.len() as u32, 5, 0x1000];
     let mut bytes = header.concat();
     bytes.extend(words.iter().chain(&segment).flat_map(|word| word.to_le_bytes()));
     assert_eq!(bytes.len(), 84);
@@ -764,17 +731,9 @@ fn calls_work_in_static_program() {
     let (source, path) = (folder.path().join("program.c"), folder.path().join("program"));
     let code = "#include <unistd.h>\nint main(void) { for (;;) { char c; if (read(0, &c, 1) != 1 || write(1, &c, 1) != 1) return 1; } }\n";
     fs::write(&source, code).unwrap();
-    let compiled = Command::new("cc")
-        .args(["-static", "-o"])
-        .arg(&path)
-        .arg(&source)
-        .status();
+    let compiled = Command::new("cc").args(["-static", "-o"]).arg(&path).arg(&source).status();
     assert!(compiled.expect("a C compiler").success(), "cc -static");
-    let mut child = Command::new(path)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child = Command::new(path).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let (mut to, mut from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
     for number in 0..50 {
         let mut byte = [0];

@@ -47,12 +47,7 @@ impl Held {
             Ok((made.number, numbers[0]))
         })
         .expect("a ring is made");
-        Self {
-            pidfd: pidfd_open(pid, PidfdFlags::empty()).expect("a pidfd"),
-            process,
-            ring,
-            memory: number,
-        }
+        Self { pidfd: pidfd_open(pid, PidfdFlags::empty()).expect("a pidfd"), process, ring, memory: number }
     }
 
     fn descriptor(&self, number: RawFd) -> OwnedFd {
@@ -83,12 +78,9 @@ fn userfaultfd_outlives_its_descriptors_in_ring() {
     let wanted = inode(&userfaultfd);
     let held = Held::new(&userfaultfd);
     drop(userfaultfd);
-    let links = fs::read_dir(format!("/proc/{}/fd", held.process.id()))
-        .expect("procfs")
-        .flatten();
-    let links: Vec<String> = links
-        .filter_map(|entry| Some(fs::read_link(entry.path()).ok()?.display().to_string()))
-        .collect();
+    let links = fs::read_dir(format!("/proc/{}/fd", held.process.id())).expect("procfs").flatten();
+    let links: Vec<String> =
+        links.filter_map(|entry| Some(fs::read_link(entry.path()).ok()?.display().to_string())).collect();
     assert!(!links.iter().any(|link| link == userfaultfd::PROC_LINK), "{links:?}");
     assert_eq!(links.iter().filter(|link| *link == RING_LINK).count(), 1, "{links:?}");
     for _ in 0..3 {
@@ -103,14 +95,8 @@ fn another_ring_is_refused() {
     let userfaultfd = userfaultfd::create_for_user_mode().expect("a userfaultfd");
     let (held, other) = (Held::new(&userfaultfd), Held::new(&userfaultfd));
     let error = held.open(other.descriptor(other.ring)).err().expect("it is refused");
-    assert!(
-        error.to_string().contains("its ring was not created by a pager"),
-        "{error}"
-    );
-    assert!(
-        held.open(userfaultfd.as_fd().try_clone_to_owned().expect("a copy"))
-            .is_err()
-    );
+    assert!(error.to_string().contains("its ring was not created by a pager"), "{error}");
+    assert!(held.open(userfaultfd.as_fd().try_clone_to_owned().expect("a copy")).is_err());
 }
 
 /// The descriptors that the process has, of the ring and, read-only, of its memory, permit no operation.
@@ -124,21 +110,10 @@ fn ring_allows_its_process_nothing() {
     for operation in 0..=12 {
         for (argument, count) in [(buffer.as_ptr(), 1), (std::ptr::null(), 0)] {
             // SAFETY: the kernel reads at most 4096 bytes of the argument once.
-            let done = unsafe {
-                libc::syscall(
-                    libc::SYS_io_uring_register,
-                    ring.as_raw_fd(),
-                    operation,
-                    argument,
-                    count,
-                )
-            };
+            let done =
+                unsafe { libc::syscall(libc::SYS_io_uring_register, ring.as_raw_fd(), operation, argument, count) };
             let error = io::Error::last_os_error();
-            assert_eq!(
-                (done, error.raw_os_error()),
-                (-1, Some(libc::EACCES)),
-                "{operation}: {error}"
-            );
+            assert_eq!((done, error.raw_os_error()), (-1, Some(libc::EACCES)), "{operation}: {error}");
         }
     }
     // The submission queue, the completion queue, and the requests.
@@ -146,14 +121,7 @@ fn ring_allows_its_process_nothing() {
         // SAFETY: a new mapping at an address that the kernel chooses.
         let mapped = unsafe {
             let how = rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE;
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                4096,
-                how,
-                rustix::mm::MapFlags::SHARED,
-                &ring,
-                offset,
-            )
+            rustix::mm::mmap(std::ptr::null_mut(), 4096, how, rustix::mm::MapFlags::SHARED, &ring, offset)
         };
         assert!(mapped.is_err(), "the ring is mapped at {offset:#x}");
     }
@@ -161,14 +129,7 @@ fn ring_allows_its_process_nothing() {
     // SAFETY: as above.
     let mapped = unsafe {
         let how = rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE;
-        rustix::mm::mmap(
-            std::ptr::null_mut(),
-            4096,
-            how,
-            rustix::mm::MapFlags::SHARED,
-            &memory,
-            0,
-        )
+        rustix::mm::mmap(std::ptr::null_mut(), 4096, how, rustix::mm::MapFlags::SHARED, &memory, 0)
     };
     assert!(mapped.is_err(), "its memory is mapped for writing");
     let mode = rustix::fs::fstat(&memory).expect("fstat").st_mode & 0o777;

@@ -41,10 +41,7 @@ fn only_obstacle(pid: Pid) -> Obstacle {
 
 /// Makes a file in tmpfs.
 fn in_tmpfs(mib: u64) -> tempfile::NamedTempFile {
-    let file = tempfile::Builder::new()
-        .prefix("larder test ")
-        .tempfile_in("/dev/shm")
-        .unwrap();
+    let file = tempfile::Builder::new().prefix("larder test ").tempfile_in("/dev/shm").unwrap();
     file.as_file().set_len(mib * MIB).unwrap();
     file
 }
@@ -62,10 +59,7 @@ fn qemu_shared_memfd_is_found() {
     assert_eq!(memory.name, "memory-backend-memfd");
     assert_eq!((memory.location.bytes, memory.location.offset), (64 * MIB, 0));
     let stat = memory.file.metadata().unwrap();
-    assert_eq!(
-        (stat.dev(), stat.ino()),
-        (memory.location.device, memory.location.inode)
-    );
+    assert_eq!((stat.dev(), stat.ino()), (memory.location.device, memory.location.inode));
     memory.file.write_all_at(b"x", 5 * MIB).unwrap();
 }
 
@@ -78,36 +72,22 @@ fn qemu_file_in_tmpfs_is_found() {
     let target = examine(qemu.pid()).unwrap();
     assert_eq!(target.ram_mappings.len(), 1);
     assert_eq!(target.ram_mappings[0].name, path);
-    assert_eq!(
-        target.ram_mappings[0].location.inode,
-        file.as_file().metadata().unwrap().ino()
-    );
+    assert_eq!(target.ram_mappings[0].location.inode, file.as_file().metadata().unwrap().ino());
     // A file without a name is found, too.
     file.close().unwrap();
-    assert_eq!(
-        examine(qemu.pid()).unwrap().ram_mappings[0].location,
-        target.ram_mappings[0].location
-    );
+    assert_eq!(examine(qemu.pid()).unwrap().ram_mappings[0].location, target.ram_mappings[0].location);
 }
 
 #[test]
 fn private_memory_error_explains_sharing() {
     for arguments in [
         &["-machine", "q35", "-m", "64M"][..],
-        &[
-            "-machine",
-            "q35,memory-backend=m",
-            "-object",
-            "memory-backend-memfd,id=m,size=64M,share=off",
-        ],
+        &["-machine", "q35,memory-backend=m", "-object", "memory-backend-memfd,id=m,size=64M,share=off"],
     ] {
         let qemu = Qemu::start(arguments);
         let error = examine(qemu.pid()).unwrap_err().to_string();
         assert!(error.contains("64 MiB") && error.contains("private"), "{error}");
-        assert!(
-            error.contains("-object memory-backend-memfd,id=m,size=SIZE,share=on"),
-            "{error}"
-        );
+        assert!(error.contains("-object memory-backend-memfd,id=m,size=SIZE,share=on"), "{error}");
         assert_eq!(error.lines().count(), 2, "{error}");
     }
 }
@@ -116,10 +96,7 @@ fn private_memory_error_explains_sharing() {
 fn process_without_large_memory_is_refused() {
     let mut helper = Helper::new(&["memfd small 8"]);
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::NoMemory { .. }));
-    let small = InspectOptions {
-        bytes_min: 8 * MIB,
-        ..InspectOptions::default()
-    };
+    let small = InspectOptions { bytes_min: 8 * MIB, ..InspectOptions::default() };
     assert_eq!(Target::inspect(helper.pid(), &small).unwrap().ram_mappings.len(), 1);
     helper.tell("private 64");
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::Private { location, .. } if location.bytes >= 64 * MIB));
@@ -129,10 +106,7 @@ fn process_without_large_memory_is_refused() {
 fn extra_private_memory_is_a_warning() {
     let helper = Helper::new(&["memfd ram 32", "private 200"]);
     let cautions = examine(helper.pid()).unwrap().warnings;
-    assert!(
-        cautions.iter().any(|caution| caution.contains("of private memory at")),
-        "{cautions:?}"
-    );
+    assert!(cautions.iter().any(|caution| caution.contains("of private memory at")), "{cautions:?}");
 }
 
 #[test]
@@ -142,9 +116,7 @@ fn memory_mapped_by_other_is_refused() {
     let target = Helper::new(&[&open, "map 32"]);
     let other = Helper::new(&[&open, "map 1", "name evil\u{1b}[2J"]);
     match only_obstacle(target.pid()) {
-        Obstacle::MappedByOther {
-            pid, process_name: by, ..
-        } => {
+        Obstacle::MappedByOther { pid, process_name: by, .. } => {
             assert_eq!((pid, by.as_str()), (other.pid(), "evil\u{fffd}[2J"));
         }
         found => panic!("{found}"),
@@ -161,10 +133,7 @@ fn overlapping_mappings_of_file_are_refused() {
         helper.tell(again);
         // Both mappings are reported if both are large enough to be memory.
         let found = obstacles(helper.pid());
-        assert!(
-            found.iter().all(|found| matches!(found, Obstacle::MappedTwice { .. })),
-            "{found:?}"
-        );
+        assert!(found.iter().all(|found| matches!(found, Obstacle::MappedTwice { .. })), "{found:?}");
         helper.tell("unmap");
     }
     helper.tell("unmap");
@@ -186,15 +155,7 @@ fn all_obstacles_are_reported_together() {
     };
     assert_eq!(text.lines().count(), 1 + obstacles.len());
     let has = |what: fn(&Obstacle) -> bool| assert!(obstacles.iter().any(what), "{text}");
-    has(|found| {
-        matches!(
-            found,
-            Obstacle::Sealed {
-                seals: "F_SEAL_FUTURE_WRITE",
-                ..
-            }
-        )
-    });
+    has(|found| matches!(found, Obstacle::Sealed { seals: "F_SEAL_FUTURE_WRITE", .. }));
     has(|found| matches!(found, Obstacle::Locked { bytes } if *bytes == 32 * MIB));
     has(|found| matches!(found, Obstacle::MappedTwice { .. }));
     has(|found| matches!(found, Obstacle::RegisteredBuffers { count: 1, .. }));
@@ -234,24 +195,14 @@ fn memory_in_disk_file_is_refused() {
     let target = examine(helper.pid()).unwrap();
     assert_eq!(target.ram_mappings.len(), 1);
     assert_eq!(target.ram_mappings[0].name, "ram");
-    assert!(
-        target
-            .warnings
-            .iter()
-            .any(|caution| caution.starts_with("not managed: ")),
-        "{:?}",
-        target.warnings
-    );
+    assert!(target.warnings.iter().any(|caution| caution.starts_with("not managed: ")), "{:?}", target.warnings);
 }
 
 #[test]
 fn file_shorter_than_mapping_is_refused() {
     let helper = Helper::new(&["memfd ram 32", "shorten 31"]);
     let found = only_obstacle(helper.pid());
-    assert!(
-        matches!(found, Obstacle::PastEnd { file_bytes, .. } if file_bytes == 31 * MIB),
-        "{found}"
-    );
+    assert!(matches!(found, Obstacle::PastEnd { file_bytes, .. } if file_bytes == 31 * MIB), "{found}");
 }
 
 #[test]
@@ -263,11 +214,7 @@ fn tracer_is_reported() {
     let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid.as_raw_pid(), none, none) };
     assert_eq!(seized, 0);
     match only_obstacle(pid) {
-        Obstacle::Traced {
-            tid,
-            tracer_pid: by_pid,
-            ..
-        } => {
+        Obstacle::Traced { tid, tracer_pid: by_pid, .. } => {
             assert_eq!((tid, by_pid), (pid, std::process::id() as i32));
         }
         found => panic!("{found}"),
@@ -290,11 +237,7 @@ fn state_of_earlier_pager_is_found() {
     let pages = helper.tell("memfd larder-pages 32").parse().unwrap();
     let target = examine(helper.pid()).unwrap();
     assert_eq!(target.ram_mappings.len(), 1);
-    assert!(
-        target.warnings.iter().any(|caution| caution.contains("no userfaultfd")),
-        "{:?}",
-        target.warnings
-    );
+    assert!(target.warnings.iter().any(|caution| caution.contains("no userfaultfd")), "{:?}", target.warnings);
     let compressed = helper.tell("memfd larder-compressed 32").parse().unwrap();
     let userfaultfd = helper.tell("userfaultfd").parse().unwrap();
     let target = examine(helper.pid()).unwrap();
@@ -329,20 +272,14 @@ fn memory_changes_are_reported_once() {
     let mut target = examine(helper.pid()).unwrap();
     let is_quiet = |target: &mut Target| {
         let changes = target.rescan(&options).unwrap();
-        assert!(
-            changes.added.is_empty() && changes.unmapped.is_empty() && changes.refused.is_empty(),
-            "{changes:?}"
-        );
+        assert!(changes.added.is_empty() && changes.unmapped.is_empty() && changes.refused.is_empty(), "{changes:?}");
     };
     is_quiet(&mut target);
 
     helper.tell("memfd plugged 64");
     let changes = target.rescan(&options).unwrap();
     assert_eq!(changes.added.len(), 1);
-    assert_eq!(
-        (changes.added[0].name.as_str(), changes.added[0].location.bytes),
-        ("plugged", 64 * MIB)
-    );
+    assert_eq!((changes.added[0].name.as_str(), changes.added[0].location.bytes), ("plugged", 64 * MIB));
     assert!(changes.unmapped.is_empty() && changes.refused.is_empty());
     // From here on the kernel shows it as two mappings.
     helper.tell("split");
@@ -353,10 +290,7 @@ fn memory_changes_are_reported_once() {
     assert_eq!(gone, [changes.added[0].location]);
     helper.tell("huge 32");
     let changes = target.rescan(&options).unwrap();
-    assert!(
-        matches!(changes.refused[..], [Obstacle::Hugetlbfs { .. }]),
-        "{changes:?}"
-    );
+    assert!(matches!(changes.refused[..], [Obstacle::Hugetlbfs { .. }]), "{changes:?}");
     assert!(changes.added.is_empty());
     is_quiet(&mut target);
     helper.tell("memfd twice 32");
@@ -388,10 +322,7 @@ fn process_exit_anytime_is_reported() {
 fn missing_rights_are_reported() {
     let mut looks = Helper::unprivileged(&[]);
     let answer = looks.tell("examine 1");
-    assert!(
-        answer.contains("no permission to") && answer.contains("CAP_SYS_PTRACE"),
-        "{answer}"
-    );
+    assert!(answer.contains("no permission to") && answer.contains("CAP_SYS_PTRACE"), "{answer}");
 }
 
 /// An unprivileged process of the same user opens memory through a descriptor of the target.
@@ -401,10 +332,7 @@ fn unprivileged_user_needs_open_descriptor() {
     let mut looks = Helper::unprivileged(&[]);
     let examine = format!("examine {}", looked_at.pid());
     let answer = looks.tell(&examine);
-    assert!(
-        answer.starts_with("1 memories") && answer.contains("that is not detected"),
-        "{answer}"
-    );
+    assert!(answer.starts_with("1 memories") && answer.contains("that is not detected"), "{answer}");
     looked_at.tell("close");
     let answer = looks.tell(&examine);
     assert!(answer.contains("cannot be opened"), "{answer}");
@@ -421,10 +349,7 @@ fn qmp_socket_leads_to_process() {
     std::os::unix::fs::symlink(&path, &link).unwrap();
     assert_eq!(pid_of_qmp(&link).unwrap(), qemu.pid());
     drop(qemu);
-    assert!(matches!(
-        pid_of_qmp(&path),
-        Err(QmpError::NoListener { .. } | QmpError::NoFile { .. })
-    ));
+    assert!(matches!(pid_of_qmp(&path), Err(QmpError::NoListener { .. } | QmpError::NoFile { .. })));
 }
 
 /// The socket's path is relative, and its process is in another network namespace and working directory.

@@ -101,13 +101,7 @@ impl BaseIndex {
     /// Creates an index of `limit` slots, the number that both sides keep.
     #[must_use]
     pub fn new(limit: u32) -> Self {
-        Self {
-            slots: HashMap::default(),
-            entries: Vec::new(),
-            limit,
-            hand: 0,
-            sent_pages: SentPages::default(),
-        }
+        Self { slots: HashMap::default(), entries: Vec::new(), limit, hand: 0, sent_pages: SentPages::default() }
     }
 
     /// Returns the slot of a page of `frame`, and raises `after` where earlier frames must be done first. Returns
@@ -187,13 +181,7 @@ impl BaseIndex {
 
 impl Entry {
     const fn new(key: PageKey, frame: u64) -> Self {
-        Self {
-            key,
-            frame,
-            referenced: false,
-            misses: 0,
-            skipped_sends: 0,
-        }
+        Self { key, frame, referenced: false, misses: 0, skipped_sends: 0 }
     }
 }
 
@@ -274,10 +262,7 @@ impl Frontier {
     /// Creates a frontier at which no frame is done.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            progress: Mutex::default(),
-            changed: Condvar::new(),
-        }
+        Self { progress: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Waits until all frames below `after` are done.
@@ -303,12 +288,7 @@ impl Frontier {
             return false;
         }
         let before = progress.next;
-        while let Some(first) = progress
-            .done_ahead
-            .first()
-            .copied()
-            .filter(|&first| first == progress.next)
-        {
+        while let Some(first) = progress.done_ahead.first().copied().filter(|&first| first == progress.next) {
             progress.done_ahead.remove(&first);
             progress.next += 1;
         }

@@ -132,10 +132,7 @@ impl Batch {
                     if count < ZEROS_MIN {
                         add_literal(&mut self.items, data);
                     } else {
-                        self.items.push(BatchItem::Zeros {
-                            header: page_header_of(&zero_record(first)),
-                            count,
-                        });
+                        self.items.push(BatchItem::Zeros { header: page_header_of(&zero_record(first)), count });
                     }
                 }
                 ParseStep::Record { block, page } => {
@@ -146,12 +143,8 @@ impl Batch {
                 ParseStep::Pages { block, pages } => {
                     self.pages += pages.len();
                     let contents = data.chunks_exact(PAGE);
-                    self.items.extend(
-                        pages
-                            .iter()
-                            .zip(contents)
-                            .map(|(page, content)| page_item(block, *page, content)),
-                    );
+                    self.items
+                        .extend(pages.iter().zip(contents).map(|(page, content)| page_item(block, *page, content)));
                 }
             }
             self.len += len;
@@ -215,10 +208,7 @@ fn add_literal(items: &mut Vec<BatchItem>, data: &[u8]) -> usize {
     let pages = data.chunks_exact(PAGE);
     let tail_len = pages.remainder().len() as u32;
     let count = pages.len();
-    items.extend(pages.map(|content| BatchItem::Page {
-        key: None,
-        same: same_word(content),
-    }));
+    items.extend(pages.map(|content| BatchItem::Page { key: None, same: same_word(content) }));
     if tail_len > 0 {
         match items.last_mut() {
             Some(BatchItem::Literal { len }) => *len += tail_len,
@@ -229,10 +219,7 @@ fn add_literal(items: &mut Vec<BatchItem>, data: &[u8]) -> usize {
 }
 
 fn page_item(block: BlockId, page: PageIndex, content: &[u8]) -> BatchItem {
-    BatchItem::Page {
-        key: PageKey::new(block.get().into(), page.get().into()),
-        same: same_word(content),
-    }
+    BatchItem::Page { key: PageKey::new(block.get().into(), page.get().into()), same: same_word(content) }
 }
 
 fn same_word(content: &[u8]) -> Option<[u8; 8]> {

@@ -77,10 +77,7 @@ pub enum ControlError {
 impl ControlError {
     /// Returns true if the error shows only that the connection broke, and not why.
     pub(crate) fn is_symptom(&self) -> bool {
-        matches!(
-            self,
-            Self::Wire(WireError::Io { .. }) | Self::Closed | Self::LaneClosed | Self::Silent(_)
-        )
+        matches!(self, Self::Wire(WireError::Io { .. }) | Self::Closed | Self::LaneClosed | Self::Silent(_))
     }
 }
 
@@ -317,9 +314,5 @@ impl<'a> Control<'a> {
 }
 
 fn connection_error(what: &'static str, error: io::Error) -> ControlError {
-    if link::is_disconnect(&error) {
-        ControlError::Closed
-    } else {
-        WireError::io(what)(error).into()
-    }
+    if link::is_disconnect(&error) { ControlError::Closed } else { WireError::io(what)(error).into() }
 }

@@ -92,10 +92,7 @@ impl FrameDecoder {
     /// Creates a decoder.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            codec: batch::Decoder::new(),
-            pages: vec![0; FRAME_PAGES_MAX * PAGE],
-        }
+        Self { codec: batch::Decoder::new(), pages: vec![0; FRAME_PAGES_MAX * PAGE] }
     }
 
     /// Returns the set of methods that are decoded: bit n stands for the method with the number n.
@@ -119,37 +116,22 @@ impl FrameDecoder {
         let (operations, rest) = body.split_at(header.operations_len as usize);
         let (literals, rest) = rest.split_at(header.literals_len as usize);
         let (encoded, deltas) = rest.split_at(header.pages_len as usize);
-        let sizes = FrameSizes {
-            raw: header.raw_len as usize,
-            literals: literals.len(),
-            slots: bases.slots.len(),
-        };
+        let sizes = FrameSizes { raw: header.raw_len as usize, literals: literals.len(), slots: bases.slots.len() };
         let operations = || OperationsReader::new(operations, sizes);
         let pages = self.pages(header, operations(), encoded)?;
 
         bases.frontier.wait(header.after)?;
         out.clear();
         out.reserve(header.raw_len as usize);
-        let mut interpreter = Interpreter {
-            number,
-            literals,
-            pages,
-            deltas,
-            last_header: [0; 8],
-            slots: &bases.slots,
-            out,
-        };
+        let mut interpreter =
+            Interpreter { number, literals, pages, deltas, last_header: [0; 8], slots: &bases.slots, out };
         interpreter.run(operations())?;
         if !bases.frontier.mark_done(number) {
             return Err(DecodeError::Order { number });
         }
         let found = crc32c::crc32c(out);
         if found != header.raw_crc {
-            return Err(DecodeError::Checksum {
-                number,
-                found,
-                expected: header.raw_crc,
-            });
+            return Err(DecodeError::Checksum { number, found, expected: header.raw_crc });
         }
         Ok(())
     }
@@ -163,15 +145,8 @@ impl FrameDecoder {
     ) -> Result<&'a [u8], DecodeError> {
         let number = header.number;
         let mut count = 0;
-        while let Some(piece) = operations
-            .next_piece()
-            .map_err(|source| DecodeError::Operations { number, source })?
-        {
-            if let Piece::Page {
-                source: PageOrigin::Plain | PageOrigin::Stored(_),
-                ..
-            } = piece
-            {
+        while let Some(piece) = operations.next_piece().map_err(|source| DecodeError::Operations { number, source })? {
+            if let Piece::Page { source: PageOrigin::Plain | PageOrigin::Stored(_), .. } = piece {
                 count += 1;
             }
         }
@@ -180,20 +155,13 @@ impl FrameDecoder {
             return if encoded.len() == len {
                 Ok(encoded)
             } else {
-                Err(DecodeError::Section {
-                    number,
-                    section: "its pages",
-                })
+                Err(DecodeError::Section { number, section: "its pages" })
             };
         }
-        let method = Method::try_from(header.method).map_err(|_| DecodeError::Method {
-            number,
-            method: header.method,
-        })?;
+        let method =
+            Method::try_from(header.method).map_err(|_| DecodeError::Method { number, method: header.method })?;
         let pages = &mut self.pages[..len];
-        self.codec
-            .decode(method, encoded, pages)
-            .map_err(|source| DecodeError::Pages { number, source })?;
+        self.codec.decode(method, encoded, pages).map_err(|source| DecodeError::Pages { number, source })?;
         Ok(pages)
     }
 }
@@ -219,10 +187,7 @@ struct Interpreter<'a> {
 impl<'a> Interpreter<'a> {
     fn run(&mut self, mut operations: OperationsReader<'_>) -> Result<(), DecodeError> {
         let number = self.number;
-        while let Some(piece) = operations
-            .next_piece()
-            .map_err(|source| DecodeError::Operations { number, source })?
-        {
+        while let Some(piece) = operations.next_piece().map_err(|source| DecodeError::Operations { number, source })? {
             match piece {
                 Piece::Literal { len } => self.literal(len as usize),
                 Piece::Zeros { mut header, count } => {
@@ -244,10 +209,7 @@ impl<'a> Interpreter<'a> {
         if self.pages.is_empty() && self.deltas.is_empty() {
             Ok(())
         } else {
-            Err(DecodeError::Section {
-                number,
-                section: "its pages or its deltas",
-            })
+            Err(DecodeError::Section { number, section: "its pages or its deltas" })
         }
     }
 
@@ -278,20 +240,14 @@ impl<'a> Interpreter<'a> {
             }
             PageOrigin::Stored(slot) => {
                 let page = self.next_page();
-                self.slots
-                    .lock(slot)
-                    .ok_or(DecodeError::NoMemory)?
-                    .page(slot)
-                    .copy_from_slice(page);
+                self.slots.lock(slot).ok_or(DecodeError::NoMemory)?.page(slot).copy_from_slice(page);
                 self.out.extend_from_slice(page);
             }
             PageOrigin::Delta(slot) => {
                 let mut chunk = self.slots.lock(slot).ok_or(DecodeError::NoMemory)?;
                 let page = chunk.page(slot);
-                let used = delta::apply(page, self.deltas).map_err(|_| DecodeError::Section {
-                    number: self.number,
-                    section: "its deltas",
-                })?;
+                let used = delta::apply(page, self.deltas)
+                    .map_err(|_| DecodeError::Section { number: self.number, section: "its deltas" })?;
                 self.deltas = &self.deltas[used..];
                 self.out.extend_from_slice(page);
             }

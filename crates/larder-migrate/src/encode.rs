@@ -78,10 +78,7 @@ impl FrameSequencer {
     #[must_use]
     pub fn new(bases: Bases, selector: Selector) -> Self {
         Self {
-            next: Mutex::new(NextFrame {
-                number: 0,
-                index: BaseIndex::new(bases.slots.len()),
-            }),
+            next: Mutex::new(NextFrame { number: 0, index: BaseIndex::new(bases.slots.len()) }),
             bases,
             selector: Mutex::new(selector),
         }
@@ -94,20 +91,14 @@ impl FrameSequencer {
         assignment.after = 0;
         let class = BatchClass::of(&[batch.bytes()]);
         let policy = base_policy(class, lock(&self.selector).link_ns_per_byte());
-        assignment.delta_max = if class.is_nearly_incompressible() {
-            DENSE_DELTA_BYTES_MAX
-        } else {
-            DELTA_BYTES_MAX
-        };
+        assignment.delta_max = if class.is_nearly_incompressible() { DENSE_DELTA_BYTES_MAX } else { DELTA_BYTES_MAX };
         let mut next = lock(&self.next);
         assignment.number = next.number;
         next.number += 1;
         for item in batch.items() {
             if let BatchItem::Page { key, same: None } = item {
-                let base_slot = key.and_then(|key| {
-                    next.index
-                        .assign_slot(key, assignment.number, policy, &mut assignment.after)
-                });
+                let base_slot =
+                    key.and_then(|key| next.index.assign_slot(key, assignment.number, policy, &mut assignment.after));
                 assignment.base_slots.push(base_slot);
             }
         }
@@ -132,10 +123,7 @@ impl FrameSequencer {
     /// Returns the selector's current choice and its reason.
     pub fn choice(&self) -> SelectorChoice {
         let selector = lock(&self.selector);
-        SelectorChoice {
-            ns_per_byte: selector.statistics().ns_per_byte,
-            classes: selector.picks(),
-        }
+        SelectorChoice { ns_per_byte: selector.statistics().ns_per_byte, classes: selector.picks() }
     }
 
     /// Returns the selector's picks so far, with their results.

@@ -127,23 +127,14 @@ impl OperationsWriter {
 
     fn push_page(&mut self, source: PageOrigin, follows: bool) {
         let code = source.number() | if follows { FOLLOWS } else { 0 };
-        let word = if let PageOrigin::Same(word) = source {
-            word
-        } else {
-            [0; 8]
-        };
+        let word = if let PageOrigin::Same(word) = source { word } else { [0; 8] };
         let joins = self
             .run
             .as_ref()
             .is_some_and(|run| run.code == code && run.word == word && (run.count as usize) < FRAME_PAGES_MAX);
         if !joins {
             self.end_run();
-            self.run = Some(Run {
-                code,
-                word,
-                count: 0,
-                slots: [0; FRAME_PAGES_MAX],
-            });
+            self.run = Some(Run { code, word, count: 0, slots: [0; FRAME_PAGES_MAX] });
         }
         let run = self.run.as_mut().expect("started above");
         if let PageOrigin::Stored(slot) | PageOrigin::Delta(slot) = source {
@@ -277,10 +268,7 @@ impl<'a> OperationsReader<'a> {
                 return Err(self.error("more zero-page records than fit in the remaining bytes"));
             }
             self.remaining.raw -= len;
-            return Ok(Some(Piece::Zeros {
-                header: self.word()?,
-                count: count as u32,
-            }));
+            return Ok(Some(Piece::Zeros { header: self.word()?, count: count as u32 }));
         }
         if !(2..=5).contains(&(self.code & !FOLLOWS)) {
             return Err(self.error("unknown operation"));
@@ -385,11 +373,7 @@ mod tests {
     }
 
     fn sizes_of(pieces: &[Piece]) -> FrameSizes {
-        let mut sizes = FrameSizes {
-            raw: 0,
-            literals: 0,
-            slots: SLOTS,
-        };
+        let mut sizes = FrameSizes { raw: 0, literals: 0, slots: SLOTS };
         for piece in pieces {
             match *piece {
                 Piece::Literal { len } => {
@@ -456,10 +440,7 @@ mod tests {
         writer.push(Piece::Literal { len: 8 });
         for at in 0..FRAME_PAGES_MAX {
             let source = PageOrigin::Same([7; 8]);
-            writer.push(Piece::Page {
-                source,
-                follows: at != 0,
-            });
+            writer.push(Piece::Page { source, follows: at != 0 });
         }
         assert!(writer.finish().len() < 24);
         writer.clear();

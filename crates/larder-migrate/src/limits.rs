@@ -18,12 +18,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self {
-            bandwidth: None,
-            processors: None,
-            downtime_ms: 300,
-            timeout: None,
-        }
+        Self { bandwidth: None, processors: None, downtime_ms: 300, timeout: None }
     }
 }
 

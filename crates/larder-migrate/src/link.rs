@@ -98,11 +98,7 @@ pub struct Socket {
 impl Socket {
     fn new(stream: TcpStream, setup: Duration) -> Result<Self, LinkError> {
         set_up(&stream).map_err(LinkError::Socket)?;
-        Ok(Self {
-            stream,
-            setup,
-            deadline: Some(Instant::now() + setup),
-        })
+        Ok(Self { stream, setup, deadline: Some(Instant::now() + setup) })
     }
 
     /// Performs an operation within the time that is left.
@@ -173,10 +169,7 @@ impl Link {
     pub fn connect(address: &str, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
         let addresses: Vec<SocketAddr> = address
             .to_socket_addrs()
-            .map_err(|source| LinkError::Resolve {
-                address: address.to_owned(),
-                source,
-            })?
+            .map_err(|source| LinkError::Resolve { address: address.to_owned(), source })?
             .collect();
         let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
         for candidate in addresses {
@@ -185,10 +178,7 @@ impl Link {
                 Err(error) => failed = error,
             }
         }
-        Err(LinkError::Connect {
-            address: address.to_owned(),
-            source: failed,
-        })
+        Err(LinkError::Connect { address: address.to_owned(), source: failed })
     }
 
     /// Connects again to the address of an earlier link, with shorter time limits, because a failed attempt is
@@ -197,11 +187,8 @@ impl Link {
     /// # Errors
     /// Same as [`Self::connect`].
     pub fn reconnect(address: SocketAddr, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
-        let socket =
-            TcpStream::connect_timeout(&address, RETRY_CONNECT_TIMEOUT).map_err(|source| LinkError::Connect {
-                address: address.to_string(),
-                source,
-            })?;
+        let socket = TcpStream::connect_timeout(&address, RETRY_CONNECT_TIMEOUT)
+            .map_err(|source| LinkError::Connect { address: address.to_string(), source })?;
         Self::set_up_sender(socket, tls, RETRY_SETUP_TIMEOUT)
     }
 
@@ -394,10 +381,7 @@ pub(crate) fn is_transient(error: &io::Error) -> bool {
 /// Returns true if a connection is broken because the other side has closed it: without TLS's close_notify, with
 /// bytes unread, or before a write.
 pub(crate) fn is_disconnect(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
-    )
+    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
 }
 
 /// Lets the other side read the reason of a refusal: if bytes from it were left unread, the kernel would reset the
@@ -436,11 +420,7 @@ fn set_notsent_lowat(socket: &TcpStream, bytes: u32) -> io::Result<()> {
             size_of::<u32>() as libc::socklen_t,
         )
     };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -459,10 +439,7 @@ mod tests {
     /// Sockets of a link have the TCP timeouts that let the kernel close a dead connection.
     fn kernel_times_out_dead_peer() {
         let [here, there] = pair();
-        let links = [
-            Link::set_up_sender(here, None, SETUP_TIMEOUT),
-            Link::accept(there, None),
-        ];
+        let links = [Link::set_up_sender(here, None, SETUP_TIMEOUT), Link::accept(there, None)];
         for link in links.map(|link| link.expect("a link")) {
             assert_eq!(sockopt::tcp_user_timeout(&link).expect("is set"), 30_000);
             assert!(sockopt::socket_keepalive(&link).expect("is set"));

@@ -42,10 +42,7 @@ pub enum ReceivedNote {
 
 impl Notes {
     pub(crate) fn new(mailbox: Arc<Mailbox>) -> Self {
-        Self {
-            mailbox,
-            inbox: Arc::default(),
-        }
+        Self { mailbox, inbox: Arc::default() }
     }
 
     /// Sends a note of at most [`crate::wire::BODY_MAX`] bytes. Delivery is not reported.
@@ -69,11 +66,7 @@ impl Notes {
             if remaining.is_zero() {
                 return ReceivedNote::Timeout;
             }
-            let (next, _) = self
-                .inbox
-                .changed
-                .wait_timeout(state, remaining)
-                .unwrap_or_else(PoisonError::into_inner);
+            let (next, _) = self.inbox.changed.wait_timeout(state, remaining).unwrap_or_else(PoisonError::into_inner);
             state = next;
         }
     }

@@ -84,10 +84,7 @@ impl CpuTime {
     /// Starts to measure the calling thread now.
     pub(crate) fn now() -> Self {
         let now = clock_gettime(ClockId::ThreadCPUTime);
-        Self {
-            since_ns: (now.tv_sec as u64) * 1_000_000_000 + now.tv_nsec as u64,
-            codec_ns: 0,
-        }
+        Self { since_ns: (now.tv_sec as u64) * 1_000_000_000 + now.tv_nsec as u64, codec_ns: 0 }
     }
 
     /// Returns the CPU time of the thread since the start.
@@ -103,10 +100,7 @@ impl CpuTime {
     /// Returns the CPU time since the last call, and starts anew.
     pub(crate) fn lap(&mut self) -> CpuUsage {
         let now = Self::now();
-        let usage = CpuUsage {
-            total_ns: now.since_ns.saturating_sub(self.since_ns),
-            codec_ns: self.codec_ns,
-        };
+        let usage = CpuUsage { total_ns: now.since_ns.saturating_sub(self.since_ns), codec_ns: self.codec_ns };
         *self = now;
         usage
     }
@@ -153,10 +147,7 @@ impl SenderProgress {
     /// Creates the counters of a session that begins now.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            started: Instant::now(),
-            state: Mutex::default(),
-        }
+        Self { started: Instant::now(), state: Mutex::default() }
     }
 
     /// Returns the sums so far.

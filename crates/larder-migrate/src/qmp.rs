@@ -155,10 +155,7 @@ impl QmpError {
     /// Returns true if QEMU will not answer any more.
     #[must_use]
     pub const fn is_disconnected(&self) -> bool {
-        matches!(
-            self,
-            Self::Disconnected { .. } | Self::Connect { .. } | Self::NotQmp { .. }
-        )
+        matches!(self, Self::Disconnected { .. } | Self::Connect { .. } | Self::NotQmp { .. })
     }
 }
 
@@ -199,10 +196,7 @@ impl Qmp {
     /// # Errors
     /// There is no QEMU, or it has another client.
     pub fn connect(path: &Path) -> Result<Self, QmpError> {
-        let failed = |source| QmpError::Connect {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |source| QmpError::Connect { path: path.to_owned(), source };
         let socket = connect_socket(path, Instant::now() + GREETING_TIMEOUT).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => QmpError::Busy { path: path.to_owned() },
             _ => failed(error),
@@ -317,16 +311,10 @@ impl Qmp {
                 self.commands += 1;
                 number = Some(self.commands);
                 let text = format!("{}\n", json!({verb: command, "arguments": arguments, "id": number}));
-                self.socket
-                    .write_all(text.as_bytes())
-                    .map_err(|source| self.disconnected(command, source))?;
+                self.socket.write_all(text.as_bytes()).map_err(|source| self.disconnected(command, source))?;
             }
             let Some(mut message) = self.next_message(command, until)? else {
-                return Err(QmpError::Timeout {
-                    path: self.path.clone(),
-                    command: command.to_owned(),
-                    limit,
-                });
+                return Err(QmpError::Timeout { path: self.path.clone(), command: command.to_owned(), limit });
             };
             if message.get("event").is_some() {
                 self.queue_event(&message);
@@ -369,11 +357,7 @@ impl Qmp {
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
         }
-        let part = |name: &str| {
-            message["timestamp"][name]
-                .as_u64()
-                .and_then(|part| u32::try_from(part).ok())
-        };
+        let part = |name: &str| message["timestamp"][name].as_u64().and_then(|part| u32::try_from(part).ok());
         self.events.push_back(QmpEvent {
             name: name.to_owned(),
             data: message["data"].clone(),
@@ -396,9 +380,7 @@ impl Qmp {
             if left.is_zero() {
                 return Ok(None);
             }
-            self.socket
-                .set_read_timeout(Some(left))
-                .map_err(|source| self.disconnected(command, source))?;
+            self.socket.set_read_timeout(Some(left)).map_err(|source| self.disconnected(command, source))?;
             let mut piece = [0; 64 << 10];
             match self.socket.read(&mut piece) {
                 Ok(0) => return Err(self.disconnected(command, io::ErrorKind::UnexpectedEof.into())),
@@ -411,19 +393,12 @@ impl Qmp {
     }
 
     fn disconnected(&self, command: &str, source: io::Error) -> QmpError {
-        QmpError::Disconnected {
-            path: self.path.clone(),
-            command: command.to_owned(),
-            source,
-        }
+        QmpError::Disconnected { path: self.path.clone(), command: command.to_owned(), source }
     }
 
     fn not_qmp(&self, bytes: &[u8]) -> QmpError {
         let start = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]);
-        QmpError::NotQmp {
-            path: self.path.clone(),
-            what: start.trim_end().escape_debug().to_string(),
-        }
+        QmpError::NotQmp { path: self.path.clone(), what: start.trim_end().escape_debug().to_string() }
     }
 
     /// Returns QEMU's run state: `running`, `paused`, `inmigrate`, `postmigrate`, ...
@@ -460,11 +435,7 @@ impl Qmp {
     /// # Errors
     /// Same as [`Self::execute`]; QEMU refuses a capability that it lacks, by name.
     pub fn set_capabilities(&mut self, capabilities: &[(String, bool)]) -> Result<(), QmpError> {
-        let list: Vec<Value> = capabilities
-            .iter()
-            .map(|(name, on)| json!({"capability": name, "state": on}))
-            .collect();
-        self.execute("migrate-set-capabilities", json!({"capabilities": list}))
-            .map(|_| ())
+        let list: Vec<Value> = capabilities.iter().map(|(name, on)| json!({"capability": name, "state": on})).collect();
+        self.execute("migrate-set-capabilities", json!({"capabilities": list})).map(|_| ())
     }
 }

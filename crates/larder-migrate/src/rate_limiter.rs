@@ -32,11 +32,7 @@ impl RateLimiter {
     /// Creates a limiter with nothing taken.
     #[must_use]
     pub fn new() -> Self {
-        Self(Mutex::new(LimiterState {
-            reserved: 0.0,
-            allowed: 0.0,
-            updated_at: Instant::now(),
-        }))
+        Self(Mutex::new(LimiterState { reserved: 0.0, allowed: 0.0, updated_at: Instant::now() }))
     }
 
     /// Takes an amount. Without a rate it is allowed at once; a rate below 1 counts as 1.
@@ -45,10 +41,7 @@ impl RateLimiter {
         state.refill(rate, now);
         let from = state.reserved;
         state.reserved += amount as f64;
-        Reservation {
-            from,
-            to: state.reserved,
-        }
+        Reservation { from, to: state.reserved }
     }
 
     /// Returns how long to wait before the amount taken may be used, at most [`Self::DELAY_MAX`] at once.
@@ -125,10 +118,7 @@ mod tests {
         let begin = Instant::now();
         let took = send(&pace, 1000, Some(1e6), begin).duration_since(begin);
         // 10 MB at 1 MB/s, less the last 10 kB, which need not be waited for, and the burst.
-        assert!(
-            took > Duration::from_millis(9960) && took < Duration::from_millis(10_000),
-            "{took:?}"
-        );
+        assert!(took > Duration::from_millis(9960) && took < Duration::from_millis(10_000), "{took:?}");
     }
 
     /// A pause earns no credit beyond the burst.
@@ -161,10 +151,7 @@ mod tests {
         let waiting = pace.reserve(1, Some(10.0), now);
         assert_eq!(pace.delay_before(waiting, Some(10.0), now), RateLimiter::DELAY_MAX);
         let pause = pace.delay_before(waiting, Some(1e7), now);
-        assert!(
-            pause > Duration::from_millis(80) && pause < Duration::from_millis(101),
-            "{pause:?}"
-        );
+        assert!(pause > Duration::from_millis(80) && pause < Duration::from_millis(101), "{pause:?}");
         assert_eq!(pace.delay_before(waiting, None, now), Duration::ZERO);
     }
 
@@ -187,9 +174,6 @@ mod tests {
             }
         }
         let took = now.duration_since(begin);
-        assert!(
-            took > Duration::from_millis(1980) && took < Duration::from_millis(2001),
-            "{took:?}"
-        );
+        assert!(took > Duration::from_millis(1980) && took < Duration::from_millis(2001), "{took:?}");
     }
 }

@@ -119,12 +119,7 @@ pub enum ReceiveError {
     #[error("the sender sent {0}, which violates the protocol")]
     UnexpectedMessage(String),
     #[error("the sender sent bytes {begin} to {end} of channel {channel}, of which it may send up to {most} now")]
-    OutsideWindow {
-        channel: u16,
-        begin: u64,
-        end: u64,
-        most: u64,
-    },
+    OutsideWindow { channel: u16, begin: u64, end: u64, most: u64 },
     #[error("the sender sent more than {CHANNEL_FRAMES_MAX} frames of channel {channel} before QEMU accepted any")]
     TooManyFrames { channel: u16 },
     #[error("a thread panicked ({what}), which is a bug in Larder: please report it with the messages before this one")]
@@ -221,9 +216,7 @@ pub fn receive(
     let session = ReceiveSession::new(options, notes_handler)?;
     thread::scope(|scope| {
         let session = &session;
-        session.run_task("accepting connections", || {
-            session.accept_connections(scope, port, stop)
-        });
+        session.run_task("accepting connections", || session.accept_connections(scope, port, stop));
         session.shut_greetings();
     });
     let delivered = session.delivered();

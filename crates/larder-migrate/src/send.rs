@@ -94,11 +94,7 @@ impl Accelerators {
         for (name, why) in &found.missing {
             tracing::debug!("{name}: {why}");
         }
-        found
-            .available
-            .into_iter()
-            .filter(|accelerator| accelerator.is_device())
-            .collect()
+        found.available.into_iter().filter(|accelerator| accelerator.is_device()).collect()
     }
 }
 
@@ -139,27 +135,15 @@ pub enum SendError {
     )]
     MigrationAborted(&'static str),
     #[error("the connection was lost ({lost}), and could not be restored within {} s: {last}", waited.as_secs())]
-    ReconnectTimeout {
-        lost: ControlError,
-        waited: Duration,
-        last: Box<SendError>,
-    },
+    ReconnectTimeout { lost: ControlError, waited: Duration, last: Box<SendError> },
     #[error("the connection was lost ({lost}), and cannot be re-established: {error}")]
     ReconnectFailed { lost: ControlError, error: Box<SendError> },
-    #[error(
-        "the connections were lost more often than they can be re-established ({} times)",
-        crate::wire::LINKS_MAX
-    )]
+    #[error("the connections were lost more often than they can be re-established ({} times)", crate::wire::LINKS_MAX)]
     TooManyLinks,
     #[error("the receiver continues with another session")]
     OtherSession,
     #[error("the receiver confirms {count} frames of lane {lane}; the valid range is {least} to {most}")]
-    InvalidCount {
-        lane: u16,
-        count: u64,
-        least: u64,
-        most: u64,
-    },
+    InvalidCount { lane: u16, count: u64, least: u64, most: u64 },
     #[error("stopped")]
     Stopped,
 }
@@ -179,10 +163,7 @@ impl SessionFailure for SendError {
             Self::Receiver(_) => ErrorRank::Reported,
             Self::Control(error) if error.is_symptom() => ErrorRank::Symptom,
             Self::Encode(encode::EncodeError::Stopped) => ErrorRank::Symptom,
-            Self::Io {
-                what: LANE_CONNECTION, ..
-            }
-            | Self::LaneClosed => ErrorRank::Symptom,
+            Self::Io { what: LANE_CONNECTION, .. } | Self::LaneClosed => ErrorRank::Symptom,
             _ => ErrorRank::Cause,
         }
     }
@@ -275,21 +256,8 @@ impl Sender {
         progress: &SenderProgress,
         steering: &Steering,
     ) -> Result<(), SendError> {
-        let codecs: Vec<_> = self
-            .connected
-            .lanes
-            .iter()
-            .map(|_| Codecs::new(&self.accelerators))
-            .collect();
-        let Self {
-            mailbox,
-            notes,
-            connector: dial,
-            connected,
-            welcome,
-            limits,
-            accelerators: _accelerators,
-        } = self;
+        let codecs: Vec<_> = self.connected.lanes.iter().map(|_| Codecs::new(&self.accelerators)).collect();
+        let Self { mailbox, notes, connector: dial, connected, welcome, limits, accelerators: _accelerators } = self;
         let session = SendSession::new(mailbox, notes, welcome, &dial, limits, &codecs, (progress, steering))?;
         session.run(dial, connected, codecs, listener)
     }

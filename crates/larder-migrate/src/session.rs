@@ -81,8 +81,7 @@ pub(crate) trait SessionSide: Sync {
             // The other side already knows an error that it reported itself.
             if rank != ErrorRank::Reported {
                 let text = error.to_string();
-                self.mailbox()
-                    .send(&Message::with_body(MessageKind::Failed, 0, text.as_bytes()));
+                self.mailbox().send(&Message::with_body(MessageKind::Failed, 0, text.as_bytes()));
             }
             self.mailbox().close();
         });
@@ -143,10 +142,7 @@ impl LinkSockets {
 
 impl Sockets {
     fn shut(&mut self) {
-        self.lanes
-            .drain(..)
-            .chain(self.control.take())
-            .for_each(|socket| shut(&socket));
+        self.lanes.drain(..).chain(self.control.take()).for_each(|socket| shut(&socket));
     }
 }
 
@@ -195,11 +191,7 @@ impl<E> SessionOutcome<E> {
     /// Creates the record of a session that has not failed.
     #[must_use]
     pub(crate) fn new() -> Self {
-        Self {
-            error: Mutex::new(None),
-            qemu_sockets: Mutex::default(),
-            sockets: LinkSockets::default(),
-        }
+        Self { error: Mutex::new(None), qemu_sockets: Mutex::default(), sockets: LinkSockets::default() }
     }
 
     /// Registers a connection to QEMU for [`Self::shut`]; shuts it at once if that was called before.
@@ -279,9 +271,7 @@ mod tests {
         let outcome = SessionOutcome::new();
         let mut reported = Vec::new();
         outcome.fail("the lane broke", ErrorRank::Symptom, |error| reported.push(*error));
-        outcome.fail("QEMU's socket was shut", ErrorRank::Cause, |error| {
-            reported.push(*error)
-        });
+        outcome.fail("QEMU's socket was shut", ErrorRank::Cause, |error| reported.push(*error));
         outcome.fail("no QEMU waits", ErrorRank::Reported, |error| reported.push(*error));
         outcome.fail("something else", ErrorRank::Reported, |error| reported.push(*error));
         assert_eq!(reported, ["the lane broke"]);
@@ -329,10 +319,7 @@ mod tests {
     #[test]
     fn panicking_thread_becomes_error() {
         assert_eq!(catch_panic(|| Err("it failed"), || "it panicked"), Err("it failed"));
-        assert_eq!(
-            catch_panic(|| panic!("as a test"), || "it panicked"),
-            Err("it panicked")
-        );
+        assert_eq!(catch_panic(|| panic!("as a test"), || "it panicked"), Err("it panicked"));
         assert_eq!(catch_panic(|| Ok(()), || "it panicked"), Ok(()));
     }
 }

@@ -45,12 +45,7 @@ impl SenderTls {
             .map_err(|source| TlsError::Certificate { path, source })?;
         // A lane only writes, so the session tickets that the receiver would send are never read.
         config.resumption = rustls::client::Resumption::disabled();
-        Ok(Self {
-            config: Arc::new(config),
-            server,
-            host: host.to_ascii_lowercase(),
-            peers: Peers::default(),
-        })
+        Ok(Self { config: Arc::new(config), server, host: host.to_ascii_lowercase(), peers: Peers::default() })
     }
 
     /// Restricts the accepted receivers to `peers`.
@@ -97,10 +92,7 @@ impl ReceiverTls {
             .with_single_cert(certificates(&path)?, private_key(&directory.join("server-key.pem"))?)
             .map_err(|source| TlsError::Certificate { path, source })?;
         config.send_tls13_tickets = 0;
-        Ok(Self {
-            config: Arc::new(config),
-            peers: Peers::default(),
-        })
+        Ok(Self { config: Arc::new(config), peers: Peers::default() })
     }
 
     /// Restricts the accepted senders to `peers`.

@@ -133,19 +133,12 @@ fn verify_checksum(bytes: &[u8], what: &'static str) -> Result<(), WireError> {
     let at = bytes.len() - 4;
     let expected = crc32c::crc32c(&bytes[..at]);
     let found = get_u32(bytes, at);
-    if found == expected {
-        Ok(())
-    } else {
-        Err(WireError::Checksum { what, found, expected })
-    }
+    if found == expected { Ok(()) } else { Err(WireError::Checksum { what, found, expected }) }
 }
 
 /// Returns text received from a peer, with control characters replaced so that it is safe to print.
 fn printable(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes)
-        .chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
+    String::from_utf8_lossy(bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 fn put_u16(bytes: &mut [u8], at: usize, value: u16) {

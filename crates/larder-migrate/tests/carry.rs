@@ -233,10 +233,8 @@ fn opaque_channels_arrive_concurrently() {
             });
         },
         |listener| {
-            let sockets: Vec<UnixStream> = contents
-                .iter()
-                .map(|_| listener.accept().expect("a connection").0)
-                .collect();
+            let sockets: Vec<UnixStream> =
+                contents.iter().map(|_| listener.accept().expect("a connection").0).collect();
             thread::scope(|scope| {
                 let readers: Vec<_> = sockets
                     .into_iter()
@@ -248,10 +246,7 @@ fn opaque_channels_arrive_concurrently() {
                         })
                     })
                     .collect();
-                readers
-                    .into_iter()
-                    .map(|reader| reader.join().expect("read"))
-                    .collect::<Vec<_>>()
+                readers.into_iter().map(|reader| reader.join().expect("read")).collect::<Vec<_>>()
             })
         },
     );

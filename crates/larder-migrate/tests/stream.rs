@@ -38,11 +38,7 @@ impl Cuts for ObstacleList {
 /// Generates short and long pieces.
 fn cuts(flush: bool) -> impl Strategy<Value = ObstacleList> {
     let arrive = prop_oneof![0u16..20, 0u16..5000, 0u16..60000];
-    let flush = if flush {
-        any::<bool>().boxed()
-    } else {
-        Just(false).boxed()
-    };
+    let flush = if flush { any::<bool>().boxed() } else { Just(false).boxed() };
     (prop::collection::vec(arrive, 1..9), prop::collection::vec(flush, 1..9)).prop_map(|(arrive, flush)| ObstacleList {
         arrive,
         flush,

@@ -32,13 +32,7 @@ fn main_channel_start_yields_block_sizes() {
     let blocks = Blocks::new();
     let reading = read(&blocks, &channel.bytes, &mut Whole);
     let told: Vec<_> = (blocks.list().into_iter())
-        .map(|block| {
-            (
-                String::from_utf8_lossy(&block.name).into_owned(),
-                block.len_bytes,
-                block.page_bytes,
-            )
-        })
+        .map(|block| (String::from_utf8_lossy(&block.name).into_owned(), block.len_bytes, block.page_bytes))
         .collect();
     let pages = |pages: u64| Some(pages * PAGE as u64);
     assert_eq!(
@@ -50,14 +44,8 @@ fn main_channel_start_yields_block_sizes() {
         ]
     );
     let facts = reading.facts;
-    assert_eq!(
-        (facts.phase, facts.page_sizes, facts.postcopy_advised),
-        (StreamPhase::Setup, 0x20_1000, true)
-    );
-    assert_eq!(
-        (facts.machine.name(), facts.qemu_at_least()),
-        ("pc-q35-10.0", Some((10, 0)))
-    );
+    assert_eq!((facts.phase, facts.page_sizes, facts.postcopy_advised), (StreamPhase::Setup, 0x20_1000, true));
+    assert_eq!((facts.machine.name(), facts.qemu_at_least()), ("pc-q35-10.0", Some((10, 0))));
 }
 
 /// Headers that were passed byte by byte advance the parser as if `next` had parsed them.
@@ -73,19 +61,11 @@ fn passed_headers_count_as_parsed() {
             true
         }
     }
-    let acts = [
-        Act::Zeros(0, 3, 9),
-        Act::Page(1, 5, 1),
-        Act::NextSection,
-        Act::Page(1, 6, 2),
-    ];
+    let acts = [Act::Zeros(0, 3, 9), Act::Page(1, 5, 1), Act::NextSection, Act::Page(1, 6, 2)];
     let channel = main_channel(4, &acts, None);
     let reading = read(&Blocks::new(), &channel.bytes, &mut EachByte);
     check_facts(&channel, &reading);
-    assert_eq!(
-        (reading.facts.pages_unreported, reading.literal),
-        (2, channel.bytes.len())
-    );
+    assert_eq!((reading.facts.pages_unreported, reading.literal), (2, channel.bytes.len()));
 }
 
 /// A page whose header was passed is still reported.
@@ -134,10 +114,7 @@ fn memory_passes_are_counted() {
     let mut channel = set_up(&blocks());
     channel.next(2, RAM);
     for _ in 0..4 {
-        channel
-            .page("pc.ram", 3, &content(1))
-            .zero("pc.ram", 4)
-            .zero("pc.ram", 5);
+        channel.page("pc.ram", 3, &content(1)).zero("pc.ram", 4).zero("pc.ram", 5);
         channel.eos().footer(RAM).next(2, RAM).page("b", 2, &content(1));
     }
     channel.eos().footer(RAM);
@@ -155,17 +132,11 @@ fn page_outside_its_block_is_literal() {
     let mut channel = set_up(&blocks());
     channel.next(2, RAM).page("b", 40, &content(1));
     let outside = channel.pages.len();
-    channel
-        .page("b", 39, &content(2))
-        .page("b", 1000, &content(3))
-        .page("pc.ram", 63, &content(4));
+    channel.page("b", 39, &content(2)).page("b", 1000, &content(3)).page("pc.ram", 63, &content(4));
     let reading = read(&Blocks::new(), &channel.bytes, &mut Whole);
     assert_eq!(outside, 1);
     let told: Vec<_> = reading.pages.iter().map(|page| page.page).collect();
-    assert_eq!(
-        (told, reading.facts.pages_unreported, reading.facts.losses),
-        (vec![39, 63], 2, 0)
-    );
+    assert_eq!((told, reading.facts.pages_unreported, reading.facts.losses), (vec![39, 63], 2, 0));
 }
 
 #[test]
@@ -177,10 +148,7 @@ fn multifd_packet_outside_block_is_literal() {
     channel.packet(Packet::default(), "b", &[3, 39], &[], 1);
     let reading = read(&blocks_of_main, &channel.bytes, &mut Whole);
     let told: Vec<_> = reading.pages.iter().map(|page| page.page).collect();
-    assert_eq!(
-        (told, reading.facts.pages_unreported, reading.facts.losses),
-        (vec![3, 39], 2, 0)
-    );
+    assert_eq!((told, reading.facts.pages_unreported, reading.facts.losses), (vec![3, 39], 2, 0));
 }
 
 /// A multifd packet outside its block is recognised once the main channel has sent the block's size.
@@ -193,17 +161,9 @@ fn multifd_channel_learns_block_size() {
     channel.packet(Packet::default(), "b", &[41], &[], 1);
     let mut parser = Parser::new(&blocks);
     parser.pass(&channel.bytes[..cut - PAGE]);
-    assert!(matches!(
-        parser.next(&channel.bytes[cut - PAGE..cut]),
-        ParseStep::Pages { .. }
-    ));
+    assert!(matches!(parser.next(&channel.bytes[cut - PAGE..cut]), ParseStep::Pages { .. }));
     read(&blocks, &main_channel(0, &[], None).bytes, &mut Whole);
-    assert_eq!(
-        parser.next(&channel.bytes[cut..]),
-        ParseStep::Literal {
-            len: channel.bytes.len() - cut
-        }
-    );
+    assert_eq!(parser.next(&channel.bytes[cut..]), ParseStep::Literal { len: channel.bytes.len() - cut });
 }
 
 #[test]
@@ -226,17 +186,8 @@ fn false_section_end_is_recognised() {
         .first(1, 7, "dirty-bitmap", 1)
         .put(b"\x7e\0\0\0\x07\xff")
         .put(b"\x7e\0\0\0\x07\x04\0\0\0\x09\x03\x01\x02\x03");
-    channel
-        .put(&[0; 30])
-        .put(b"\x7e\0\0\0\x07\x08\xff\xff\0\0")
-        .put(b"\x7e\0\0\0\x07\x7e\0\0\0\x07\x02\x99\x99\0\0");
-    channel
-        .footer(7)
-        .command(2, &[0; 4])
-        .next(2, RAM)
-        .page("b", 1, &content(1))
-        .eos()
-        .footer(RAM);
+    channel.put(&[0; 30]).put(b"\x7e\0\0\0\x07\x08\xff\xff\0\0").put(b"\x7e\0\0\0\x07\x7e\0\0\0\x07\x02\x99\x99\0\0");
+    channel.footer(7).command(2, &[0; 4]).next(2, RAM).page("b", 1, &content(1)).eos().footer(RAM);
     let reading = read(&Blocks::new(), &channel.bytes, &mut Whole);
     check_all_told(&channel, &reading);
 }
@@ -244,16 +195,8 @@ fn false_section_end_is_recognised() {
 #[test]
 fn unknown_configuration_part_is_skipped() {
     let mut channel = Channel::new();
-    channel
-        .magic()
-        .configuration("pc-q35-12.0")
-        .subsection("configuration/news", &content(1)[..77]);
-    channel
-        .ram(RAM, &blocks())
-        .next(2, RAM)
-        .page("b", 1, &content(1))
-        .eos()
-        .footer(RAM);
+    channel.magic().configuration("pc-q35-12.0").subsection("configuration/news", &content(1)[..77]);
+    channel.ram(RAM, &blocks()).next(2, RAM).page("b", 1, &content(1)).eos().footer(RAM);
     let reading = read(&Blocks::new(), &channel.bytes, &mut Whole);
     assert_eq!(at(&reading.pages), at(&channel.pages));
     assert_eq!((reading.facts.losses, reading.facts.phase), (1, StreamPhase::Ram));
@@ -263,12 +206,7 @@ fn unknown_configuration_part_is_skipped() {
 #[test]
 fn parser_resumes_after_unknown_record() {
     let (hook, out_of_any_block) = ([0, 0, 0, 0, 0, 0, 0x10, 0x80], [0, 0x10, 0, 0, 0, 0, 0x10, 0x08]);
-    for unknown in [
-        hook,
-        [0, 0, 0, 0, 0, 0, 0x14, 0],
-        [0, 0, 0, 0, 0, 0, 0, 0x30],
-        out_of_any_block,
-    ] {
+    for unknown in [hook, [0, 0, 0, 0, 0, 0, 0x14, 0], [0, 0, 0, 0, 0, 0, 0, 0x30], out_of_any_block] {
         let mut channel = set_up(&blocks());
         channel.next(2, RAM).page("b", 1, &content(7));
         channel.put(&unknown).put(&content(6)).eos().footer(RAM);
@@ -314,36 +252,21 @@ fn interrupted_postcopy_resumes_on_new_channel() {
     let cut = first.pages[1].at + 100;
     first.bytes.truncate(cut);
     let reading = read(&blocks, &first.bytes, &mut Whole);
-    assert_eq!(
-        (reading.facts.phase, reading.facts.pages_unreported),
-        (StreamPhase::Postcopy, 1)
-    );
+    assert_eq!((reading.facts.phase, reading.facts.pages_unreported), (StreamPhase::Postcopy, 1));
     let mut second = Channel::new();
     second.command(10, b"\x06pc.ram").command(9, &[]);
     second.next(2, 7).put(b"bitmap").footer(7);
-    sections(
-        &mut second,
-        &[Act::Page(0, 2, 3), Act::Zeros(0, 3, 4), Act::Page(1, 2, 3)],
-        true,
-    );
+    sections(&mut second, &[Act::Page(0, 2, 3), Act::Zeros(0, 3, 4), Act::Page(1, 2, 3)], true);
     second.eof();
     let reading = read(&blocks, &second.bytes, &mut Whole);
     check_all_told(&second, &reading);
     let facts = &reading.facts;
-    assert_eq!(
-        (facts.channel, facts.phase, facts.postcopy_resumed),
-        (Kind::Resumed, StreamPhase::Ended, true)
-    );
+    assert_eq!((facts.channel, facts.phase, facts.postcopy_resumed), (Kind::Resumed, StreamPhase::Ended, true));
 }
 
 #[test]
 fn foreign_bytes_are_literal() {
-    for bytes in [
-        &b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03"[..],
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"QEV",
-        &[0xff; 9000],
-    ] {
+    for bytes in [&b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03"[..], b"GET / HTTP/1.1\r\n\r\n", b"QEV", &[0xff; 9000]] {
         let reading = read(&Blocks::new(), bytes, &mut Whole);
         assert_eq!(reading.literal, bytes.len());
         let expected = if bytes.len() < 4 { Kind::Undecided } else { Kind::Opaque };
@@ -353,9 +276,7 @@ fn foreign_bytes_are_literal() {
 
 #[test]
 fn block_list_is_bounded() {
-    let many: Vec<_> = (0..2 * Blocks::MAX)
-        .map(|index| Block::new(&format!("block {index}"), 1))
-        .collect();
+    let many: Vec<_> = (0..2 * Blocks::MAX).map(|index| Block::new(&format!("block {index}"), 1)).collect();
     let mut channel = set_up(&many);
     channel.next(2, RAM).page("block 7", 0, &content(1));
     let blocks = Blocks::new();

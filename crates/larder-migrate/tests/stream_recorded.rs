@@ -46,11 +46,7 @@ fn told(blocks: &Blocks, name: &str) -> Reading {
         assert!(is_page, "{name}: {place:?} is not at {:#x}", place.at);
     }
     let pieces = read(&blocks.clone(), &bytes, &mut Pieces);
-    assert_eq!(
-        (&pieces.pages, &pieces.facts),
-        (&reading.pages, &reading.facts),
-        "{name}"
-    );
+    assert_eq!((&pieces.pages, &pieces.facts), (&reading.pages, &reading.facts), "{name}");
     reading
 }
 
@@ -78,19 +74,12 @@ fn recorded_main_channel_pages_are_reported() {
         let reading = told(&blocks, &format!("{version}-single"));
         assert_eq!(counts([&reading]), expected);
         let facts = &reading.facts;
-        assert_eq!(
-            (facts.channel, facts.phase),
-            (ChannelKind::Main, StreamPhase::DeviceState)
-        );
+        assert_eq!((facts.channel, facts.phase), (ChannelKind::Main, StreamPhase::DeviceState));
         assert_eq!(facts.machine.name(), format!("pc-q35-{version}"));
         assert_eq!(facts.qemu_at_least(), Some(of_release(version)));
         assert_eq!(facts.switchover_start, version == "10.0");
         assert!(facts.ram_ended && !facts.return_path);
-        let ram = blocks
-            .list()
-            .into_iter()
-            .find(|block| &*block.name == b"ram")
-            .expect("RAM");
+        let ram = blocks.list().into_iter().find(|block| &*block.name == b"ram").expect("RAM");
         assert_eq!(ram.len_bytes, Some(4 << 20));
     }
 }

@@ -35,11 +35,7 @@ impl WriteBudget {
     pub(crate) fn change(&mut self, bytes_per_day: u64, now: Duration) {
         self.refill(now);
         let changed = Self::new(bytes_per_day);
-        *self = Self {
-            level: changed.level.min(self.level),
-            refilled_at: self.refilled_at,
-            ..changed
-        };
+        *self = Self { level: changed.level.min(self.level), refilled_at: self.refilled_at, ..changed };
     }
 
     /// Adds the bytes up to `now`. A time before the last one adds nothing.

@@ -57,9 +57,5 @@ impl Class {
 /// ACM 21, 1978).
 pub(crate) fn count_use(uses: u8, random: u64) -> u8 {
     let rare = uses.saturating_sub(1);
-    if random & ((1 << rare) - 1) == 0 {
-        (uses + 1).min(USES_MAX)
-    } else {
-        uses
-    }
+    if random & ((1 << rare) - 1) == 0 { (uses + 1).min(USES_MAX) } else { uses }
 }

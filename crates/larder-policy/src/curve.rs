@@ -150,10 +150,7 @@ impl MissRatioCurve {
             return Vec::new();
         }
         let mut hits = expected - sampled;
-        let mut points = vec![CurvePoint {
-            lines: 0,
-            miss_ratio: 1.0,
-        }];
+        let mut points = vec![CurvePoint { lines: 0, miss_ratio: 1.0 }];
         for (at, count) in self.distances.iter().enumerate() {
             hits += count;
             if *count > 0.0 {
@@ -212,12 +209,7 @@ mod tests {
     fn lru_misses(lines: &[u64], capacity: usize) -> f64 {
         let mut cache = Lru::new(capacity, 1 << 16);
         let missed = lines.iter().filter(|line| {
-            let access = LineAccess {
-                key: **line as u32,
-                request_lines: 1,
-                write: false,
-                at_ms: 0,
-            };
+            let access = LineAccess { key: **line as u32, request_lines: 1, write: false, at_ms: 0 };
             cache.access(access) != AccessOutcome::Hit
         });
         missed.count() as f64 / lines.len() as f64
@@ -251,10 +243,7 @@ mod tests {
             assert!((exact - truth).abs() <= slack, "{capacity}: {exact} for {truth}");
             // A sample is too small for caches that would keep none of it.
             let slack = if capacity < 512 { 1.0 } else { 0.03 };
-            assert!(
-                (close - truth).abs() < slack,
-                "{capacity}: {close}, sampled, for {truth}"
-            );
+            assert!((close - truth).abs() < slack, "{capacity}: {close}, sampled, for {truth}");
         }
     }
 

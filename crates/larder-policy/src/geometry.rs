@@ -27,11 +27,7 @@ impl SetGeometry {
         let ways_max = WAYS_MAX as u64;
         let group_lines = group_lines.max(1);
         if lines <= ways_max {
-            return Self {
-                sets: 1,
-                ways: lines as usize,
-                group_lines,
-            };
+            return Self { sets: 1, ways: lines as usize, group_lines };
         }
         let fewest = lines.div_ceil(ways_max);
         let most = lines / WAYS_MIN as u64;
@@ -41,11 +37,7 @@ impl SetGeometry {
             .take(64)
             .max_by_key(|sets| (sets * (lines / sets), lines / sets))
             .unwrap_or(fewest);
-        Self {
-            sets,
-            ways: (lines / sets) as usize,
-            group_lines,
-        }
+        Self { sets, ways: (lines / sets) as usize, group_lines }
     }
 
     /// Returns the number of sets.
@@ -87,17 +79,11 @@ mod tests {
     fn geometry_leaves_few_lines_unused() {
         for lines in (1..100_000u64).chain([1 << 24, 1 << 28, (1 << 32) - 1]) {
             let geometry = SetGeometry::new(lines, 16);
-            assert!(
-                geometry.lines() <= lines && (1..=WAYS_MAX).contains(&geometry.ways()),
-                "{lines}"
-            );
+            assert!(geometry.lines() <= lines && (1..=WAYS_MAX).contains(&geometry.ways()), "{lines}");
             let lost = lines - geometry.lines();
             let share = if lines < 2_000 { 0.12 } else { 0.03 };
             assert!(lost as f64 <= lines as f64 * share, "{lines} {geometry:?}");
-            assert!(
-                geometry.sets() == 1 || is_prime(geometry.sets()),
-                "{lines} {geometry:?}"
-            );
+            assert!(geometry.sets() == 1 || is_prime(geometry.sets()), "{lines} {geometry:?}");
         }
     }
 

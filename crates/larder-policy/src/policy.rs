@@ -124,11 +124,7 @@ impl Policy {
             learn_every,
             reuse: ReuseSampler::new(tick_uses * u64::from(HORIZON_TICKS)),
             shadows: ShadowCaches::new(options.lines, 3),
-            score_tables: vec![
-                ScoreTable::uses_by_age(),
-                ScoreTable::uses_by_age(),
-                ScoreTable::recency(),
-            ],
+            score_tables: vec![ScoreTable::uses_by_age(), ScoreTable::uses_by_age(), ScoreTable::recency()],
             budget: options.budget.map(WriteBudget::new),
         }
     }
@@ -156,8 +152,7 @@ impl Policy {
         self.reuse.record_use(hash, class, self.tick);
         if self.shadows.is_sampled(hash) {
             let random = self.random();
-            self.shadows
-                .record_use(hash, context, self.tick, random, &self.score_tables);
+            self.shadows.record_use(hash, context, self.tick, random, &self.score_tables);
         }
         self.uses += 1;
         if self.uses >= self.tick_at {
@@ -276,10 +271,7 @@ impl Policy {
     pub fn save(&self, set: &mut [u8], way: u8) -> u8 {
         let set = self.set(set);
         set.line(way).map_or(0, |(class, age)| {
-            let older = SAVED_AGES
-                .iter()
-                .filter(|ticks| age >= crate::age::age(**ticks))
-                .count();
+            let older = SAVED_AGES.iter().filter(|ticks| age >= crate::age::age(**ticks)).count();
             class.number() | ((older - 1) as u8) << SAVED_AGE_SHIFT
         })
     }
@@ -436,10 +428,7 @@ mod tests {
     #[test]
     fn spare_ways_count_as_full() {
         let admitted = |spare_ways| {
-            let mut policy = Policy::new(PolicyOptions {
-                spare_ways,
-                ..options(32, 32)
-            });
+            let mut policy = Policy::new(PolicyOptions { spare_ways, ..options(32, 32) });
             let mut set = vec![0; policy.set_bytes()];
             for way in 0..28 {
                 policy.insert(&mut set, way, way.into(), context(false, 0));
@@ -449,8 +438,7 @@ mod tests {
                 policy.touch(&mut set, way, way.into(), context(false, at));
             }
             let cold = 1000..2000;
-            cold.filter(|line| policy.admit(&mut set, *line, context(false, *line)))
-                .count()
+            cold.filter(|line| policy.admit(&mut set, *line, context(false, *line))).count()
         };
         assert_eq!(admitted(0), 1000);
         // Lines that are not yet known to have a low score are admitted.
@@ -482,10 +470,7 @@ mod tests {
     fn admission_keeps_budget() {
         let lines = 1 << 10;
         let budget = 24 << 20;
-        let mut policy = Policy::new(PolicyOptions {
-            budget: Some(budget),
-            ..options(256, lines)
-        });
+        let mut policy = Policy::new(PolicyOptions { budget: Some(budget), ..options(256, lines) });
         let mut set = vec![0; policy.set_bytes()];
         // New lines all the time, each of which a cache with free ways admits.
         let admitted = (0..86_400u64).filter(|line| policy.admit(&mut set, *line, context(true, *line)));
@@ -507,12 +492,7 @@ mod tests {
             }
         }
         assert!(policy.tick < 20_000);
-        assert_eq!(
-            policy
-                .victim(&mut set, |_| true)
-                .map(|way| policy.save(&mut set, way) != 0),
-            Some(true)
-        );
+        assert_eq!(policy.victim(&mut set, |_| true).map(|way| policy.save(&mut set, way) != 0), Some(true));
     }
 
     /// Stamps are one byte; lines of a set that is not accessed for long must not seem recent after an overflow.

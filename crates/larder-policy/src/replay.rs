@@ -35,12 +35,7 @@ impl LineTrace {
                     lines.push(line);
                     (lines.len() - 1) as u32
                 });
-                accesses.push(LineAccess {
-                    key,
-                    request_lines,
-                    write: request.write,
-                    at_ms,
-                });
+                accesses.push(LineAccess { key, request_lines, write: request.write, at_ms });
             }
         }
         Self { accesses, lines }
@@ -95,16 +90,8 @@ pub enum ReplayPolicy {
 
 impl ReplayPolicy {
     /// All policies, Larder's own first.
-    pub const ALL: [Self; 8] = [
-        Self::Larder,
-        Self::LarderAll,
-        Self::Lru,
-        Self::Sieve,
-        Self::S3Fifo,
-        Self::Arc,
-        Self::Larc,
-        Self::WTinyLfu,
-    ];
+    pub const ALL: [Self; 8] =
+        [Self::Larder, Self::LarderAll, Self::Lru, Self::Sieve, Self::S3Fifo, Self::Arc, Self::Larc, Self::WTinyLfu];
 
     /// Returns the name for tables.
     pub fn name(self) -> &'static str {
@@ -125,12 +112,7 @@ impl ReplayPolicy {
     pub fn replay(self, lines: &LineTrace, capacity: usize, line_bytes: u32, budget: Option<u64>) -> ReplayCounts {
         let keys = lines.footprint();
         let larder = |admission| {
-            let options = LarderOptions {
-                capacity: capacity as u64,
-                line_bytes,
-                admission,
-                budget,
-            };
+            let options = LarderOptions { capacity: capacity as u64, line_bytes, admission, budget };
             replay(lines, Larder::new(&lines.lines, options))
         };
         match self {
@@ -229,11 +211,7 @@ impl ReferenceCache for Larder<'_> {
         let bytes = self.policy.set_bytes();
         let state = &mut self.sets[set * bytes..][..bytes];
         let context = AccessContext {
-            access: if access.write {
-                AccessKind::Write
-            } else {
-                AccessKind::Read
-            },
+            access: if access.write { AccessKind::Write } else { AccessKind::Read },
             request_bytes: u64::from(access.request_lines) * self.line_bytes,
             now: Duration::from_millis(access.at_ms.into()),
         };

@@ -29,10 +29,7 @@ pub(crate) struct ReuseTimes {
     pub(crate) ended: [f32; AGES],
 }
 
-const EMPTY: ReuseTimes = ReuseTimes {
-    reused: [0.0; AGES],
-    ended: [0.0; AGES],
-};
+const EMPTY: ReuseTimes = ReuseTimes { reused: [0.0; AGES], ended: [0.0; AGES] };
 
 pub(crate) struct ReuseSampler {
     entries: Vec<Entry>,
@@ -66,18 +63,11 @@ impl ReuseSampler {
     fn record_sampled(&mut self, hash: u64, class: Class, tick: u32) {
         let bucket = hash as usize % (self.entries.len() / BUCKET_ENTRIES) * BUCKET_ENTRIES;
         let tag = (hash >> 20) as u32;
-        let now = Entry {
-            tag,
-            tick,
-            class: class.number(),
-        };
+        let now = Entry { tag, tick, class: class.number() };
         let entries = &mut self.entries[bucket..bucket + BUCKET_ENTRIES];
         let known = entries.iter().position(|entry| entry.tag == tag && entry.class != 0);
         let index = known.unwrap_or_else(|| {
-            let oldest = entries
-                .iter()
-                .enumerate()
-                .min_by_key(|(_, entry)| (entry.class != 0, entry.tick));
+            let oldest = entries.iter().enumerate().min_by_key(|(_, entry)| (entry.class != 0, entry.tick));
             oldest.map_or(0, |(index, _)| index)
         });
         let before = std::mem::replace(&mut entries[index], now);
@@ -116,11 +106,7 @@ impl ReuseSampler {
     /// Multiplies all statistics by `by`, so that newer ones outweigh them.
     pub(crate) fn decay(&mut self, by: f32) {
         for times in &mut self.times {
-            times
-                .reused
-                .iter_mut()
-                .chain(&mut times.ended)
-                .for_each(|count| *count *= by);
+            times.reused.iter_mut().chain(&mut times.ended).for_each(|count| *count *= by);
         }
     }
 }

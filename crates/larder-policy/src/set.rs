@@ -60,21 +60,11 @@ pub(crate) struct Set<'a> {
 impl<'a> Set<'a> {
     /// Wraps a set's state as of `tick`, which never decreases.
     pub(crate) fn new(state: &'a mut [u8], ways: usize, tick: u32) -> Self {
-        assert_eq!(
-            state.len(),
-            bytes(ways),
-            "a set's state has the length that Policy::set_bytes returns"
-        );
+        assert_eq!(state.len(), bytes(ways), "a set's state has the length that Policy::set_bytes returns");
         let (header, rest) = state.split_at_mut(HEADER);
         let (classes, rest) = rest.split_at_mut(ways);
         let (stamps, ghosts) = rest.split_at_mut(ways);
-        let mut set = Self {
-            header,
-            classes,
-            stamps,
-            ghosts,
-            tick,
-        };
+        let mut set = Self { header, classes, stamps, ghosts, tick };
         let swept = set.swept();
         if tick.wrapping_sub(swept) >= SWEEP_TICKS {
             set.sweep(swept);
@@ -104,9 +94,7 @@ impl<'a> Set<'a> {
 
     /// Returns the class of the line in `way`, if there is one.
     pub(crate) fn class(&self, way: u8) -> Option<Class> {
-        Some(self.classes[usize::from(way)])
-            .filter(|class| *class != 0)
-            .map(Class::from_number)
+        Some(self.classes[usize::from(way)]).filter(|class| *class != 0).map(Class::from_number)
     }
 
     /// Returns class and age of the line in `way`, if there is one.
@@ -234,10 +222,7 @@ impl<'a> Set<'a> {
         let matches_ghost = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & !u16::from(USES_MAX) == wanted;
         // Each piece is compared without a branch, which compiles to a few vector instructions.
         for (piece, ghosts) in self.ghosts.chunks(PIECE).enumerate() {
-            if ghosts
-                .chunks_exact(2)
-                .fold(false, |found, ghost| found | matches_ghost(ghost))
-            {
+            if ghosts.chunks_exact(2).fold(false, |found, ghost| found | matches_ghost(ghost)) {
                 let within = ghosts.chunks_exact(2).position(matches_ghost)?;
                 return Some(piece * PIECE / 2 + within);
             }

@@ -175,18 +175,10 @@ mod tests {
     /// Returns the index of the best scores after many uses, half of which are of one of the last 300 lines.
     fn best_of(tables: &[ScoreTable]) -> usize {
         let mut shadows = ShadowCaches::new(1 << 14, tables.len());
-        let context = AccessContext {
-            access: AccessKind::Read,
-            request_bytes: 4096,
-            now: Duration::ZERO,
-        };
+        let context = AccessContext { access: AccessKind::Read, request_bytes: 4096, now: Duration::ZERO };
         for at in 0..200_000u64 {
             let random = mix(at);
-            let line = if random.is_multiple_of(2) {
-                at
-            } else {
-                at - at.min(2 * ((random >> 32) % 150))
-            };
+            let line = if random.is_multiple_of(2) { at } else { at - at.min(2 * ((random >> 32) % 150)) };
             let hash = mix(line) % shadows.threshold;
             let tick = (at / 64) as u32;
             shadows.record_use(hash, &context, tick, random, tables);
@@ -205,9 +197,6 @@ mod tests {
     /// Among equally good scores the first ones are kept.
     #[test]
     fn first_scores_win_ties() {
-        assert_eq!(
-            best_of(&[ScoreTable::recency(), ScoreTable::recency(), ScoreTable::uses_by_age()]),
-            0
-        );
+        assert_eq!(best_of(&[ScoreTable::recency(), ScoreTable::recency(), ScoreTable::uses_by_age()]), 0);
     }
 }

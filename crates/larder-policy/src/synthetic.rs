@@ -31,15 +31,8 @@ pub enum SyntheticTrace {
 
 impl SyntheticTrace {
     /// All synthetic traces.
-    pub const ALL: [Self; 7] = [
-        Self::ZipfDrift,
-        Self::ZipfScans,
-        Self::Loop,
-        Self::ZipfLoop,
-        Self::Uniform,
-        Self::Phases,
-        Self::Recent,
-    ];
+    pub const ALL: [Self; 7] =
+        [Self::ZipfDrift, Self::ZipfScans, Self::Loop, Self::ZipfLoop, Self::Uniform, Self::Phases, Self::Recent];
 
     /// Returns the name for tables and the command line.
     pub fn name(self) -> &'static str {
@@ -81,12 +74,7 @@ impl SyntheticTrace {
             recent[at as usize % (1 << 16)] = line;
             line
         });
-        let request = |line| TraceRequest {
-            write: false,
-            start: line * LINE_BYTES,
-            len: LINE_BYTES,
-            at: None,
-        };
+        let request = |line| TraceRequest { write: false, start: line * LINE_BYTES, len: LINE_BYTES, at: None };
         lines.map(request).collect()
     }
 }

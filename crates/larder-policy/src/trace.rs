@@ -103,10 +103,7 @@ pub enum TraceError {
 /// # Errors
 /// The file cannot be read, is empty, is of another format, or damaged.
 pub fn read(path: &Path, block: u64) -> Result<Trace, TraceError> {
-    let failed = |source| TraceError::Read {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| TraceError::Read { path: path.to_owned(), source };
     let mut file = BufReader::new(File::open(path).map_err(failed)?);
     let is_compressed = file.fill_buf().map_err(failed)?.starts_with(&ZSTD_MAGIC);
     if is_compressed {
@@ -118,15 +115,9 @@ pub fn read(path: &Path, block: u64) -> Result<Trace, TraceError> {
 }
 
 fn parse(path: &Path, mut from: impl BufRead, block: u64) -> Result<Trace, TraceError> {
-    let failed = |source| TraceError::Read {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| TraceError::Read { path: path.to_owned(), source };
     let mut begin = Vec::new();
-    from.by_ref()
-        .take(VSCSI_RECORD as u64)
-        .read_to_end(&mut begin)
-        .map_err(failed)?;
+    from.by_ref().take(VSCSI_RECORD as u64).read_to_end(&mut begin).map_err(failed)?;
     if begin.is_empty() {
         return Err(TraceError::Empty { path: path.to_owned() });
     }
@@ -162,16 +153,10 @@ fn number(bytes: &[u8]) -> u64 {
 
 fn vscsi(path: &Path, mut from: impl Read) -> Result<Vec<TraceRequest>, TraceError> {
     let mut bytes = Vec::new();
-    from.read_to_end(&mut bytes).map_err(|source| TraceError::Read {
-        path: path.to_owned(),
-        source,
-    })?;
+    from.read_to_end(&mut bytes).map_err(|source| TraceError::Read { path: path.to_owned(), source })?;
     let request = |record: &[u8]| {
         if record.len() < VSCSI_RECORD {
-            return Err(format!(
-                "has {} of {VSCSI_RECORD} bytes: the file ends early",
-                record.len()
-            ));
+            return Err(format!("has {} of {VSCSI_RECORD} bytes: the file ends early", record.len()));
         }
         let command = number(&record[12..14]) as u16;
         let write = WRITES.contains(&command);
@@ -200,28 +185,16 @@ fn vscsi(path: &Path, mut from: impl Read) -> Result<Vec<TraceRequest>, TraceErr
 fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<TraceRequest>, TraceError> {
     let request = |line: &str| {
         let mut numbers = line.split_whitespace().map(str::parse::<u64>);
-        let (Some(Ok(first)), Some(Ok(count)), Some(Ok(_)), Some(Ok(_)), None) = (
-            numbers.next(),
-            numbers.next(),
-            numbers.next(),
-            numbers.next(),
-            numbers.next(),
-        ) else {
+        let (Some(Ok(first)), Some(Ok(count)), Some(Ok(_)), Some(Ok(_)), None) =
+            (numbers.next(), numbers.next(), numbers.next(), numbers.next(), numbers.next())
+        else {
             return Err(format!("is not four numbers: '{}'", line.escape_debug()));
         };
         let len = count.saturating_mul(block);
-        Ok(TraceRequest {
-            write: false,
-            start: byte_offset(first, block, len)?,
-            len,
-            at: None,
-        })
+        Ok(TraceRequest { write: false, start: byte_offset(first, block, len)?, len, at: None })
     };
     let requests = from.split(b'\n').enumerate().map(|(index, line)| {
-        let line = line.map_err(|source| TraceError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
+        let line = line.map_err(|source| TraceError::Read { path: path.to_owned(), source })?;
         request(&String::from_utf8_lossy(&line)).map_err(|what| TraceError::Damaged {
             path: path.to_owned(),
             unit: "line",
@@ -237,9 +210,7 @@ fn byte_offset(first: u64, block: u64, len: u64) -> Result<u64, String> {
     if len == 0 || len > LENGTH_MAX {
         return Err(format!("has {len} bytes; a request has 1 to {LENGTH_MAX}"));
     }
-    let start = first
-        .checked_mul(block)
-        .filter(|start| start.checked_add(len).is_some());
+    let start = first.checked_mul(block).filter(|start| start.checked_add(len).is_some());
     start.ok_or_else(|| format!("is at block {first}, beyond the largest possible disk"))
 }
 
@@ -267,18 +238,8 @@ mod tests {
         let trace = parsed(&bytes).expect("a trace");
         assert_eq!(trace.format, TraceFormat::Vscsi);
         let expected = [
-            TraceRequest {
-                write: true,
-                start: (5 << 32) * 512,
-                len: 8192,
-                at: Some(Duration::from_secs(3)),
-            },
-            TraceRequest {
-                write: false,
-                start: 7 * 512,
-                len: 512,
-                at: Some(Duration::from_micros(3_000_001)),
-            },
+            TraceRequest { write: true, start: (5 << 32) * 512, len: 8192, at: Some(Duration::from_secs(3)) },
+            TraceRequest { write: false, start: 7 * 512, len: 512, at: Some(Duration::from_micros(3_000_001)) },
         ];
         assert_eq!(trace.requests, expected);
     }
@@ -314,18 +275,9 @@ mod tests {
             (b"1 2 0 0\nx 2 0 0\n", "damaged: line 2 is not four numbers: 'x 2 0 0'"),
             (b"1 2 0\n", "damaged: line 1 is not four numbers"),
             (b"1 0 0 0\n", "damaged: line 1 has 0 bytes"),
-            (
-                b"18446744073709551615 1 0 0\n",
-                "damaged: line 1 is at block 18446744073709551615",
-            ),
-            (
-                &[&record_bytes[..], &record(0x35, 512, 7, 0)].concat(),
-                "record 2 is neither a read nor a write",
-            ),
-            (
-                &[&record_bytes[..], &record_bytes[..9]].concat(),
-                "record 2 has 9 of 32 bytes: the file ends early",
-            ),
+            (b"18446744073709551615 1 0 0\n", "damaged: line 1 is at block 18446744073709551615"),
+            (&[&record_bytes[..], &record(0x35, 512, 7, 0)].concat(), "record 2 is neither a read nor a write"),
+            (&[&record_bytes[..], &record_bytes[..9]].concat(), "record 2 has 9 of 32 bytes: the file ends early"),
         ];
         for (bytes, expected) in cases {
             let error = parsed(bytes).expect_err(expected).to_string();

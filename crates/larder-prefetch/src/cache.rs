@@ -110,10 +110,7 @@ impl BlockCache {
             slots: (0..slots).map(|_| Slot::default()).collect(),
             memory: Vec::with_capacity(slots.div_ceil(PIECE_LEN / SLOT_LEN)),
             allotted: PIECE_LEN,
-            lists: [List {
-                first: NONE,
-                last: NONE,
-            }; 3],
+            lists: [List { first: NONE, last: NONE }; 3],
             table: vec![NONE; positions].into_boxed_slice(),
             shift: 64 - positions.trailing_zeros(),
         };
@@ -155,9 +152,7 @@ impl BlockCache {
 
     /// Returns whether no data is in memory or being fetched.
     pub(crate) fn is_empty(&self) -> bool {
-        [ListKind::Done, ListKind::Unread]
-            .into_iter()
-            .all(|kind| self.lists[kind as usize].first == NONE)
+        [ListKind::Done, ListKind::Unread].into_iter().all(|kind| self.lists[kind as usize].first == NONE)
     }
 
     /// Returns whether a slot is in use for one of `parts`.
@@ -181,9 +176,8 @@ impl BlockCache {
     /// Assigns a slot to a part that has none: a free one, one that was read, or the oldest unread one. Also returns
     /// the unread blocks that the slot lost. Returns `None` if fetches write to all slots.
     pub(crate) fn allocate(&mut self, part: u64, stream: StreamId) -> Option<(SlotIndex, Option<DroppedUnread>)> {
-        let index = [ListKind::Free, ListKind::Done, ListKind::Unread]
-            .into_iter()
-            .find_map(|kind| self.oldest_idle(kind))?;
+        let index =
+            [ListKind::Free, ListKind::Done, ListKind::Unread].into_iter().find_map(|kind| self.oldest_idle(kind))?;
         let dropped = self.clear(index);
         if self.slot(index).memory.is_none() {
             self.slot_mut(index).memory = self.new_memory();
@@ -226,9 +220,7 @@ impl BlockCache {
     pub(crate) fn update_list(&mut self, index: SlotIndex) {
         let slot = self.slot(index);
         let kind = match slot {
-            Slot {
-                present: 0, busy: 0, ..
-            } => ListKind::Free,
+            Slot { present: 0, busy: 0, .. } => ListKind::Free,
             Slot { unread: 0, busy: 0, .. } => ListKind::Done,
             _ => ListKind::Unread,
         };

@@ -41,9 +41,7 @@ impl Filter for Prefetch {
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        self.run_change(start.range(buffer.byte_len()), || {
-            self.lower.write(start, buffer, flags)
-        })
+        self.run_change(start.range(buffer.byte_len()), || self.lower.write(start, buffer, flags))
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {

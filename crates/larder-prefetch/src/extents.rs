@@ -21,11 +21,7 @@ impl Extents {
     pub(crate) const BYTES: usize = size_of::<Self>();
 
     pub(crate) fn new() -> Self {
-        Self {
-            ranges: std::array::from_fn(|_| (0..0, false)),
-            next: 0,
-            has_holes: false,
-        }
+        Self { ranges: std::array::from_fn(|_| (0..0, false)), next: 0, has_holes: false }
     }
 
     /// Returns the known range around `block`, and whether it is data; `None` if unknown.

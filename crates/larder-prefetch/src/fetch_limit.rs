@@ -24,12 +24,7 @@ pub(crate) struct FetchLimit {
 
 impl FetchLimit {
     pub(crate) fn new() -> Self {
-        Self {
-            limit: LIMIT_MAX / 2,
-            best: Duration::MAX,
-            average: Duration::ZERO,
-            fetches_since_change: 0,
-        }
+        Self { limit: LIMIT_MAX / 2, best: Duration::MAX, average: Duration::ZERO, fetches_since_change: 0 }
     }
 
     /// Returns the number of fetches that may be in flight.

@@ -52,18 +52,8 @@ impl ReadHistory {
     pub(crate) const BYTES: usize = REGIONS * size_of::<Region>();
 
     pub(crate) fn new() -> Self {
-        let empty = Region {
-            number: u64::MAX,
-            blocks: 0,
-            last: 0,
-            last_read: 0,
-            stream: StreamId::default(),
-        };
-        Self {
-            regions: Box::new([empty; REGIONS]),
-            now: 0,
-            steps: Steps::default(),
-        }
+        let empty = Region { number: u64::MAX, blocks: 0, last: 0, last_read: 0, stream: StreamId::default() };
+        Self { regions: Box::new([empty; REGIONS]), now: 0, steps: Steps::default() }
     }
 
     fn index_of(number: u64) -> usize {
@@ -95,11 +85,7 @@ impl ReadHistory {
             let reread = region.blocks & bits & !(1 << region.last);
             *region = Region {
                 number,
-                blocks: if is_same && reread == 0 {
-                    region.blocks | bits
-                } else {
-                    bits
-                },
+                blocks: if is_same && reread == 0 { region.blocks | bits } else { bits },
                 last: ((end - 1) % BLOCKS_PER_REGION) as u8,
                 last_read: self.now,
                 stream: region.stream,

@@ -60,11 +60,7 @@ pub struct PrefetchOptions {
 
 impl PrefetchOptions {
     /// Options that disable read-ahead.
-    pub const OFF: Self = Self {
-        memory: ByteLen::ZERO,
-        largest_read: ByteLen::ZERO,
-        ahead_max: ByteLen::ZERO,
-    };
+    pub const OFF: Self = Self { memory: ByteLen::ZERO, largest_read: ByteLen::ZERO, ahead_max: ByteLen::ZERO };
 
     /// The least memory that is useful.
     pub const MEMORY_MIN: ByteLen = ByteLen::kib(512);
@@ -172,10 +168,7 @@ impl Prefetch {
     pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, options: PrefetchOptions) -> Rc<Self> {
         let generation = lower.size_changes().generation();
         let block_size = u64::from(lower.geometry().block_size);
-        assert!(
-            block_size <= BLOCK_LEN,
-            "the lower device has blocks of {block_size} bytes, more than 4 KiB"
-        );
+        assert!(block_size <= BLOCK_LEN, "the lower device has blocks of {block_size} bytes, more than 4 KiB");
         Rc::new_cyclic(|this| Self {
             this: this.clone(),
             on: on.downgrade(),

@@ -33,12 +33,7 @@ pub(crate) struct RandomDetector {
 
 impl RandomDetector {
     pub(crate) fn new() -> Self {
-        Self {
-            reads_outside_streams: 0,
-            starts: [0; ENTRIES],
-            ends: [0; ENTRIES],
-            adjacency: 0,
-        }
+        Self { reads_outside_streams: 0, starts: [0; ENTRIES], ends: [0; ENTRIES], adjacency: 0 }
     }
 
     /// Records a read that belongs to a stream.
@@ -139,10 +134,6 @@ mod tests {
     fn stream_ends_random_state() {
         let mut detector = random_state();
         detector.record_stream_read();
-        assert!(
-            scattered()
-                .take(RANDOM_THRESHOLD as usize)
-                .all(|block| detector.inspects(block))
-        );
+        assert!(scattered().take(RANDOM_THRESHOLD as usize).all(|block| detector.inspects(block)));
     }
 }

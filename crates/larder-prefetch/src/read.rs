@@ -56,11 +56,7 @@ impl Prefetch {
             return self.read_steps(start, buffer, options.largest_read.get());
         }
         let others = self.long_reads.0.get();
-        let largest = if others < LONG_READS_MAX {
-            options.largest_read.get()
-        } else {
-            0
-        };
+        let largest = if others < LONG_READS_MAX { options.largest_read.get() } else { 0 };
         self.long_reads.0.set(others + 1);
         self.read_steps(start, buffer, largest).watched(&self.long_reads, 0)
     }
@@ -160,10 +156,7 @@ impl Prefetch {
             let piece = state.piece_at(at, to);
             if !matches!(piece, PieceState::Missing) && missing_from < at {
                 is_partial = true;
-                ios.push(
-                    self.lower
-                        .read(ByteOffset::new(missing_from), part_of(missing_from, at)),
-                );
+                ios.push(self.lower.read(ByteOffset::new(missing_from), part_of(missing_from, at)));
             }
             match piece {
                 PieceState::Missing => {}
@@ -182,10 +175,7 @@ impl Prefetch {
         }
         if missing_from < end {
             is_partial = true;
-            ios.push(
-                self.lower
-                    .read(ByteOffset::new(missing_from), part_of(missing_from, end)),
-            );
+            ios.push(self.lower.read(ByteOffset::new(missing_from), part_of(missing_from, end)));
         }
         {
             let counts = &mut self.state.borrow_mut().counts;

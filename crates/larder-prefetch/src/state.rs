@@ -112,10 +112,7 @@ impl State {
     pub(crate) fn reset_from(previous: &mut Self, options: PrefetchOptions) -> Self {
         previous.invalidate_all();
         let mut state = Self::new(options);
-        state.counts = PrefetchStatistics {
-            memory: state.counts.memory,
-            ..previous.counts
-        };
+        state.counts = PrefetchStatistics { memory: state.counts.memory, ..previous.counts };
         state.waste_checked = (previous.counts.fetched, previous.counts.wasted);
         // Each fetch has a number of its own.
         state.next_fetch = previous.next_fetch;
@@ -134,11 +131,7 @@ impl State {
     }
 
     fn bounds(&self) -> StreamBounds {
-        StreamBounds {
-            ahead_max: self.ahead_max,
-            memory: (self.cache.len() * SLOT_LEN) as u64,
-            backoff: self.backoff,
-        }
+        StreamBounds { ahead_max: self.ahead_max, memory: (self.cache.len() * SLOT_LEN) as u64, backoff: self.backoff }
     }
 
     /// Records a read of `blocks`, which neither this layer nor the one below had in memory; returns whether a fetch
@@ -324,10 +317,7 @@ impl State {
 
     /// Adapts the caution to the share of wasted bytes.
     fn adapt_backoff(&mut self) {
-        let (fetched, wasted) = (
-            self.counts.fetched - self.waste_checked.0,
-            self.counts.wasted - self.waste_checked.1,
-        );
+        let (fetched, wasted) = (self.counts.fetched - self.waste_checked.0, self.counts.wasted - self.waste_checked.1);
         if fetched < WASTE_CHECK_BYTES {
             return;
         }
@@ -404,11 +394,7 @@ impl State {
         match pattern {
             Pattern::Backward => {
                 let first = is_missing(wanted.end - 1);
-                let len = wanted
-                    .clone()
-                    .rev()
-                    .take_while(|block| is_missing(*block) == first)
-                    .count() as u64;
+                let len = wanted.clone().rev().take_while(|block| is_missing(*block) == first).count() as u64;
                 (wanted.end - len..wanted.end, first)
             }
             _ => {
@@ -479,15 +465,7 @@ impl State {
         self.running.push(id);
         let needs_extents = !self.query_running && self.extents.find(blocks.start).is_none();
         self.query_running |= needs_extents;
-        Some(PlannedFetch {
-            id,
-            stream,
-            pattern,
-            blocks,
-            slots,
-            memory,
-            needs_extents,
-        })
+        Some(PlannedFetch { id, stream, pattern, blocks, slots, memory, needs_extents })
     }
 
     /// Ends a fetch; returns the wakers of the reads that wait for it.

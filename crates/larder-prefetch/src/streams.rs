@@ -43,10 +43,7 @@ pub(crate) struct StreamId {
 
 impl Default for StreamId {
     fn default() -> Self {
-        Self {
-            index: u16::MAX,
-            serial: 0,
-        }
+        Self { index: u16::MAX, serial: 0 }
     }
 }
 
@@ -115,12 +112,7 @@ impl StreamTable {
     pub(crate) const STREAM_BYTES: usize = size_of::<Stream>();
 
     pub(crate) fn new(count: usize) -> Self {
-        Self {
-            streams: vec![Stream::IDLE; count.clamp(1, 4096)],
-            next: 0,
-            active: 0,
-            hand: 0,
-        }
+        Self { streams: vec![Stream::IDLE; count.clamp(1, 4096)], next: 0, active: 0, hand: 0 }
     }
 
     pub(crate) fn get(&mut self, id: StreamId) -> Option<&mut Stream> {
@@ -143,10 +135,7 @@ impl StreamTable {
             self.hand = (self.hand + 1) % self.streams.len();
             let stream = &self.streams[self.hand];
             if stream.unread > 0 && now.wrapping_sub(stream.touched) > IDLE_READS_MAX {
-                let id = StreamId {
-                    index: self.hand as u16,
-                    serial: stream.serial,
-                };
+                let id = StreamId { index: self.hand as u16, serial: stream.serial };
                 self.stop(id);
             }
         }
@@ -185,21 +174,9 @@ impl StreamTable {
                 Pattern::Strided => (blocks.start, blocks.start.checked_add_signed(step)?),
             };
             let serial = stream.serial.wrapping_add(1);
-            *stream = Stream {
-                serial,
-                pattern,
-                step,
-                step_blocks: len,
-                at,
-                front,
-                touched: now,
-                ..Stream::IDLE
-            };
+            *stream = Stream { serial, pattern, step, step_blocks: len, at, front, touched: now, ..Stream::IDLE };
             stream.ahead = stream.ahead_min();
-            return Some(StreamId {
-                index: index as u16,
-                serial,
-            });
+            return Some(StreamId { index: index as u16, serial });
         }
         None
     }
@@ -263,10 +240,7 @@ impl StreamTable {
     pub(crate) fn stop_all(&mut self) {
         for index in 0..self.streams.len() {
             let serial = self.streams[index].serial;
-            self.stop(StreamId {
-                index: index as u16,
-                serial,
-            });
+            self.stop(StreamId { index: index as u16, serial });
         }
     }
 

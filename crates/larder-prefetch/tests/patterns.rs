@@ -74,16 +74,9 @@ fn measure(reads: &[Read], depth: usize, thinks: Duration, options: Option<Prefe
 /// Returns the speed-up by read-ahead, and the waste.
 fn gain(what: &str, reads: &[Read], depth: usize) -> (f64, f64) {
     let options = PrefetchOptions::default();
-    let (off, on) = (
-        measure(reads, depth, THINKS, None),
-        measure(reads, depth, THINKS, Some(options)),
-    );
+    let (off, on) = (measure(reads, depth, THINKS, None), measure(reads, depth, THINKS, Some(options)));
     let gain = off.seconds / on.seconds;
-    println!(
-        "{what}, depth {depth}: {gain:.2} times, waste {:.1} %, {:?}",
-        on.waste() * 100.0,
-        on.counts
-    );
+    println!("{what}, depth {depth}: {gain:.2} times, waste {:.1} %, {:?}", on.waste() * 100.0, on.counts);
     let counts = on.counts;
     assert_eq!(counts.fetched, counts.used + counts.wasted + counts.unread, "{what}");
     assert!(counts.memory <= options.memory.get(), "{what}");
@@ -91,18 +84,13 @@ fn gain(what: &str, reads: &[Read], depth: usize) -> (f64, f64) {
 }
 
 fn forward(from: u64, len: u64, each: u64) -> Vec<Read> {
-    (from..from + len)
-        .step_by(each as usize)
-        .map(|at| (at, each as usize))
-        .collect()
+    (from..from + len).step_by(each as usize).map(|at| (at, each as usize)).collect()
 }
 
 /// Takes one read of each stream in turn.
 fn interleaved(streams: Vec<Vec<Read>>) -> Vec<Read> {
     let longest = streams.iter().map(Vec::len).max().unwrap_or(0);
-    (0..longest)
-        .flat_map(|index| streams.iter().filter_map(move |stream| stream.get(index).copied()))
-        .collect()
+    (0..longest).flat_map(|index| streams.iter().filter_map(move |stream| stream.get(index).copied())).collect()
 }
 
 /// Sequential reads become much faster in both directions, for all lengths of reads.
@@ -251,10 +239,7 @@ fn concurrent_long_reads_bypass_cache() {
 fn partly_read_block_stays_cached() {
     let streams = (0..8).map(|stream| forward((stream << 26) + 63 * 512, 8 << 20, 32 * KIB));
     let reads = interleaved(streams.collect());
-    let options = PrefetchOptions {
-        memory: ByteLen::mib(1),
-        ..PrefetchOptions::default()
-    };
+    let options = PrefetchOptions { memory: ByteLen::mib(1), ..PrefetchOptions::default() };
     let counts = measure(&reads, 1, THINKS, Some(options)).counts;
     println!("{counts:?}");
     assert!((counts.hits + counts.waits) as usize * 100 > reads.len() * 95);

@@ -146,16 +146,9 @@ impl Guest {
         let disk = Gated::new();
         let device = Prefetch::new(&on, Rc::clone(&disk) as _, PrefetchOptions::default());
         let model: Vec<u8> = (0..SIZE).map(|at| (at / 512 * 7 + at % 5) as u8).collect();
-        let write = disk
-            .lower
-            .write(ByteOffset::ZERO, WriteBuf::new(&model), WriteFlags::NONE);
+        let write = disk.lower.write(ByteOffset::ZERO, WriteBuf::new(&model), WriteFlags::NONE);
         on.block_on(write).expect("writes");
-        Self {
-            on,
-            disk,
-            device,
-            model: RefCell::new(model),
-        }
+        Self { on, disk, device, model: RefCell::new(model) }
     }
 
     /// Reads sequentially, so that a fetch starts.
@@ -171,10 +164,7 @@ impl Guest {
         let (from, to) = (range.start.get() as usize, range.end().get() as usize);
         let bytes = vec![0xab; to - from];
         let (io, new) = match change {
-            Change::Write => (
-                self.device.write(range.start, WriteBuf::new(&bytes), WriteFlags::NONE),
-                0xab,
-            ),
+            Change::Write => (self.device.write(range.start, WriteBuf::new(&bytes), WriteFlags::NONE), 0xab),
             Change::Discard => (self.device.discard(range), 0),
             Change::Zeroes => (self.device.write_zeroes(range, ZeroFlags::default()), 0),
         };
@@ -218,14 +208,7 @@ impl Guest {
 /// Returns ranges around the fetched blocks, which begin at [`READ`].
 fn ranges() -> Vec<ByteRange> {
     let mut ranges = Vec::new();
-    for start in [
-        READ - BLOCK,
-        READ - 512,
-        READ,
-        READ + 512,
-        READ + BLOCK,
-        READ + 3 * BLOCK,
-    ] {
+    for start in [READ - BLOCK, READ - 512, READ, READ + 512, READ + BLOCK, READ + 3 * BLOCK] {
         for len in [512, BLOCK, 2 * BLOCK + 512, 16 * BLOCK] {
             ranges.push(ByteRange::new(start, len));
         }
@@ -357,10 +340,7 @@ fn foreign_changes_are_visible_after_expiry() {
         guest.wait(MOMENT);
         let old = guest.reads(READ, 512);
         guest.change_behind_its_back();
-        assert!(
-            guest.reads(READ, 512) == old,
-            "it was not in memory, so nothing is shown here"
-        );
+        assert!(guest.reads(READ, 512) == old, "it was not in memory, so nothing is shown here");
         guest.wait(BELIEVED - 2 * MOMENT);
         assert!(guest.reads(READ, 512) == old);
         guest.wait(BELIEVED + 2 * MOMENT);

@@ -43,16 +43,13 @@ pub async fn read_bitmaps(
         && at.directory_offset.is_multiple_of(512)
         && at.directory_offset.saturating_add(at.directory_len) <= size;
     if !is_in_file {
-        let damage = format!(
-            "the directory, {} bytes at {:#x}, is not in the file",
-            at.directory_len, at.directory_offset
-        );
+        let damage =
+            format!("the directory, {} bytes at {:#x}, is not in the file", at.directory_len, at.directory_offset);
         return Ok((Vec::new(), Some(damage)));
     }
     let mut bytes = AlignedBuf::zeroed(ByteLen::new(at.directory_len.next_multiple_of(512)).as_usize());
     if !bytes.is_empty() {
-        file.read(ByteOffset::new(at.directory_offset), ReadBuf::new(&mut bytes))
-            .await?;
+        file.read(ByteOffset::new(at.directory_offset), ReadBuf::new(&mut bytes)).await?;
     }
     let mut found = Vec::new();
     let mut rest = &bytes[..at.directory_len as usize];
@@ -76,10 +73,7 @@ fn parse_entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
     let name_at = ENTRY_FIXED_BYTES.checked_add(u32_at(20)? as usize)?;
     let name = bytes.get(name_at..name_at + name_len)?;
     let bitmap = Bitmap {
-        table: TableLocation {
-            offset,
-            entries: u32_at(8)?.into(),
-        },
+        table: TableLocation { offset, entries: u32_at(8)?.into() },
         in_use: flags & FLAG_IN_USE != 0,
         auto: flags & FLAG_AUTO != 0,
         granularity: 1u64.checked_shl(granularity_bits.into())?,

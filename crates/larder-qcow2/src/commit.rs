@@ -140,10 +140,7 @@ impl Qcow2 {
     async fn write_commit(&self) -> IoResult {
         self.rewrite_uncertain_header().await?;
         let journal_end = self.journal.as_ref().map(Journal::end);
-        let freed = FreedGuard {
-            image: self,
-            freed: std::mem::take(&mut *self.freed.borrow_mut()),
-        };
+        let freed = FreedGuard { image: self, freed: std::mem::take(&mut *self.freed.borrow_mut()) };
         let epoch = self.in_flight.next_epoch();
         // An image without a session has no changes yet.
         let journal = self.journal.as_ref().filter(|_| self.autoclear_pending.get().is_none());
@@ -154,11 +151,7 @@ impl Qcow2 {
         loop {
             let chunk = chunks.next().unwrap_or_default();
             let last = chunks.peek().is_none();
-            let batch_write = BatchWrite {
-                image: self,
-                batch: self.collect_batch(chunk, last),
-                done: false,
-            };
+            let batch_write = BatchWrite { image: self, batch: self.collect_batch(chunk, last), done: false };
             batch_write.write(number.take()).await?;
             if last {
                 break;
@@ -169,9 +162,7 @@ impl Qcow2 {
         }
         let freed = freed.into_freed();
         if !freed.is_empty() {
-            self.released
-                .borrow_mut()
-                .extend(freed.into_iter().map(|freed| (epoch, freed)));
+            self.released.borrow_mut().extend(freed.into_iter().map(|freed| (epoch, freed)));
             self.in_flight.ended.announce();
         }
         Ok(())
@@ -263,11 +254,7 @@ impl Qcow2 {
     /// Makes the refcounts durable, and all earlier writes to the image.
     pub(crate) async fn write_refcounts(&self) -> IoResult {
         let _lock = self.refcount_lock.lock(LOCK_RANGE, RangeLockMode::Exclusive).await;
-        let batch_write = RefcountBatchWrite {
-            image: self,
-            batch: self.collect_refcounts(),
-            done: false,
-        };
+        let batch_write = RefcountBatchWrite { image: self, batch: self.collect_refcounts(), done: false };
         batch_write.write().await
     }
 
@@ -288,8 +275,7 @@ impl Qcow2 {
             let ios: Ios<'_> = chunk
                 .iter()
                 .map(|(offset, bytes)| {
-                    self.file
-                        .write(ByteOffset::new(*offset), WriteBuf::new(bytes), WriteFlags::NONE)
+                    self.file.write(ByteOffset::new(*offset), WriteBuf::new(bytes), WriteFlags::NONE)
                 })
                 .collect();
             join(ios).await?;
@@ -320,9 +306,7 @@ impl Qcow2 {
         change(&mut sector);
         // If the write fails, the image may have the old header or the new one.
         self.header_uncertain.set(true);
-        self.file
-            .write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
-            .await?;
+        self.file.write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE).await?;
         if durably {
             self.file.flush().await?;
         }
@@ -413,9 +397,7 @@ impl Qcow2 {
     /// Commits everything, so that the next server needs no journal.
     async fn finish_session(&self) -> IoResult {
         loop {
-            self.commit()
-                .await
-                .inspect_err(|error| self.log_uncommitted_changes(error))?;
+            self.commit().await.inspect_err(|error| self.log_uncommitted_changes(error))?;
             self.reclaim().await?;
             if !self.commits.has_work(self) && self.freed.borrow().is_empty() {
                 break;
@@ -424,8 +406,7 @@ impl Qcow2 {
         let Some(journal) = &self.journal else { return Ok(()) };
         if self.autoclear_pending.get().is_none() {
             let other_bits = header::autoclear(&*self.header.borrow()) & !header::AUTOCLEAR_SESSION;
-            self.change_header(|sector| header::set_autoclear(sector, other_bits))
-                .await?;
+            self.change_header(|sector| header::set_autoclear(sector, other_bits)).await?;
         }
         journal.remove();
         Ok(())
@@ -472,9 +453,7 @@ impl Qcow2 {
         }
         let grow_l1 = async || self.grow_l1_table(entries).await;
         self.retry_on_no_space(grow_l1).await.map_err(failed)?;
-        self.map
-            .borrow_mut()
-            .grow(size.get().div_ceil(self.shape.cluster_len()));
+        self.map.borrow_mut().grow(size.get().div_ceil(self.shape.cluster_len()));
         let added = ByteRange::between(ByteOffset::ZERO + old, ByteOffset::ZERO + size);
         if self.has_raw_data_file() {
             // The new tables may reuse the old L1 table's clusters.
@@ -516,10 +495,7 @@ impl Qcow2 {
             self.zero_steps(cut_off, ZeroFlags::default()).await?;
         }
         let whole = ByteRange::between(added.start.align_up(unit), added.end().align_up(unit));
-        let unmap = ZeroFlags {
-            unmap: true,
-            ..ZeroFlags::default()
-        };
+        let unmap = ZeroFlags { unmap: true, ..ZeroFlags::default() };
         self.zero_steps(whole, unmap).await?;
         self.commit().await
     }
@@ -576,10 +552,7 @@ impl Qcow2 {
         let cluster_len = self.shape.cluster_len();
         let clusters = (entries * 8).div_ceil(cluster_len);
         let allocation = self.allocate_run(clusters).await?;
-        let at = TableLocation {
-            offset: allocation.first << self.shape.cluster_bits,
-            entries,
-        };
+        let at = TableLocation { offset: allocation.first << self.shape.cluster_bits, entries };
         let mut bytes = vec![0; (clusters * cluster_len) as usize];
         {
             let l1 = self.l1.borrow();
@@ -696,9 +669,7 @@ impl RefcountBatchWrite<'_> {
         }
         if let Some(at) = batch.new_table_at {
             let clusters = at.entries * 8 / image.shape.cluster_len();
-            image
-                .change_header(|sector| header::set_refcount_table(sector, at.offset, clusters as u32))
-                .await?;
+            image.change_header(|sector| header::set_refcount_table(sector, at.offset, clusters as u32)).await?;
             image.refcounts.borrow_mut().table_location = at;
         }
         self.done = true;
@@ -716,9 +687,7 @@ impl Drop for RefcountBatchWrite<'_> {
         if self.done {
             refcounts.new_blocks.retain(|block| !batch.blocks.contains(block));
             // Another location may have been found meanwhile.
-            refcounts
-                .next_table_location
-                .take_if(|at| Some(*at) == batch.new_table_at);
+            refcounts.next_table_location.take_if(|at| Some(*at) == batch.new_table_at);
         }
     }
 }

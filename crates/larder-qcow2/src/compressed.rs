@@ -30,18 +30,12 @@ pub(crate) struct Decompressor {
 
 impl Decompressor {
     pub(crate) fn new(compression: Compression) -> Self {
-        Self {
-            compression,
-            cache: RefCell::default(),
-        }
+        Self { compression, cache: RefCell::default() }
     }
 
     fn find(&self, word: u64) -> Option<Rc<Vec<u8>>> {
         let cache = self.cache.borrow();
-        cache
-            .iter()
-            .find(|(key, _)| *key == word)
-            .map(|(_, bytes)| Rc::clone(bytes))
+        cache.iter().find(|(key, _)| *key == word).map(|(_, bytes)| Rc::clone(bytes))
     }
 
     fn insert(&self, word: u64, bytes: &Rc<Vec<u8>>) {
@@ -78,22 +72,13 @@ impl Qcow2 {
             );
             self.error(Operation::Read, range, Failure::Invalid)
         };
-        let compressed = self
-            .read_compressed_bytes(at)
-            .await?
-            .ok_or_else(|| failed("is past the end of the file"))?;
+        let compressed = self.read_compressed_bytes(at).await?.ok_or_else(|| failed("is past the end of the file"))?;
         let (compression, len) = (self.decompressor.compression, self.shape.cluster_len() as usize);
         let packed = Arc::new(compressed);
         let thread_compressed = Arc::clone(&packed);
-        let on = self
-            .on
-            .upgrade()
-            .filter(|on| len as u64 > INLINE_DECOMPRESSION_BYTES_MAX && !on.is_simulated());
+        let on = self.on.upgrade().filter(|on| len as u64 > INLINE_DECOMPRESSION_BYTES_MAX && !on.is_simulated());
         let decompressed = match on {
-            Some(on) => {
-                on.run_blocking(move || decompress(compression, &thread_compressed, len))
-                    .await
-            }
+            Some(on) => on.run_blocking(move || decompress(compression, &thread_compressed, len)).await,
             None => Ok(decompress(compression, &packed, len)),
         };
         // If no thread can be started, the cluster is decompressed here.
@@ -129,11 +114,7 @@ fn decompress(compression: Compression, compressed: &[u8], len: usize) -> Option
             loop {
                 let (read, written) = (inflate.total_in() as usize, inflate.total_out() as usize);
                 let status = inflate
-                    .decompress(
-                        &compressed[read..],
-                        &mut out[written..],
-                        flate2::FlushDecompress::Finish,
-                    )
+                    .decompress(&compressed[read..], &mut out[written..], flate2::FlushDecompress::Finish)
                     .ok()?;
                 let done = inflate.total_out() as usize;
                 if done == len {

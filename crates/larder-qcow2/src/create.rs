@@ -28,13 +28,9 @@ pub async fn create(file: &Rc<dyn BlockDevice>, shape: Shape, size: ByteLen) -> 
         (blocks, table_clusters) = (needed, needed_table);
     };
     let first_block = 1 + table_clusters;
-    let l1 = TableLocation {
-        offset: (first_block + blocks) << bits,
-        entries: l1_entries,
-    };
+    let l1 = TableLocation { offset: (first_block + blocks) << bits, entries: l1_entries };
     file.grow(ByteLen::new(clusters << bits)).await?;
-    file.write_zeroes(ByteRange::new(0, clusters << bits), ZeroFlags::default())
-        .await?;
+    file.write_zeroes(ByteRange::new(0, clusters << bits), ZeroFlags::default()).await?;
     let mut table = vec![0; (table_clusters << bits) as usize];
     for (index, out) in table.chunks_exact_mut(8).take(blocks as usize).enumerate() {
         out.copy_from_slice(&((first_block + index as u64) << bits).to_be_bytes());
@@ -47,8 +43,7 @@ pub async fn create(file: &Rc<dyn BlockDevice>, shape: Shape, size: ByteLen) -> 
         if offset == 0 {
             file.flush().await?;
         }
-        file.write(ByteOffset::new(offset), WriteBuf::new(bytes), WriteFlags::NONE)
-            .await?;
+        file.write(ByteOffset::new(offset), WriteBuf::new(bytes), WriteFlags::NONE).await?;
     }
     file.flush().await
 }

@@ -58,22 +58,12 @@ impl L2Entry {
 
     /// Returns the entry of a zero cluster without a host cluster.
     pub const fn zero(shape: Shape) -> Self {
-        if shape.extended {
-            Self {
-                word: 0,
-                bitmap: ALL_ZERO,
-            }
-        } else {
-            Self { word: ZERO, bitmap: 0 }
-        }
+        if shape.extended { Self { word: 0, bitmap: ALL_ZERO } } else { Self { word: ZERO, bitmap: 0 } }
     }
 
     /// Returns the entry of a fully allocated host cluster that is used once.
     pub const fn data(shape: Shape, host: u64) -> Self {
-        Self {
-            word: host | COPIED,
-            bitmap: if shape.extended { ALL_ALLOCATED } else { 0 },
-        }
+        Self { word: host | COPIED, bitmap: if shape.extended { ALL_ALLOCATED } else { 0 } }
     }
 
     /// Returns true if the cluster is compressed.
@@ -85,11 +75,7 @@ impl L2Entry {
     /// first cluster (an entry without a host cluster lacks [`COPIED`]); otherwise 0 means no host cluster.
     pub const fn host(self, shape: Shape) -> Option<u64> {
         let offset = self.word & OFFSET;
-        if self.is_compressed() || (offset == 0 && !self.has_host_at_zero(shape)) {
-            None
-        } else {
-            Some(offset)
-        }
+        if self.is_compressed() || (offset == 0 && !self.has_host_at_zero(shape)) { None } else { Some(offset) }
     }
 
     /// Returns true if an offset of 0 is the offset of a host cluster.
@@ -109,11 +95,7 @@ impl L2Entry {
 
     /// Returns the first 64 bits as written to the image.
     pub const fn on_disk(self) -> u64 {
-        if self.is_damaged() {
-            self.word & !DAMAGED
-        } else {
-            self.word
-        }
+        if self.is_damaged() { self.word & !DAMAGED } else { self.word }
     }
 
     /// Returns the location of the compressed data.
@@ -137,11 +119,7 @@ impl L2Entry {
     /// Returns the content of subcluster `subcluster` (of [`Shape::subclusters_per_cluster`]).
     pub const fn content(self, shape: Shape, subcluster: u32) -> ClusterContent {
         if self.is_compressed() {
-            return if shape.data_file {
-                ClusterContent::Corrupt
-            } else {
-                ClusterContent::Compressed
-            };
+            return if shape.data_file { ClusterContent::Corrupt } else { ClusterContent::Compressed };
         }
         if self.word & (DAMAGED | OFFSET & (shape.cluster_len() - 1)) != 0 {
             return ClusterContent::Corrupt;
@@ -182,10 +160,7 @@ impl L2Entry {
     pub const fn advanced(self, shape: Shape, count: u64) -> Self {
         match self.host(shape) {
             None => self,
-            Some(_) => Self {
-                word: self.word.wrapping_add(count << shape.cluster_bits),
-                bitmap: self.bitmap,
-            },
+            Some(_) => Self { word: self.word.wrapping_add(count << shape.cluster_bits), bitmap: self.bitmap },
         }
     }
 }

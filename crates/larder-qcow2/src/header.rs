@@ -147,11 +147,7 @@ pub enum HeaderError {
     #[error("qcow2 version {0} is not supported (2 and 3 are)")]
     Version(u32),
     #[error("{field} is {value}, but must be {expected}")]
-    Field {
-        field: &'static str,
-        value: u64,
-        expected: String,
-    },
+    Field { field: &'static str, value: u64, expected: String },
     #[error("it is encrypted ({0}); Larder does not decrypt, and would serve ciphertext")]
     Encrypted(&'static str),
     #[error(
@@ -211,11 +207,7 @@ impl Header {
             return Err(HeaderError::Truncated(area.len() as u64));
         }
         let (incompatible, compatible, autoclear) = match is_version_3 {
-            true => (
-                u64_at(area, OFFSET_INCOMPATIBLE),
-                u64_at(area, 80),
-                u64_at(area, OFFSET_AUTOCLEAR),
-            ),
+            true => (u64_at(area, OFFSET_INCOMPATIBLE), u64_at(area, 80), u64_at(area, OFFSET_AUTOCLEAR)),
             false => (0, 0, 0),
         };
         let (refcount_order, header_len) = match is_version_3 {
@@ -226,26 +218,15 @@ impl Header {
             if (from..=to).contains(&value) {
                 return Ok(value);
             }
-            Err(HeaderError::Field {
-                field,
-                value,
-                expected: format!("from {from} to {to}"),
-            })
+            Err(HeaderError::Field { field, value, expected: format!("from {from} to {to}") })
         };
         let cluster_len = 1u64 << cluster_bits;
         if is_version_3 {
-            within(
-                "the header length",
-                header_len.into(),
-                104,
-                cluster_len.min(area.len() as u64),
-            )?;
+            within("the header length", header_len.into(), 104, cluster_len.min(area.len() as u64))?;
         }
         let extensions = Extensions::parse(area, header_len as usize)?;
         if incompatible & !INCOMPATIBLE_KNOWN != 0 {
-            return Err(HeaderError::Incompatible(
-                extensions.feature_names(incompatible & !INCOMPATIBLE_KNOWN),
-            ));
+            return Err(HeaderError::Incompatible(extensions.feature_names(incompatible & !INCOMPATIBLE_KNOWN)));
         }
         match u32_at(area, 32) {
             0 => {}
@@ -258,12 +239,7 @@ impl Header {
         within("the refcount order", refcount_order.into(), 0, 6)?;
         let extended = incompatible & INCOMPATIBLE_EXTENDED_L2 != 0;
         if extended {
-            within(
-                "log2 of the cluster size, with extended L2 entries,",
-                cluster_bits.into(),
-                14,
-                21,
-            )?;
+            within("log2 of the cluster size, with extended L2 entries,", cluster_bits.into(), 14, 21)?;
         }
         let compression = match incompatible & INCOMPATIBLE_COMPRESSION != 0 && header_len > 104 {
             true => match area[104] {
@@ -455,11 +431,7 @@ impl<'a> Extensions<'a> {
             }
             let body = at + 8;
             if len as usize > end - body {
-                return Err(HeaderError::Extension {
-                    kind,
-                    offset: at as u64,
-                    len,
-                });
+                return Err(HeaderError::Extension { kind, offset: at as u64, len });
             }
             found.push((kind, &area[body..body + len as usize]));
             at = body + (len as usize).next_multiple_of(8);
@@ -491,9 +463,7 @@ impl<'a> Extensions<'a> {
     fn feature_names(&self, bits: u64) -> String {
         let table = self.find(EXTENSION_FEATURE_NAMES).unwrap_or_default();
         let name_of = |bit: u32| {
-            let row = table
-                .chunks_exact(48)
-                .find(|row| row[0] == 0 && u32::from(row[1]) == bit);
+            let row = table.chunks_exact(48).find(|row| row[0] == 0 && u32::from(row[1]) == bit);
             match row {
                 Some(row) => {
                     let name: Vec<u8> = row[2..].iter().copied().take_while(|byte| *byte != 0).collect();

@@ -33,12 +33,7 @@ impl Drop for InFlightGuard<'_> {
 
 impl InFlight {
     pub(crate) fn new() -> Self {
-        Self {
-            counts: Default::default(),
-            current: Cell::new(0),
-            oldest: Cell::new(0),
-            ended: Rc::default(),
-        }
+        Self { counts: Default::default(), current: Cell::new(0), oldest: Cell::new(0), ended: Rc::default() }
     }
 
     /// Counts a request, and returns the ticket for

@@ -118,9 +118,7 @@ impl JournalContents {
         let mut bytes = vec![0; HEADER_WORDS as usize * 8];
         file.read_exact_at(&mut bytes, 0)?;
         let words = native_words(&bytes);
-        if !is_valid(was_written_since_boot(file, [words[2], words[3]])?, |at| {
-            words[at as usize]
-        }) {
+        if !is_valid(was_written_since_boot(file, [words[2], words[3]])?, |at| words[at as usize]) {
             return Ok(None);
         }
         let identity_len = usize::try_from(words[WORD_IDENTITY_LEN as usize]).unwrap_or(usize::MAX);
@@ -132,10 +130,7 @@ impl JournalContents {
         let start = words[WORD_START as usize];
         Ok(Some(Self {
             session: words[WORD_SESSION as usize],
-            image: ImageId {
-                identity: identity.to_vec(),
-                path: rest.get(..path_len).unwrap_or_default().to_vec(),
-            },
+            image: ImageId { identity: identity.to_vec(), path: rest.get(..path_len).unwrap_or_default().to_vec() },
             changes: words[WORD_END as usize] - start,
             start,
             records: Vec::new(),
@@ -184,10 +179,7 @@ fn was_written_since_boot(file: &File, boot: [u64; 2]) -> io::Result<bool> {
 fn is_valid(is_since_boot: bool, word: impl Fn(u64) -> u64) -> bool {
     let (start, end) = (word(WORD_START), word(WORD_END));
     is_since_boot
-        && header_words([word(2), word(3)])
-            .into_iter()
-            .zip(0..)
-            .all(|(expected, at)| word(at) == expected)
+        && header_words([word(2), word(3)]).into_iter().zip(0..).all(|(expected, at)| word(at) == expected)
         && word(5) == RECORDS_MAX
         && start <= end
         && end - start <= RECORDS_MAX
@@ -203,14 +195,8 @@ impl Record {
         Self {
             cluster: word(0),
             count: word(1),
-            old: L2Entry {
-                word: word(2),
-                bitmap: word(3),
-            },
-            new: L2Entry {
-                word: word(4),
-                bitmap: word(5),
-            },
+            old: L2Entry { word: word(2), bitmap: word(3) },
+            new: L2Entry { word: word(4), bitmap: word(5) },
         }
     }
 }
@@ -339,9 +325,7 @@ impl Journal {
 
     /// Returns the path of the journal's file.
     pub(crate) fn path(&self) -> String {
-        self.file
-            .as_ref()
-            .map_or_else(String::new, |(path, _)| path.display().to_string())
+        self.file.as_ref().map_or_else(String::new, |(path, _)| path.display().to_string())
     }
 
     /// Removes the journal's file: the image needs no journal any more.
@@ -393,9 +377,7 @@ impl Journal {
             journal.store(WORD_START, 0);
             journal.store(WORD_END, 0);
             journal.store(5, RECORDS_MAX);
-            (0..)
-                .zip(header_words(boot_id()?))
-                .for_each(|(at, word)| journal.store(at, word));
+            (0..).zip(header_words(boot_id()?)).for_each(|(at, word)| journal.store(at, word));
         }
         Ok(journal)
     }
@@ -478,21 +460,10 @@ impl Journal {
     /// # Panics
     /// If there is no space.
     pub(crate) fn append(&self, record: Record) {
-        assert!(
-            self.free_records() > 0,
-            "cannot record a change of the mapping: the journal is full"
-        );
+        assert!(self.free_records() > 0, "cannot record a change of the mapping: the journal is full");
         let at = Self::slot(self.end.get());
-        let Record {
-            cluster,
-            count,
-            old,
-            new,
-        } = record;
-        for (index, word) in [cluster, count, old.word, old.bitmap, new.word, new.bitmap]
-            .into_iter()
-            .enumerate()
-        {
+        let Record { cluster, count, old, new } = record;
+        for (index, word) in [cluster, count, old.word, old.bitmap, new.word, new.bitmap].into_iter().enumerate() {
             self.store(at + index as u64, word);
         }
         // After a kill before this store, the record does not exist, and its request has not completed.
@@ -505,10 +476,7 @@ impl Journal {
 
     /// Returns all records, oldest first.
     pub(crate) fn records(&self) -> Vec<Record> {
-        (self.start.get()..self.end.get())
-            .map(Self::slot)
-            .map(|at| Record::of(|index| self.load(at + index)))
-            .collect()
+        (self.start.get()..self.end.get()).map(Self::slot).map(|at| Record::of(|index| self.load(at + index))).collect()
     }
 
     fn slot(number: u64) -> u64 {
@@ -537,14 +505,8 @@ mod tests {
         Record {
             cluster: number,
             count: 1 + number % 3,
-            old: L2Entry {
-                word: number * 7,
-                bitmap: 0,
-            },
-            new: L2Entry {
-                word: number * 11,
-                bitmap: number,
-            },
+            old: L2Entry { word: number * 7, bitmap: 0 },
+            new: L2Entry { word: number * 11, bitmap: number },
         }
     }
 
@@ -564,13 +526,8 @@ mod tests {
         assert!(journal.fits(77));
         let expected: Vec<Record> = (RECORDS_MAX - 3..RECORDS_MAX + 5).map(record).collect();
         assert_eq!(journal.records(), expected);
-        let contents = JournalContents::read(&file)
-            .expect("it is read")
-            .expect("it is a journal");
-        assert_eq!(
-            (contents.session, contents.changes),
-            (77, RECORDS_MAX - 3 + 5 - (RECORDS_MAX - 3) + 3)
-        );
+        let contents = JournalContents::read(&file).expect("it is read").expect("it is a journal");
+        assert_eq!((contents.session, contents.changes), (77, RECORDS_MAX - 3 + 5 - (RECORDS_MAX - 3) + 3));
         assert_eq!(contents.records, expected);
         journal.begin_session(78);
         assert!(Journal::map(&file).expect("once more").records().is_empty());

@@ -28,11 +28,7 @@ pub(crate) struct LimitExceeded {
 impl MetadataMemory {
     /// Creates a limit of `limit` bytes.
     pub fn new(limit: ByteLen) -> Rc<Self> {
-        Rc::new(Self {
-            limit: limit.get(),
-            images: Cell::new(0),
-            tables: Cell::new(0),
-        })
+        Rc::new(Self { limit: limit.get(), images: Cell::new(0), tables: Cell::new(0) })
     }
 
     /// Returns the whole limit, in bytes.
@@ -52,10 +48,7 @@ impl MetadataMemory {
         }
         self.tables.set(total);
         self.images.set(self.images.get() + 1);
-        Ok(MetadataShare {
-            pool: Rc::clone(self),
-            tables,
-        })
+        Ok(MetadataShare { pool: Rc::clone(self), tables })
     }
 }
 

@@ -85,23 +85,13 @@ pub enum OpenError {
     #[error(
         "{name}: {what} is at {offset:#x} with {len} bytes, past the end of the file ({size:#x} bytes): the image is truncated"
     )]
-    Truncated {
-        name: String,
-        what: &'static str,
-        offset: u64,
-        len: u64,
-        size: u64,
-    },
+    Truncated { name: String, what: &'static str, offset: u64, len: u64, size: u64 },
     #[error(
         "{name}: the file ends at {size:#x}, and {lost} entries of its tables point past its end: the image is truncated, and the data there is lost; get a complete copy of the image, read the remaining data with --read-only, or run `larder disk check --repair`, after which the lost data reads as zeros"
     )]
     PastEnd { name: String, lost: u64, size: u64 },
     #[error("{name}: {first} and {second} overlap: the image is corrupt")]
-    Overlap {
-        name: String,
-        first: &'static str,
-        second: &'static str,
-    },
+    Overlap { name: String, first: &'static str, second: &'static str },
     #[error("{name}: its guest data is in an external data file, which was not opened")]
     NoDataFile { name: String },
     #[error(
@@ -136,10 +126,7 @@ impl From<IoError> for OpenError {
 /// See [`OpenError`].
 pub async fn read_header(file: &Rc<dyn BlockDevice>) -> Result<Header, OpenError> {
     let name = file.name();
-    let refused = |source| OpenError::Header {
-        name: name.to_string(),
-        source,
-    };
+    let refused = |source| OpenError::Header { name: name.to_string(), source };
     let area = read_area(file).await?;
     Header::parse(&area).map_err(refused)
 }
@@ -153,10 +140,8 @@ pub(crate) async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, 
         Ok::<_, IoError>(bytes)
     };
     let sector = read(HEADER_SECTOR_BYTES as u64).await?;
-    let area = Header::area_len(&sector).map_err(|source| OpenError::Header {
-        name: file.name().to_string(),
-        source,
-    })?;
+    let area =
+        Header::area_len(&sector).map_err(|source| OpenError::Header { name: file.name().to_string(), source })?;
     Ok(read(area.min(HEADER_AREA_BYTES_MAX)).await?)
 }
 
@@ -185,39 +170,21 @@ impl Qcow2 {
         let mut opened = Self::read_tables(on, Rc::clone(&file), related, options).await?;
         if let ReplayResult::NoSpace = opened.replay().await? {
             free_leaks(&file, check_options(&file, metadata_memory.limit()).await).await?;
-            let OpenedImage {
-                image,
-                orphaned_journal,
-                ..
-            } = opened;
+            let OpenedImage { image, orphaned_journal, .. } = opened;
             // No other owner has the image yet.
             let Some(image) = Rc::into_inner(image) else {
                 unreachable!("the image is in use before it is open");
             };
             drop(image.map);
-            let related = RelatedFiles {
-                backing: image.backing,
-                data_file: image.data_file,
-            };
-            let options = OpenOptions {
-                read_only,
-                metadata_memory,
-                journal: image.journal,
-                orphaned_journal,
-                load_ahead,
-            };
+            let related = RelatedFiles { backing: image.backing, data_file: image.data_file };
+            let options =
+                OpenOptions { read_only, metadata_memory, journal: image.journal, orphaned_journal, load_ahead };
             opened = Self::read_tables(on, file, related, options).await?;
             if let ReplayResult::NoSpace = opened.replay().await? {
-                return Err(OpenError::NoSpace {
-                    name: opened.image.name.to_string(),
-                });
+                return Err(OpenError::NoSpace { name: opened.image.name.to_string() });
             }
         }
-        let OpenedImage {
-            image,
-            orphaned_journal,
-            ..
-        } = opened;
+        let OpenedImage { image, orphaned_journal, .. } = opened;
         let read_only = image.geometry.get().read_only;
         if orphaned_journal.is_some() && !read_only {
             // The other journal is not continued, so all its changes must be committed.
@@ -246,19 +213,13 @@ impl Qcow2 {
     ) -> Result<OpenedImage, OpenError> {
         let name = Rc::clone(file.name());
         let parse = |area: &AlignedBuf| {
-            Header::parse(area).map_err(|source| OpenError::Header {
-                name: name.to_string(),
-                source,
-            })
+            Header::parse(area).map_err(|source| OpenError::Header { name: name.to_string(), source })
         };
         let mut area = read_area(&file).await?;
         let mut header = parse(&area)?;
         let read_only = options.read_only || file.geometry().read_only;
         if header.corrupt && !read_only {
-            return Err(OpenError::Header {
-                name: name.to_string(),
-                source: HeaderError::Corrupt,
-            });
+            return Err(OpenError::Header { name: name.to_string(), source: HeaderError::Corrupt });
         }
         if header.dirty && !read_only {
             repair_dirty(&file, check_options(&file, options.metadata_memory.limit()).await).await?;
@@ -318,9 +279,7 @@ impl Qcow2 {
         let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
         let session = header.autoclear & AUTOCLEAR_SESSION;
         let continues_session = journal.as_ref().is_some_and(|journal| journal.fits(session));
-        let orphaned_journal = options
-            .orphaned_journal
-            .filter(|left| !continues_session && left.fits(session));
+        let orphaned_journal = options.orphaned_journal.filter(|left| !continues_session && left.fits(session));
         let (records, journal_path) = match (&journal, &orphaned_journal) {
             (_, Some(left)) => (left.records.clone(), "the killed server's journal".to_owned()),
             (Some(journal), None) if continues_session => (journal.records(), journal.path()),
@@ -385,11 +344,7 @@ impl Qcow2 {
             size_changes: SizeChanges::default(),
         });
         let changes = (continues_session || orphaned_journal.is_some()).then_some((records, journal_path));
-        Ok(OpenedImage {
-            image,
-            orphaned_journal,
-            replay_records: changes,
-        })
+        Ok(OpenedImage { image, orphaned_journal, replay_records: changes })
     }
 }
 
@@ -413,10 +368,7 @@ impl OpenedImage {
             result => result?,
         };
         if !is_consistent {
-            return Err(OpenError::Journal {
-                name: image.name.to_string(),
-                journal: journal.clone(),
-            });
+            return Err(OpenError::Journal { name: image.name.to_string(), journal: journal.clone() });
         }
         if !image.geometry.get().read_only {
             tracing::info!(
@@ -478,19 +430,14 @@ async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> 
         for extent in found {
             at += extent.range.len.get();
             extents += 1;
-            data += if extent.kind == ExtentKind::Data {
-                extent.range.len.get()
-            } else {
-                0
-            };
+            data += if extent.kind == ExtentKind::Data { extent.range.len.get() } else { 0 };
         }
     }
     let memory = (data / CHECK_DATA_BYTES_PER_MEMORY_BYTE).min(check::CHECK_MEMORY_DEFAULT.get());
     CheckOptions {
         memory_max: metadata_memory.max(ByteLen::new(memory.max(CHECK_MEMORY_MIN))),
         table_bytes_max: ByteLen::new(
-            data.saturating_mul(CHECK_TABLE_BYTES_PER_DATA_BYTE)
-                .saturating_add(CHECK_TABLE_BYTES_MIN),
+            data.saturating_mul(CHECK_TABLE_BYTES_PER_DATA_BYTE).saturating_add(CHECK_TABLE_BYTES_MIN),
         ),
         ..CheckOptions::default()
     }
@@ -499,10 +446,7 @@ async fn check_options(file: &Rc<dyn BlockDevice>, metadata_memory: ByteLen) -> 
 /// Repairs the refcounts of a dirty image. An image with other damage is not changed.
 async fn repair_dirty(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<(), OpenError> {
     let name = file.name();
-    let dirty = |why: String| OpenError::Dirty {
-        name: name.to_string(),
-        why,
-    };
+    let dirty = |why: String| OpenError::Dirty { name: name.to_string(), why };
     let repaired = check::repair(file, Repair::Refcounts, options).await;
     let repaired = repaired.map_err(|error| dirty(error.to_string()))?;
     if repaired.after.errors > 0 {
@@ -551,11 +495,7 @@ async fn check_not_truncated(file: &Rc<dyn BlockDevice>, options: CheckOptions) 
     let found = report.map_err(|error| OpenError::Io(error.to_string()))?;
     match found.past_end {
         0 => Ok(()),
-        lost => Err(OpenError::PastEnd {
-            name: file.name().to_string(),
-            lost,
-            size: file.geometry().size.get(),
-        }),
+        lost => Err(OpenError::PastEnd { name: file.name().to_string(), lost, size: file.geometry().size.get() }),
     }
 }
 
@@ -614,30 +554,16 @@ pub(crate) fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result
     let tables = [
         ("the header", 0, cluster_len),
         ("the L1 table", header.l1.offset, header.l1.entries * 8),
-        (
-            "the refcount table",
-            header.refcount_table.offset,
-            header.refcount_table.entries * 8,
-        ),
+        ("the refcount table", header.refcount_table.offset, header.refcount_table.entries * 8),
     ];
     for (index, (what, offset, len)) in tables.into_iter().enumerate() {
         let end = (offset + len).next_multiple_of(512);
         if len > 0 && index > 0 && end > size {
-            return Err(OpenError::Truncated {
-                name: name.to_string(),
-                what,
-                offset,
-                len,
-                size,
-            });
+            return Err(OpenError::Truncated { name: name.to_string(), what, offset, len, size });
         }
         for (other, other_offset, other_len) in tables.into_iter().take(index) {
             if len > 0 && other_len > 0 && offset < other_offset + other_len && other_offset < offset + len {
-                return Err(OpenError::Overlap {
-                    name: name.to_string(),
-                    first: other,
-                    second: what,
-                });
+                return Err(OpenError::Overlap { name: name.to_string(), first: other, second: what });
             }
         }
     }
@@ -678,11 +604,7 @@ fn metadata_clusters(
         if let [(cluster, first), (other, second)] = *pair
             && cluster == other
         {
-            return Err(OpenError::Overlap {
-                name: name.to_string(),
-                first,
-                second,
-            });
+            return Err(OpenError::Overlap { name: name.to_string(), first, second });
         }
     }
     Ok(found.into_iter().map(|(cluster, _)| cluster).collect())

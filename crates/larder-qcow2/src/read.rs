@@ -127,10 +127,7 @@ impl Qcow2 {
     pub(crate) async fn load_leaf(&self, cluster: u64) -> IoResult {
         let shape = self.shape;
         let index = self.map.borrow().leaf_of(cluster);
-        let _lock = self
-            .leaf_locks
-            .lock(ByteRange::new(index, 1), RangeLockMode::Exclusive)
-            .await;
+        let _lock = self.leaf_locks.lock(ByteRange::new(index, 1), RangeLockMode::Exclusive).await;
         if self.map.borrow().is_loaded(index) {
             return Ok(());
         }
@@ -169,10 +166,7 @@ impl Qcow2 {
     async fn load_leaves(&self, first: LeafIndex, count: u64) -> IoResult {
         let shape = self.shape;
         let leaves = 1u64 << (shape.table_bits() - shape.leaf_bits());
-        let _lock = self
-            .leaf_locks
-            .lock(ByteRange::new(first, count), RangeLockMode::Exclusive)
-            .await;
+        let _lock = self.leaf_locks.lock(ByteRange::new(first, count), RangeLockMode::Exclusive).await;
         let table = self.l1.borrow()[(first / leaves) as usize] & OFFSET;
         let at = ByteRange::new(table + first % leaves * shape.slice_len(), count * shape.slice_len());
         let outside = at.end().get() > self.file.geometry().size.get() || table & (shape.cluster_len() - 1) != 0;
@@ -263,10 +257,7 @@ impl Qcow2 {
     /// Logs an invalid entry, and returns the error for the request that met it.
     pub(crate) fn corrupt_entry(&self, operation: Operation, range: ByteRange, entry: L2Entry) -> IoError {
         let cluster = range.start.get() >> self.shape.cluster_bits;
-        let (table, index) = (
-            cluster >> self.shape.table_bits(),
-            cluster & ((1 << self.shape.table_bits()) - 1),
-        );
+        let (table, index) = (cluster >> self.shape.table_bits(), cluster & ((1 << self.shape.table_bits()) - 1));
         let host = entry.word & OFFSET;
         let size = self.data().geometry().size;
         tracing::error!(
@@ -373,11 +364,7 @@ pub(crate) async fn load_map(image: Weak<Qcow2>) {
         if image.map.borrow().is_full() {
             return;
         }
-        let loads_max = if image.in_flight.is_idle() {
-            LOADS_IN_FLIGHT_MAX
-        } else {
-            1
-        };
+        let loads_max = if image.in_flight.is_idle() { LOADS_IN_FLIGHT_MAX } else { 1 };
         let mut loads = Ios::new();
         while loads.len() < loads_max
             && let Some((first, count)) = image.allocated_leaves(leaf)

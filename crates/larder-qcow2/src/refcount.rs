@@ -149,8 +149,7 @@ impl Refcounts {
         }
         if self.slices.len() >= CLEAN_SLICES_MAX + self.dirty.len() + self.writing.len() {
             let (dirty, writing) = (&self.dirty, &self.writing);
-            self.slices
-                .retain(|index, _| dirty.contains(index) || writing.contains(index));
+            self.slices.retain(|index, _| dirty.contains(index) || writing.contains(index));
             self.drop_count += 1;
         }
         self.slices.entry(slice).or_insert_with(|| bytes.into());
@@ -271,9 +270,7 @@ fn find(bytes: &[u8], order: u32, from: usize, zero: bool) -> Option<usize> {
     while index < (bytes.len() * 8) >> order {
         if index.is_multiple_of(per_word) {
             let at = (index << order) / 8;
-            let word = bytes[at..at + 8]
-                .iter()
-                .fold(0, |word, byte| word << 8 | u64::from(*byte));
+            let word = bytes[at..at + 8].iter().fold(0, |word, byte| word << 8 | u64::from(*byte));
             let is_without = if zero { !has_zero(word, order) } else { word == 0 };
             if is_without {
                 index += per_word;
@@ -306,9 +303,7 @@ pub(crate) fn read(bytes: &[u8], order: u32, index: usize) -> u64 {
     }
     let width = 1usize << (order - 3);
     let at = index * width;
-    bytes[at..at + width]
-        .iter()
-        .fold(0, |value, byte| value << 8 | u64::from(*byte))
+    bytes[at..at + width].iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
 /// Changes refcount `index` of a slice.
@@ -339,10 +334,7 @@ mod tests {
             let mut bytes = vec![0; 512];
             let value = |index: usize| (index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & max;
             (0..count).for_each(|index| write(&mut bytes, order, index, value(index)));
-            assert!(
-                (0..count).all(|index| read(&bytes, order, index) == value(index)),
-                "{order}"
-            );
+            assert!((0..count).all(|index| read(&bytes, order, index) == value(index)), "{order}");
             write(&mut bytes, order, 5, 0);
             assert_eq!(read(&bytes, order, 5), 0);
             assert_eq!(read(&bytes, order, 6), value(6));
@@ -360,30 +352,17 @@ mod tests {
                 for from in [0, 1, count / 2, count - 1] {
                     for zero in [true, false] {
                         let expected = (from..count).find(|index| (read(&bytes, order, *index) == 0) == zero);
-                        assert_eq!(
-                            find(&bytes, order, from, zero),
-                            expected,
-                            "{order} {zeros} {from} {zero}"
-                        );
+                        assert_eq!(find(&bytes, order, from, zero), expected, "{order} {zeros} {from} {zero}");
                     }
                 }
             }
         }
     }
 
-    const SHAPE: Shape = Shape {
-        cluster_bits: 9,
-        extended: false,
-        refcount_order: 4,
-        version: 3,
-        data_file: false,
-    };
+    const SHAPE: Shape = Shape { cluster_bits: 9, extended: false, refcount_order: 4, version: 3, data_file: false };
 
     fn refcounts(blocks: u64) -> Refcounts {
-        let table_at = TableLocation {
-            offset: 512,
-            entries: 64,
-        };
+        let table_at = TableLocation { offset: 512, entries: 64 };
         let table = (0..64).map(|block| if block < blocks { 1024 + block * 512 } else { 0 });
         Refcounts::new(SHAPE, table_at, table.collect())
     }

@@ -22,11 +22,7 @@ impl Qcow2 {
     /// taken: a leak.
     pub(crate) async fn replay(&self, records: &[Record]) -> IoResult<bool> {
         let clusters = self.geometry.get().size.get().div_ceil(self.shape.cluster_len());
-        let records: Vec<Record> = records
-            .iter()
-            .copied()
-            .filter(|record| record.cluster < clusters)
-            .collect();
+        let records: Vec<Record> = records.iter().copied().filter(|record| record.cluster < clusters).collect();
         let mut states = match self.collect_states(&records, clusters).await? {
             Some(states) => states,
             None => return Ok(false),
@@ -39,8 +35,7 @@ impl Qcow2 {
         let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         for record in &records {
             if !read_only {
-                self.make_table_writable(record.cluster >> self.shape.table_bits())
-                    .await?;
+                self.make_table_writable(record.cluster >> self.shape.table_bits()).await?;
             }
             for step in 0..record.count {
                 slice.complete_steps(1).await;

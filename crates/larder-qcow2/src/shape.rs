@@ -43,11 +43,7 @@ impl Shape {
 
     /// Returns the length in bytes of a slice of an L2 table or a refcount block.
     pub const fn slice_len(self) -> u64 {
-        if self.cluster_len() < SLICE_BYTES_MAX {
-            self.cluster_len()
-        } else {
-            SLICE_BYTES_MAX
-        }
+        if self.cluster_len() < SLICE_BYTES_MAX { self.cluster_len() } else { SLICE_BYTES_MAX }
     }
 
     /// Returns the log2 of the number of entries of a slice of an L2 table, which are those of a leaf of the map.

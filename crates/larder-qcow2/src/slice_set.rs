@@ -58,9 +58,7 @@ mod tests {
     fn next_absent_slice_skips_members_only() {
         let mut set = SliceSet::default();
         assert_eq!(set.next_absent(7), 7);
-        (0..200)
-            .filter(|slice| *slice != 130)
-            .for_each(|slice| set.insert(slice));
+        (0..200).filter(|slice| *slice != 130).for_each(|slice| set.insert(slice));
         assert_eq!(set.next_absent(0), 130);
         assert_eq!(set.next_absent(130), 130);
         assert_eq!(set.next_absent(131), 200);

@@ -70,18 +70,14 @@ pub async fn read_snapshots(file: &Rc<dyn BlockDevice>, header: &Header) -> Resu
         let read_len = size.saturating_sub(header.snapshots_offset).min(wanted_len);
         let mut bytes = AlignedBuf::zeroed(ByteLen::new(read_len).as_usize());
         if read_len > 0 {
-            file.read(ByteOffset::new(header.snapshots_offset), ReadBuf::new(&mut bytes))
-                .await?;
+            file.read(ByteOffset::new(header.snapshots_offset), ReadBuf::new(&mut bytes)).await?;
         }
         match parser.parse(header, &bytes) {
             Ok(table) => return Ok(table),
             Err(ParseError::Damaged(damage)) => return Ok(parser.into_damaged(damage)),
             Err(ParseError::Incomplete) if read_len < wanted_len || wanted_len >= TABLE_BYTES_MAX => {
                 let damage = format!("it ends within entry {}", parser.table.snapshots.len());
-                return Ok(SnapshotTable {
-                    is_truncated: read_len < wanted_len,
-                    ..parser.into_damaged(damage)
-                });
+                return Ok(SnapshotTable { is_truncated: read_len < wanted_len, ..parser.into_damaged(damage) });
             }
             Err(ParseError::Incomplete) => wanted_len = (wanted_len * 4).min(TABLE_BYTES_MAX),
         }
@@ -101,10 +97,7 @@ struct Parser {
 
 impl Parser {
     fn into_damaged(self, damage: String) -> SnapshotTable {
-        SnapshotTable {
-            damage: Some(damage),
-            ..self.table
-        }
+        SnapshotTable { damage: Some(damage), ..self.table }
     }
 
     /// Continues with the unparsed part of `bytes`, which begin at the start of the table.
@@ -119,9 +112,7 @@ impl Parser {
             let (id_len, name_len) = (u16_at(12) as usize, u16_at(14) as usize);
             let extra_len = u32_at(36) as usize;
             if extra_len > EXTRA_BYTES_MAX {
-                return Err(ParseError::Damaged(format!(
-                    "entry {index} has {extra_len} bytes of extra data"
-                )));
+                return Err(ParseError::Damaged(format!("entry {index} has {extra_len} bytes of extra data")));
             }
             let end = at + ENTRY_FIXED_BYTES + extra_len + id_len + name_len;
             let rest = bytes.get(at + ENTRY_FIXED_BYTES..end).ok_or(ParseError::Incomplete)?;
@@ -134,10 +125,7 @@ impl Parser {
                 self.table.incomplete.push(index);
             }
             self.table.snapshots.push(Snapshot {
-                l1: TableLocation {
-                    offset: u64_at(0),
-                    entries: u32_at(8).into(),
-                },
+                l1: TableLocation { offset: u64_at(0), entries: u32_at(8).into() },
                 id: String::from_utf8_lossy(&names[..id_len]).into_owned(),
                 name: String::from_utf8_lossy(&names[id_len..]).into_owned(),
                 date_seconds: u32_at(16),

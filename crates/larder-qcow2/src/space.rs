@@ -50,10 +50,7 @@ pub(crate) struct FreedClusters {
 impl FreedClusters {
     /// Takes the clusters before `end`, which is after the first one.
     fn split_before(&mut self, end: u64) -> Self {
-        let taken = Self {
-            first: self.first,
-            count: self.count.min(end - self.first),
-        };
+        let taken = Self { first: self.first, count: self.count.min(end - self.first) };
         self.first += taken.count;
         self.count -= taken.count;
         taken
@@ -168,11 +165,7 @@ impl AllocatorState {
     fn take(&mut self, count_max: u64) -> Option<(Range<u64>, bool)> {
         let first = self.window.start;
         let reads_zero = first >= self.unwritten_from;
-        let until = if reads_zero {
-            self.window.end
-        } else {
-            self.window.end.min(self.unwritten_from)
-        };
+        let until = if reads_zero { self.window.end } else { self.window.end.min(self.unwritten_from) };
         let count = count_max.min(until.saturating_sub(first));
         if count == 0 {
             return None;
@@ -195,15 +188,8 @@ struct Reclaiming<'a> {
 
 impl Drop for Reclaiming<'_> {
     fn drop(&mut self) {
-        let unreclaimed = self
-            .runs
-            .drain(..)
-            .chain(self.failed.drain(..))
-            .filter(|freed| freed.count > 0);
-        self.image
-            .released
-            .borrow_mut()
-            .extend(unreclaimed.map(|freed| (0, freed)));
+        let unreclaimed = self.runs.drain(..).chain(self.failed.drain(..)).filter(|freed| freed.count > 0);
+        self.image.released.borrow_mut().extend(unreclaimed.map(|freed| (0, freed)));
     }
 }
 
@@ -219,13 +205,7 @@ pub(crate) struct Allocation<'a> {
 
 impl<'a> Allocation<'a> {
     fn new(image: &'a Qcow2, first: u64, count: u64, reads_zero: bool) -> Self {
-        Self {
-            image,
-            first,
-            count,
-            reads_zero,
-            is_kept: false,
-        }
+        Self { image, first, count, reads_zero, is_kept: false }
     }
 
     /// Keeps the clusters, because something refers to them now.
@@ -237,10 +217,7 @@ impl<'a> Allocation<'a> {
 impl Drop for Allocation<'_> {
     fn drop(&mut self) {
         if !self.is_kept && self.count > 0 {
-            self.image.freed.borrow_mut().push(FreedClusters {
-                first: self.first,
-                count: self.count,
-            });
+            self.image.freed.borrow_mut().push(FreedClusters { first: self.first, count: self.count });
         }
     }
 }
@@ -273,10 +250,7 @@ impl Qcow2 {
                 }
                 Some(SliceLookup::Value(_)) => self.space.borrow_mut().close_window(),
                 None => {
-                    let _lock = self
-                        .allocation_lock
-                        .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
-                        .await;
+                    let _lock = self.allocation_lock.lock(ByteRange::new(0, 1), RangeLockMode::Exclusive).await;
                     if self.space.borrow().window.is_empty() {
                         self.open_window().await?;
                     }
@@ -321,10 +295,7 @@ impl Qcow2 {
 
     /// Takes `count` contiguous clusters: after all others, or inside a file that cannot grow.
     pub(crate) async fn allocate_run(&self, count: u64) -> IoResult<Allocation<'_>> {
-        let _lock = self
-            .allocation_lock
-            .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
-            .await;
+        let _lock = self.allocation_lock.lock(ByteRange::new(0, 1), RangeLockMode::Exclusive).await;
         self.space.borrow_mut().close_window();
         match self.allocate_run_at_end(count).await {
             Err(error) if error.failure() == Failure::NoSpace => self.allocate_run_inside(count).await,
@@ -362,10 +333,7 @@ impl Qcow2 {
         if is_writable(self) {
             return Ok(());
         }
-        let _lock = self
-            .table_locks
-            .lock(ByteRange::new(index, 1), RangeLockMode::Exclusive)
-            .await;
+        let _lock = self.table_locks.lock(ByteRange::new(index, 1), RangeLockMode::Exclusive).await;
         if is_writable(self) {
             return Ok(());
         }
@@ -395,22 +363,12 @@ impl Qcow2 {
         } else {
             // A snapshot shares the old table. No leaf of a shared table is dirty, so the image's copy is complete.
             let mut bytes = AlignedBuf::zeroed(self.shape.cluster_len() as usize);
-            self.file
-                .read(ByteOffset::new(old & OFFSET), ReadBuf::new(&mut bytes))
-                .await?;
-            self.file
-                .write(at, larder_block::WriteBuf::new(&bytes), larder_block::WriteFlags::NONE)
-                .await?;
-            self.freed.borrow_mut().push(FreedClusters {
-                first: (old & OFFSET) >> self.shape.cluster_bits,
-                count: 1,
-            });
+            self.file.read(ByteOffset::new(old & OFFSET), ReadBuf::new(&mut bytes)).await?;
+            self.file.write(at, larder_block::WriteBuf::new(&bytes), larder_block::WriteFlags::NONE).await?;
+            self.freed.borrow_mut().push(FreedClusters { first: (old & OFFSET) >> self.shape.cluster_bits, count: 1 });
         }
         self.l1.borrow_mut()[index as usize] = at.get() | crate::entry::COPIED;
-        let new_table = NewTable {
-            old_entry: old,
-            attempted: false,
-        };
+        let new_table = NewTable { old_entry: old, attempted: false };
         self.new_tables.borrow_mut().insert(index, new_table);
         new.keep();
         Ok(())
@@ -418,10 +376,7 @@ impl Qcow2 {
 
     /// Frees released clusters that no request can access any more.
     pub(crate) async fn reclaim(&self) -> IoResult {
-        let _lock = self
-            .reclaim_lock
-            .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
-            .await;
+        let _lock = self.reclaim_lock.lock(ByteRange::new(0, 1), RangeLockMode::Exclusive).await;
         let mut ready = Reclaiming {
             image: self,
             runs: {

@@ -107,11 +107,7 @@ fn covering_cache_bytes(shape: Shape, size: u64) -> u64 {
 
 fn coverage(shape: Shape, size: u64, bytes: u64) -> L2CacheCoverage {
     let covers = bytes / shape.entry_len() * shape.cluster_len();
-    L2CacheCoverage {
-        bytes,
-        covers,
-        thrashes: covers < size,
-    }
+    L2CacheCoverage { bytes, covers, thrashes: covers < size }
 }
 
 /// Returns the smallest cluster size with which the cache covers the disk.

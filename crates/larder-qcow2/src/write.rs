@@ -103,9 +103,7 @@ impl Qcow2 {
                 self.extend_data_file(piece.host + piece.len).await?;
             }
             let part = buffer.slice(0, piece.len as usize);
-            self.data()
-                .write(ByteOffset::new(piece.host), part, WriteFlags::NONE)
-                .await?;
+            self.data().write(ByteOffset::new(piece.host), part, WriteFlags::NONE).await?;
             return Ok(written);
         }
         let shape = self.shape;
@@ -113,10 +111,7 @@ impl Qcow2 {
         let leaf_span = shape.cluster_len() << shape.leaf_bits();
         let leaf_end = ByteOffset::new(range.start.align_down(leaf_span).get() + leaf_span);
         let part = range.intersection(ByteRange::between(range.start, leaf_end));
-        let _lock = self
-            .mapping_locks
-            .lock(part.widened(shape.cluster_len()), RangeLockMode::Exclusive)
-            .await;
+        let _lock = self.mapping_locks.lock(part.widened(shape.cluster_len()), RangeLockMode::Exclusive).await;
         self.write_new(part, buffer).await
     }
 
@@ -137,9 +132,7 @@ impl Qcow2 {
             return None;
         }
         if let Some(host) = entry.host(shape).filter(|_| entry.is_copied()) {
-            return contents()
-                .any(|content| content != ClusterContent::Data)
-                .then_some(Treatment::Fill { host });
+            return contents().any(|content| content != ClusterContent::Data).then_some(Treatment::Fill { host });
         }
         Some(Treatment::Move {
             copies: contents().any(|content| matches!(content, ClusterContent::Data | ClusterContent::Compressed)),
@@ -182,14 +175,8 @@ impl Qcow2 {
             _ => shape.subcluster_len(),
         };
         let padded_range = part.widened(unit);
-        self.write_padded(
-            padded_range,
-            part,
-            buffer,
-            target + (padded_range.start - span.start).get(),
-            reads_zero,
-        )
-        .await?;
+        self.write_padded(padded_range, part, buffer, target + (padded_range.start - span.start).get(), reads_zero)
+            .await?;
 
         // Only this request changes these entries, but their leaf may have been evicted.
         self.find(ByteRange::new(range.start.get(), 1)).await?;
@@ -247,9 +234,7 @@ impl Qcow2 {
         let tail = self.range_to_copy(tail, reads_zero).await?;
         let middle = buffer.slice(0, part.len.as_usize());
         if head.is_empty() && tail.is_empty() {
-            return self
-                .write_data(target + (part.start - padded_range.start).get(), middle)
-                .await;
+            return self.write_data(target + (part.start - padded_range.start).get(), middle).await;
         }
         let mut bytes = self.copy_buffers.acquire().await;
         let layout = CopyLayout::new(self.shape, padded_range);
@@ -362,10 +347,7 @@ impl Qcow2 {
         let first = (inside.start - span.start).get() / shape.subcluster_len();
         let subclusters = inside.len.get() / shape.subcluster_len();
         let mask = ((1u64 << subclusters) - 1) << first;
-        L2Entry {
-            word: host | crate::entry::COPIED,
-            bitmap: old.bitmap & !(mask << 32) | mask,
-        }
+        L2Entry { word: host | crate::entry::COPIED, bitmap: old.bitmap & !(mask << 32) | mask }
     }
 
     /// Changes entries of one loaded leaf in memory, and records the change in the journal, in which space is
@@ -378,12 +360,7 @@ impl Qcow2 {
             let Some((old, run)) = map.run_at(cluster, (count - step) as usize) else {
                 panic!("the leaf of cluster {cluster} was evicted while it was locked");
             };
-            journal.append(Record {
-                cluster,
-                count: run as u64,
-                old,
-                new: entry.advanced(self.shape, step),
-            });
+            journal.append(Record { cluster, count: run as u64, old, new: entry.advanced(self.shape, step) });
             step += run as u64;
         }
         map.set_run(first, count as usize, entry);
@@ -395,16 +372,10 @@ impl Qcow2 {
         let freed = if first.is_compressed() {
             let at = first.compressed_location(self.shape);
             let last = (at.offset + at.len - 1) >> bits;
-            FreedClusters {
-                first: at.offset >> bits,
-                count: last + 1 - (at.offset >> bits),
-            }
+            FreedClusters { first: at.offset >> bits, count: last + 1 - (at.offset >> bits) }
         } else {
             match first.host(self.shape) {
-                Some(host) if self.data_file.is_none() => FreedClusters {
-                    first: host >> bits,
-                    count: run,
-                },
+                Some(host) if self.data_file.is_none() => FreedClusters { first: host >> bits, count: run },
                 _ => return,
             }
         };

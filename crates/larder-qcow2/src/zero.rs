@@ -93,18 +93,11 @@ impl Qcow2 {
             let _in_flight = self.in_flight.count_until_drop();
             // The disk does not grow over these clusters while this request is counted.
             let whole = self.whole_clusters(range);
-            let mode = if flags.unmap {
-                ZeroMode::Unmap
-            } else {
-                ZeroMode::KeepAllocated
-            };
+            let mode = if flags.unmap { ZeroMode::Unmap } else { ZeroMode::KeepAllocated };
             let to_write = self.unmap(whole, mode).await?;
             let (head, tail) = match whole.is_empty() {
                 true => (range, ByteRange::default()),
-                false => (
-                    ByteRange::between(range.start, whole.start),
-                    ByteRange::between(whole.end(), range.end()),
-                ),
+                false => (ByteRange::between(range.start, whole.start), ByteRange::between(whole.end(), range.end())),
             };
             for edge in [head, tail].into_iter().chain(to_write) {
                 self.write_zero_data(edge).await?;
@@ -143,10 +136,7 @@ impl Qcow2 {
         let mut slice = work_slice();
         let mut rest = range;
         while !rest.is_empty() {
-            if let Some(unmapped) = self
-                .range_without_table(rest)
-                .filter(|part| self.backed_part(*part).is_empty())
-            {
+            if let Some(unmapped) = self.range_without_table(rest).filter(|part| self.backed_part(*part).is_empty()) {
                 rest = ByteRange::between(unmapped.end(), rest.end());
                 slice.complete_steps(1).await;
                 continue;
@@ -199,10 +189,7 @@ impl Qcow2 {
     async fn zero_in_place(&self, host: ByteRange, mode: ZeroMode) -> IoResult {
         let data = self.data();
         let in_file = host.intersection(ByteOffset::ZERO.range(data.geometry().size));
-        let flags = ZeroFlags {
-            unmap: mode == ZeroMode::Unmap,
-            ..ZeroFlags::default()
-        };
+        let flags = ZeroFlags { unmap: mode == ZeroMode::Unmap, ..ZeroFlags::default() };
         data.write_zeroes(in_file, flags).await
     }
 
@@ -223,10 +210,7 @@ impl Qcow2 {
     fn first_run(&self, range: ByteRange) -> (Piece, ByteRange) {
         let shape = self.shape;
         let cluster = range.start.get() >> shape.cluster_bits;
-        let found = self
-            .map
-            .borrow_mut()
-            .run_at(cluster, clusters_of(shape, range) as usize);
+        let found = self.map.borrow_mut().run_at(cluster, clusters_of(shape, range) as usize);
         let Some((entry, count)) = found else {
             panic!("the leaf of cluster {cluster} was evicted while it was in use");
         };

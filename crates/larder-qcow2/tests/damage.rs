@@ -10,13 +10,7 @@ use larder_qcow2::{OpenError, OpenOptions, Qcow2, RelatedFiles};
 const COPIED: u64 = 1 << 63;
 
 /// Clusters of 512 bytes and refcounts of 64 bits, so that tables fill up soon.
-const SHAPE: Shape = Shape {
-    cluster_bits: 9,
-    extended: false,
-    refcount_order: 6,
-    version: 3,
-    data_file: false,
-};
+const SHAPE: Shape = Shape { cluster_bits: 9, extended: false, refcount_order: 6, version: 3, data_file: false };
 
 struct Kit {
     on: Loop,
@@ -26,10 +20,7 @@ struct Kit {
 impl Kit {
     fn new(size: u64) -> Self {
         let on = Loop::simulated().expect("a loop");
-        let options = SimulatedOptions {
-            latency: LatencyDistribution::NONE,
-            ..SimulatedOptions::default()
-        };
+        let options = SimulatedOptions { latency: LatencyDistribution::NONE, ..SimulatedOptions::default() };
         let file: Rc<dyn BlockDevice> = SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::ZERO, 512), options);
         let made = on.block_on(larder_qcow2::create(&file, SHAPE, ByteLen::new(size)));
         made.expect("it is made");
@@ -37,26 +28,18 @@ impl Kit {
     }
 
     fn open(&self) -> Result<Rc<Qcow2>, OpenError> {
-        let opening = Qcow2::open(
-            &self.on,
-            Rc::clone(&self.file),
-            RelatedFiles::default(),
-            OpenOptions::default(),
-        );
+        let opening = Qcow2::open(&self.on, Rc::clone(&self.file), RelatedFiles::default(), OpenOptions::default());
         self.on.block_on(opening)
     }
 
     fn write(&self, image: &Qcow2, at: u64, len: usize, with: u8) -> IoResult {
         let bytes = vec![with; len];
-        self.on
-            .block_on(image.write(ByteOffset::new(at), WriteBuf::new(&bytes), WriteFlags::NONE))
+        self.on.block_on(image.write(ByteOffset::new(at), WriteBuf::new(&bytes), WriteFlags::NONE))
     }
 
     fn read(&self, device: &dyn BlockDevice, at: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        let read = self
-            .on
-            .block_on(device.read(ByteOffset::new(at), ReadBuf::new(&mut bytes)));
+        let read = self.on.block_on(device.read(ByteOffset::new(at), ReadBuf::new(&mut bytes)));
         read.expect("it is read");
         bytes
     }
@@ -68,18 +51,14 @@ impl Kit {
     fn word(&self, at: u64) -> u64 {
         let sector = self.read(&*self.file, at & !511, 512);
         let at = (at & 511) as usize;
-        sector[at..at + 8]
-            .iter()
-            .fold(0, |word, byte| word << 8 | u64::from(*byte))
+        sector[at..at + 8].iter().fold(0, |word, byte| word << 8 | u64::from(*byte))
     }
 
     fn set_word(&self, at: u64, word: u64) {
         let mut sector = self.read(&*self.file, at & !511, 512);
         let within = (at & 511) as usize;
         sector[within..within + 8].copy_from_slice(&word.to_be_bytes());
-        let write = self
-            .file
-            .write(ByteOffset::new(at & !511), WriteBuf::new(&sector), WriteFlags::NONE);
+        let write = self.file.write(ByteOffset::new(at & !511), WriteBuf::new(&sector), WriteFlags::NONE);
         self.on.block_on(write).expect("it is written");
     }
 
@@ -203,10 +182,7 @@ fn growth_over_corrupt_entry_is_refused() {
     // An offset past the end of the disk, and no multiple of the cluster size.
     kit.set_word(l2 + 40 * 8, COPIED | ((3 << 9) + 256));
     let image = kit.open().expect("the damage is in a table");
-    let error = kit
-        .on
-        .block_on(image.grow(ByteLen::kib(32)))
-        .expect_err("it is corrupt");
+    let error = kit.on.block_on(image.grow(ByteLen::kib(32))).expect_err("it is corrupt");
     assert_eq!(error.failure(), Failure::Invalid);
     assert_eq!(image.geometry().size, ByteLen::kib(16));
     assert_eq!(kit.read(&*image, 0, 512), [1; 512]);

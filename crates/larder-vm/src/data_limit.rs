@@ -83,13 +83,7 @@ impl Limit {
     fn set(&mut self, requested: u64) -> io::Result<()> {
         let soft = self.initial.current.map_or(requested, |before| before.min(requested));
         let maximum = self.initial.maximum;
-        setrlimit(
-            Resource::Data,
-            Rlimit {
-                current: Some(soft),
-                maximum,
-            },
-        )?;
+        setrlimit(Resource::Data, Rlimit { current: Some(soft), maximum })?;
         self.raised_to = requested;
         tracing::debug!("this server's private memory is limited to {} MiB", soft >> 20);
         Ok(())
@@ -102,11 +96,7 @@ impl Limit {
 /// The kernel refuses; there is no limit then.
 pub(crate) fn enforce(base: u64) -> io::Result<()> {
     let mut state = state();
-    let mut limit = Limit {
-        base,
-        raised_to: 0,
-        initial: getrlimit(Resource::Data),
-    };
+    let mut limit = Limit { base, raised_to: 0, initial: getrlimit(Resource::Data) };
     limit.set(base.saturating_add(state.shared))?;
     state.limit = Some(limit);
     Ok(())

@@ -231,14 +231,7 @@ impl Disk {
             }
         })?;
         match is_prepared.recv() {
-            Ok(()) => Ok(PreparedDisk {
-                thread,
-                stop,
-                handle,
-                start,
-                opened_receiver,
-                cancel,
-            }),
+            Ok(()) => Ok(PreparedDisk { thread, stop, handle, start, opened_receiver, cancel }),
             Err(mpsc::RecvError) => Err(thread.failure()),
         }
     }
@@ -254,12 +247,7 @@ impl Disk {
         loop {
             match opened_receiver.recv_timeout(CANCEL_POLL_INTERVAL) {
                 Ok(opened) => {
-                    return Ok(Self {
-                        thread,
-                        stop,
-                        handle,
-                        opened,
-                    });
+                    return Ok(Self { thread, stop, handle, opened });
                 }
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Err(thread.failure()),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
@@ -319,9 +307,7 @@ struct DiskThread(ThreadResult<Result<(), DiskError>>);
 
 impl DiskThread {
     fn start(work: impl FnOnce() -> Result<(), DiskError> + Send + 'static) -> Result<Self, DiskError> {
-        let thread = std::thread::Builder::new()
-            .name("larder-disk".to_owned())
-            .stack_size(STACK_BYTES);
+        let thread = std::thread::Builder::new().name("larder-disk".to_owned()).stack_size(STACK_BYTES);
         ThreadResult::spawn(thread, work).map(Self).map_err(DiskError::Thread)
     }
 
@@ -357,11 +343,7 @@ fn serve(
     on.block_on(async {
         let image = match config.mobility {
             Mobility::Remote => {
-                tracing::debug!(
-                    event = "away",
-                    "{} is not open: its VM is on another host",
-                    config.image
-                );
+                tracing::debug!(event = "away", "{} is not open: its VM is on another host", config.image);
                 None
             }
             _ => {
@@ -419,10 +401,7 @@ fn serve(
             "the exports are ready"
         );
         // The starter may have given up; then `stop` has been set.
-        let _ = opened_sender.send(DiskProperties {
-            geometry,
-            addresses: exports.addresses().clone(),
-        });
+        let _ = opened_sender.send(DiskProperties { geometry, addresses: exports.addresses().clone() });
         let served = Rc::new(RunningDisk {
             moving: slot.map(|slot| DiskMoveState::new(slot, format)),
             config,
@@ -503,11 +482,7 @@ async fn cache_hangs(on: &Loop, image: &OpenImage) {
     let mut seconds = 0;
     while seconds < STOP_TIMEOUT.as_secs() {
         on.sleep(Duration::from_secs(1)).await;
-        seconds = if cache.current().layer.is_hanging() {
-            seconds + 1
-        } else {
-            0
-        };
+        seconds = if cache.current().layer.is_hanging() { seconds + 1 } else { 0 };
     }
 }
 

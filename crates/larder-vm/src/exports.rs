@@ -190,10 +190,7 @@ impl Exports {
         clients: &Rc<Clients>,
         activity: &Rc<Activity>,
     ) -> Result<Self, ExportError> {
-        let mut exports = Self {
-            files: RefCell::new(sockets.files),
-            ..Self::default()
-        };
+        let mut exports = Self { files: RefCell::new(sockets.files), ..Self::default() };
         if let Some(at) = &config.nbd {
             let options = NbdServerOptions {
                 export: at.uri.export.clone(),
@@ -309,17 +306,13 @@ impl Exports {
 
     /// Returns whether a guest has started its queues.
     pub fn has_running_queues(&self) -> bool {
-        self.vhost_user
-            .as_ref()
-            .is_some_and(|server| server.has_running_queue())
+        self.vhost_user.as_ref().is_some_and(|server| server.has_running_queue())
     }
 
     /// Returns a queue that its front-end has not taken back, and whose true position differs from the one that the
     /// front-end assumes.
     pub fn diverged_queue(&self) -> Option<u16> {
-        self.vhost_user
-            .as_ref()
-            .and_then(|server| server.queue_with_stale_base())
+        self.vhost_user.as_ref().and_then(|server| server.queue_with_stale_base())
     }
 
     /// Returns the state of the exports.
@@ -327,14 +320,8 @@ impl Exports {
         let vhost_user = self.socket.clone().zip(self.vhost_user.as_ref());
         let nbd = self.uri.clone().zip(self.nbd.as_ref());
         ExportsState {
-            vhost_user: vhost_user.map(|(socket, server)| VhostUserState {
-                socket,
-                connected: server.is_connected(),
-            }),
-            nbd: nbd.map(|(uri, server)| NbdState {
-                uri,
-                clients: server.statistics().connections as u64,
-            }),
+            vhost_user: vhost_user.map(|(socket, server)| VhostUserState { socket, connected: server.is_connected() }),
+            nbd: nbd.map(|(uri, server)| NbdState { uri, clients: server.statistics().connections as u64 }),
         }
     }
 
@@ -397,25 +384,16 @@ fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {
     if tls.hostname.is_some() {
         return Err(ExportError::ServerHostname { uri: uri.to_string() });
     }
-    let directory = tls
-        .certificates
-        .as_ref()
-        .ok_or_else(|| ExportError::NoCertificates { uri: uri.to_string() })?;
+    let directory = tls.certificates.as_ref().ok_or_else(|| ExportError::NoCertificates { uri: uri.to_string() })?;
     let require_clients = opener::metadata(&directory.join("ca-cert.pem")).is_ok();
     Ok(Some(ServerTls::load_directory(directory, require_clients)?))
 }
 
 /// Listens on every address that the host name resolves to.
 fn bind_tcp(host: &str, port: u16, open_to_others: bool) -> Result<Vec<OwnedFd>, ExportError> {
-    let failed = |source| ExportError::Tcp {
-        address: format!("{host}:{port}"),
-        source,
-    };
+    let failed = |source| ExportError::Tcp { address: format!("{host}:{port}"), source };
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(failed)?.collect();
-    if let Some(address) = addresses
-        .iter()
-        .find(|address| !is_loopback(address.ip()) && !open_to_others)
-    {
+    if let Some(address) = addresses.iter().find(|address| !is_loopback(address.ip()) && !open_to_others) {
         return Err(ExportError::Insecure { address: *address });
     }
     let mut listeners = Vec::new();
@@ -446,10 +424,7 @@ mod tests {
 
     #[test]
     fn public_port_without_tls_is_refused() {
-        assert!(matches!(
-            bind_tcp("0.0.0.0", 0, false),
-            Err(ExportError::Insecure { .. })
-        ));
+        assert!(matches!(bind_tcp("0.0.0.0", 0, false), Err(ExportError::Insecure { .. })));
         assert!(matches!(bind_tcp("::", 0, false), Err(ExportError::Insecure { .. })));
         assert_eq!(bind_tcp("127.0.0.1", 0, false).expect("loopback is fine").len(), 1);
         assert_eq!(bind_tcp("0.0.0.0", 0, true).expect("the user said so").len(), 1);

@@ -158,9 +158,7 @@ async fn copy_ends(device: &Rc<dyn BlockDevice>) -> Result<File, ForeignData> {
     let end = size.saturating_sub(END_BYTES) / END_BYTES * END_BYTES;
     for (offset, len) in [(0, size.min(END_BYTES)), (end, size - end)] {
         let bytes = read(device, offset, len).await.map_err(ForeignData::unknown)?;
-        let written = file
-            .seek(io::SeekFrom::Start(offset))
-            .and_then(|_| file.write_all(&bytes));
+        let written = file.seek(io::SeekFrom::Start(offset)).and_then(|_| file.write_all(&bytes));
         written.map_err(ForeignData::unknown)?;
     }
     Ok(file)
@@ -172,9 +170,7 @@ fn probe(file: &File) -> Result<(), ForeignData> {
     match answer.status {
         Some(0) => labels(&answer.stdout).map_or(Ok(()), |label| Err(ForeignData::Label(label))),
         Some(2) if answer.stderr.is_empty() => Ok(()),
-        Some(8) => Err(ForeignData::Label(
-            "data that blkid recognises as several formats at once".to_owned(),
-        )),
+        Some(8) => Err(ForeignData::Label("data that blkid recognises as several formats at once".to_owned())),
         status => Err(ForeignData::unknown(format_args!(
             "blkid of util-linux is needed, but it exited with {status:?}: {}",
             answer.stderr.trim_end()

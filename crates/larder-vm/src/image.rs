@@ -78,9 +78,7 @@ pub enum Format {
 impl Format {
     /// Returns the format with this QEMU name.
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Raw, Self::Qcow2]
-            .into_iter()
-            .find(|format| format.name() == name)
+        [Self::Raw, Self::Qcow2].into_iter().find(|format| format.name() == name)
     }
 
     /// Returns the format of an image that QEMU opens with the driver of that name. The drivers that only access a
@@ -190,21 +188,13 @@ pub enum ImageError {
     #[error(transparent)]
     Chain(Box<ChainError>),
     #[error("{image}: its backing file '{}' cannot be opened: {source}", printable(name))]
-    Backing {
-        image: String,
-        name: String,
-        source: Box<ImageError>,
-    },
+    Backing { image: String, name: String, source: Box<ImageError> },
     #[error("{image}: its backing file '{}' {}", printable(name), printable(why))]
     BackingCycle { image: String, name: String, why: String },
     #[error("{image}: its backing file '{}' {}", printable(name), printable(why))]
     BackingUnsupported { image: String, name: String, why: String },
     #[error("{image}: its external data file '{}' cannot be opened: {source}", printable(name))]
-    DataFile {
-        image: String,
-        name: String,
-        source: Box<ImageError>,
-    },
+    DataFile { image: String, name: String, source: Box<ImageError> },
     #[error(
         "{image}: a qcow2 image cannot be shared while it is written: two programs that write its metadata destroy it; share it read-only"
     )]
@@ -219,11 +209,7 @@ pub enum ImageError {
         "{image}: its server was killed, and the image has been changed since by another program, or replaced by a copy: the guest's {changes} unflushed changes in {} no longer fit it. If that guest still runs, end it: its disk is not in the state that it expects. `larder disk check --discard-journal {image}` discards the changes",
         journal.display()
     )]
-    JournalStale {
-        image: String,
-        journal: PathBuf,
-        changes: u64,
-    },
+    JournalStale { image: String, journal: PathBuf, changes: u64 },
     #[error("cache of {image}: {source}")]
     Cache { image: String, source: Box<CacheError> },
     #[error(
@@ -321,12 +307,7 @@ async fn open_and_hold(
     }
     let mut opened = chain::open(on, image, options, held_files).await?;
     let cache = open_cache(on, image, options, &mut opened).await?;
-    let chain::OpenedChain {
-        mut device,
-        format,
-        parts,
-        ..
-    } = opened;
+    let chain::OpenedChain { mut device, format, parts, .. } = opened;
     if let Some(cache) = &cache {
         device = cache.device();
     }
@@ -350,19 +331,10 @@ async fn open_and_hold(
         // image.
         device = Rc::new(Align::with_rmw_source(device, without_prefetch, AlignOptions::BYTES));
     }
-    let throttle = Throttle::new(on, device, options.limits).map_err(|source| ImageError::Limits {
-        image: image.to_string(),
-        source,
-    })?;
+    let throttle = Throttle::new(on, device, options.limits)
+        .map_err(|source| ImageError::Limits { image: image.to_string(), source })?;
     let throttle = Rc::new(throttle);
-    Ok(OpenImage {
-        device: Rc::clone(&throttle) as Rc<dyn BlockDevice>,
-        format,
-        parts,
-        cache,
-        prefetch,
-        throttle,
-    })
+    Ok(OpenImage { device: Rc::clone(&throttle) as Rc<dyn BlockDevice>, format, parts, cache, prefetch, throttle })
 }
 
 /// Opens the cache that the options require. A trial opens no cache, and changes nothing.
@@ -372,10 +344,7 @@ async fn open_cache(
     options: &ImageOptions,
     opened: &mut chain::OpenedChain,
 ) -> Result<Option<CacheSlot>, ImageError> {
-    let failed = |source| ImageError::Cache {
-        image: image.to_string(),
-        source: Box::new(source),
-    };
+    let failed = |source| ImageError::Cache { image: image.to_string(), source: Box::new(source) };
     let identity = disk_id::identity(image, opened.format);
     let Some(cache_options) = &options.cache else {
         let mut other_caches = StateFile::other_caches(&identity, &[]);
@@ -464,10 +433,7 @@ pub async fn refuse_protected_file(image: &ImageAddress, device: &Rc<dyn BlockDe
 /// One of the caches may hold newer data than the image.
 async fn refuse_dirty(on: &Loop, image: &ImageAddress, other_caches: &[OtherCache]) -> Result<(), ImageError> {
     let refused = cache::refuse_dirty(on, other_caches).await;
-    refused.map_err(|source| ImageError::Cache {
-        image: image.to_string(),
-        source: Box::new(source),
-    })
+    refused.map_err(|source| ImageError::Cache { image: image.to_string(), source: Box::new(source) })
 }
 
 /// Returns whether a process, perhaps this one, has the image open for writing, as far as its locks show.
@@ -489,11 +455,7 @@ pub async fn try_to_open(
     options: &ImageOptions,
     held_files: &mut Vec<LockedFile>,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let options = ImageOptions {
-        trial: true,
-        claim: LockMode::ForChildren,
-        ..options.clone()
-    };
+    let options = ImageOptions { trial: true, claim: LockMode::ForChildren, ..options.clone() };
     Ok(open_and_hold(on, image, &options, held_files).await?.device)
 }
 
@@ -504,11 +466,7 @@ pub async fn try_to_open(
 /// # Errors
 /// See [`try_to_open`].
 pub async fn inspect_served(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<(), ImageError> {
-    let options = ImageOptions {
-        trial: true,
-        claim: LockMode::Unlocked,
-        ..options.clone()
-    };
+    let options = ImageOptions { trial: true, claim: LockMode::Unlocked, ..options.clone() };
     open_and_hold(on, image, &options, &mut Vec::new()).await.map(drop)
 }
 
@@ -522,18 +480,9 @@ pub async fn read_geometry(
     image: &ImageAddress,
     options: &ImageOptions,
 ) -> Result<(Geometry, Format), ImageError> {
-    let read_options = ImageOptions {
-        read_only: true,
-        share: true,
-        prefetch: None,
-        cache: None,
-        ..options.clone()
-    };
+    let read_options = ImageOptions { read_only: true, share: true, prefetch: None, cache: None, ..options.clone() };
     let opened = open(on, image, &read_options).await?;
-    let geometry = Geometry {
-        read_only: options.read_only,
-        ..opened.device.geometry()
-    };
+    let geometry = Geometry { read_only: options.read_only, ..opened.device.geometry() };
     // Nothing was written, so a failed close loses nothing.
     let _ = opened.device.close().await;
     Ok((geometry, opened.format))
@@ -551,9 +500,7 @@ pub async fn open_bytes(
     container: bool,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     match image {
-        ImageAddress::Path(path) => Ok(with_guest_block_size(
-            open_file(on, path, options, container, None).await?,
-        )),
+        ImageAddress::Path(path) => Ok(with_guest_block_size(open_file(on, path, options, container, None).await?)),
         ImageAddress::Nbd(uri) => Ok(with_guest_block_size(open_export(on, uri, options).await?)),
     }
 }
@@ -608,10 +555,7 @@ async fn open_file(
 }
 
 pub(crate) async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions) -> Result<Rc<NbdDevice>, ImageError> {
-    let nbd = NbdOptions {
-        read_only: options.read_only,
-        ..options.nbd.clone()
-    };
+    let nbd = NbdOptions { read_only: options.read_only, ..options.nbd.clone() };
     let opened = NbdDevice::open(on, uri, nbd).await;
     opened.map_err(Box::new).map_err(ImageError::Nbd)
 }
@@ -619,10 +563,7 @@ pub(crate) async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions)
 fn with_guest_block_size(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
     let geometry = device.geometry();
     if geometry.block_size > GUEST_BLOCK_BYTES || geometry.memory_alignment > 1 {
-        let align = AlignOptions {
-            block_size: GUEST_BLOCK_BYTES,
-            ..AlignOptions::default()
-        };
+        let align = AlignOptions { block_size: GUEST_BLOCK_BYTES, ..AlignOptions::default() };
         return Rc::new(Align::new(device, align));
     }
     device
@@ -631,15 +572,11 @@ fn with_guest_block_size(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
 /// Refuses a file that is too short for a qcow2 header. It must run before the file is opened as a container, which
 /// pads it to whole blocks and so hides its length.
 fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
-    let len = opener::metadata(path)
-        .ok()
-        .filter(|found| found.is_file())
-        .map(|found| found.len());
+    let len = opener::metadata(path).ok().filter(|found| found.is_file()).map(|found| found.len());
     match len {
-        Some(len) if (1..QCOW2_HEADER_BYTES).contains(&len) => Err(ImageError::TooShort {
-            image: path.display().to_string(),
-            len,
-        }),
+        Some(len) if (1..QCOW2_HEADER_BYTES).contains(&len) => {
+            Err(ImageError::TooShort { image: path.display().to_string(), len })
+        }
         _ => Ok(()),
     }
 }

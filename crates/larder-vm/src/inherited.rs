@@ -42,14 +42,8 @@ impl Inherited {
             }
         }
         let has_stored_connections = !stored.is_empty();
-        let store = manager
-            .map(|manager| DescriptorStore::new(manager, stored))
-            .transpose()?;
-        Ok(Self {
-            sockets: Arc::new(sockets),
-            store: store.map(Arc::new),
-            has_stored_connections,
-        })
+        let store = manager.map(|manager| DescriptorStore::new(manager, stored)).transpose()?;
+        Ok(Self { sockets: Arc::new(sockets), store: store.map(Arc::new), has_stored_connections })
     }
 
     /// Returns whether the previous process has left a front-end's connection: a guest is waiting for its disk.
@@ -63,19 +57,14 @@ impl Inherited {
     /// The process is out of descriptors.
     pub fn socket_on(&self, path: &Path) -> io::Result<Option<OwnedFd>> {
         let path = resolve_directory(path);
-        let found = self
-            .sockets
-            .iter()
-            .find(|(socket_path, _)| resolve_directory(socket_path) == path);
+        let found = self.sockets.iter().find(|(socket_path, _)| resolve_directory(socket_path) == path);
         found.map(|(_, socket)| socket.try_clone()).transpose()
     }
 
     /// Returns whether a socket listens on `path`.
     pub fn has_socket_on(&self, path: &Path) -> bool {
         let path = resolve_directory(path);
-        self.sockets
-            .iter()
-            .any(|(socket_path, _)| resolve_directory(socket_path) == path)
+        self.sockets.iter().any(|(socket_path, _)| resolve_directory(socket_path) == path)
     }
 
     /// Returns the paths of the sockets.
@@ -89,18 +78,12 @@ impl Inherited {
         const NAME_BYTES_MAX: usize = 200;
         let store = self.store.as_ref().filter(|_| disk.len() <= NAME_BYTES_MAX)?;
         let image = match image {
-            ImageAddress::Path(path) => opener()
-                .canonicalize(path)
-                .unwrap_or_else(|_| path.clone())
-                .display()
-                .to_string(),
+            ImageAddress::Path(path) => {
+                opener().canonicalize(path).unwrap_or_else(|_| path.clone()).display().to_string()
+            }
             other => other.to_string(),
         };
-        Some(HandoverOptions {
-            store: Arc::clone(store),
-            disk: disk.to_owned(),
-            image,
-        })
+        Some(HandoverOptions { store: Arc::clone(store), disk: disk.to_owned(), image })
     }
 
     /// Closes the connections of disks that no longer exist.

@@ -74,21 +74,13 @@ fn create_for_user(directory: &Path, uid: u32, gid: u32) -> io::Result<()> {
             // A directory that still belongs to root was left by a process that was killed before the next step.
             let is_known = found.uid() == uid || found.uid() == geteuid().as_raw();
             if !found.is_dir() || !is_known || found.mode() & 0o022 != 0 {
-                return Err(io::Error::other(
-                    "it exists, and is not a directory that belongs to that user alone",
-                ));
+                return Err(io::Error::other("it exists, and is not a directory that belongs to that user alone"));
             }
         }
         Err(error) => return Err(error),
     }
     let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
-    let owned = rustix::fs::chownat(
-        rustix::fs::CWD,
-        directory,
-        Some(uid),
-        Some(gid),
-        AtFlags::SYMLINK_NOFOLLOW,
-    );
+    let owned = rustix::fs::chownat(rustix::fs::CWD, directory, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW);
     owned.map_err(io::Error::from)
 }
 

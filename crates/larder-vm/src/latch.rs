@@ -16,10 +16,7 @@ struct LatchState<T> {
 
 impl<T> Default for Latch<T> {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new(LatchState {
-            value: None,
-            wakers: Vec::new(),
-        })))
+        Self(Arc::new(Mutex::new(LatchState { value: None, wakers: Vec::new() })))
     }
 }
 

@@ -23,15 +23,9 @@ pub enum LimitsTextError {
 
 /// Lists the known names, for messages.
 fn known_names() -> String {
-    let plain = LIMIT_NAMES
-        .iter()
-        .filter(|row| row.part == LimitPart::Average)
-        .map(|row| row.name);
+    let plain = LIMIT_NAMES.iter().filter(|row| row.part == LimitPart::Average).map(|row| row.name);
     let plain: Vec<&str> = plain.collect();
-    format!(
-        "{}, each also with -max and -max-length, and iops-size",
-        plain.join(", ")
-    )
+    format!("{}, each also with -max and -max-length, and iops-size", plain.join(", "))
 }
 
 /// A kind of limit.
@@ -74,13 +68,7 @@ const fn row(
     quantity: LimitedQuantity,
     part: LimitPart,
 ) -> LimitName {
-    LimitName {
-        name,
-        legacy_name,
-        libvirt,
-        quantity,
-        part,
-    }
+    LimitName { name, legacy_name, libvirt, quantity, part }
 }
 
 /// All kinds of limit, with all their names.
@@ -120,9 +108,7 @@ impl LimitName {
     /// Returns the kind of limit with any name `key`; dashes and underscores are equivalent.
     pub fn find(key: &str) -> Option<&'static Self> {
         let key = key.replace('-', "_");
-        LIMIT_NAMES
-            .iter()
-            .find(|row| key == row.name.replace('-', "_") || key == row.legacy_name || key == row.libvirt)
+        LIMIT_NAMES.iter().find(|row| key == row.name.replace('-', "_") || key == row.legacy_name || key == row.libvirt)
     }
 
     fn limit(self, limits: &mut ThrottleLimits) -> Option<&mut RateLimit> {
@@ -150,16 +136,14 @@ impl LimitName {
     fn parse_value(self, value: &str) -> Result<u64, String> {
         let max = RateLimit::MAX;
         if !value.is_empty() && value.chars().all(|c| c.is_ascii_digit()) && value.parse::<u64>().is_err() {
-            return Err(format!(
-                "more than a limit can be, which is {max}; leave it out for no limit"
-            ));
+            return Err(format!("more than a limit can be, which is {max}; leave it out for no limit"));
         }
         if self.is_in_bytes() {
             return match value.parse::<ByteLen>() {
                 Ok(bytes) => Ok(bytes.get()),
-                Err(larder_block::SizeError::TooLarge(_)) => Err(format!(
-                    "more than a limit can be, which is {max} bytes; leave it out for no limit"
-                )),
+                Err(larder_block::SizeError::TooLarge(_)) => {
+                    Err(format!("more than a limit can be, which is {max} bytes; leave it out for no limit"))
+                }
                 Err(error) => Err(error.to_string()),
             };
         }
@@ -221,28 +205,21 @@ pub fn parse_limits(text: &str) -> Result<ThrottleLimits, LimitsTextError> {
     let mut limits = ThrottleLimits::NONE;
     let mut seen_names: Vec<&str> = Vec::new();
     for pair in text.split(',') {
-        let (key, value) = pair
-            .split_once('=')
-            .ok_or_else(|| LimitsTextError::NotAPair(pair.to_owned()))?;
+        let (key, value) = pair.split_once('=').ok_or_else(|| LimitsTextError::NotAPair(pair.to_owned()))?;
         let (key, value) = (key.trim(), value.trim());
         let Some(row) = LimitName::find(key) else {
             return Err(LimitsTextError::UnknownKey { key: key.to_owned() });
         };
         if seen_names.contains(&row.name) {
-            return Err(LimitsTextError::Duplicate {
-                key: key.to_owned(),
-                name: row.name,
-            });
+            return Err(LimitsTextError::Duplicate { key: key.to_owned(), name: row.name });
         }
         seen_names.push(row.name);
         let parsed = row.parse_value(value);
-        parsed
-            .and_then(|value| row.set(&mut limits, value))
-            .map_err(|why| LimitsTextError::Value {
-                key: key.to_owned(),
-                value: value.to_owned(),
-                why,
-            })?;
+        parsed.and_then(|value| row.set(&mut limits, value)).map_err(|why| LimitsTextError::Value {
+            key: key.to_owned(),
+            value: value.to_owned(),
+            why,
+        })?;
     }
     limits.check()?;
     Ok(limits)
@@ -258,14 +235,7 @@ mod tests {
             parse_limits("iops-total=1000,bps-read=100MiB,bps-read-max=1GiB,bps-read-max-length=10,iops-size=64KiB")
                 .expect("they make sense");
         assert_eq!(limits.requests_total, RateLimit::per_second(1000));
-        assert_eq!(
-            limits.bytes_read,
-            RateLimit {
-                average: 100 << 20,
-                burst: 1 << 30,
-                burst_seconds: 10
-            }
-        );
+        assert_eq!(limits.bytes_read, RateLimit { average: 100 << 20, burst: 1 << 30, burst_seconds: 10 });
         assert_eq!(limits.request_size, ByteLen::kib(64));
     }
 
@@ -273,43 +243,20 @@ mod tests {
     fn all_limit_names_are_equivalent() {
         let same = |names: &[&str]| {
             let found: Vec<_> = names.iter().map(|name| LimitName::find(name)).collect();
-            assert!(
-                found[0].is_some() && found.iter().all(|row| *row == found[0]),
-                "{names:?}"
-            );
+            assert!(found[0].is_some() && found.iter().all(|row| *row == found[0]), "{names:?}");
         };
         same(&["iops-total", "iops_total", "iops", "total_iops_sec"]);
         same(&["bps-total", "bps_total", "bps", "total-bytes-sec"]);
-        same(&[
-            "bps-read-max",
-            "bps_read_max",
-            "bps_rd_max",
-            "bps-rd-max",
-            "read_bytes_sec_max",
-        ]);
-        same(&[
-            "iops-write-max-length",
-            "iops_wr_max_length",
-            "write_iops_sec_max_length",
-        ]);
+        same(&["bps-read-max", "bps_read_max", "bps_rd_max", "bps-rd-max", "read_bytes_sec_max"]);
+        same(&["iops-write-max-length", "iops_wr_max_length", "write_iops_sec_max_length"]);
         same(&["iops-size", "iops_size", "size_iops_sec"]);
         assert_eq!(LimitName::find("iopsx"), None);
         let mut names: Vec<String> = LimitName::all()
-            .flat_map(|row| {
-                [
-                    row.name.replace('-', "_"),
-                    row.legacy_name.to_owned(),
-                    row.libvirt.to_owned(),
-                ]
-            })
+            .flat_map(|row| [row.name.replace('-', "_"), row.legacy_name.to_owned(), row.libvirt.to_owned()])
             .collect();
         names.sort();
         // Both of QEMU's names for the request size are the same with underscores.
-        assert_eq!(
-            names.windows(2).filter(|pair| pair[0] == pair[1]).count(),
-            1,
-            "{names:?}"
-        );
+        assert_eq!(names.windows(2).filter(|pair| pair[0] == pair[1]).count(), 1, "{names:?}");
     }
 
     #[test]
@@ -325,10 +272,7 @@ mod tests {
             ("iops-total=", "whole number"),
             ("bps-total=1XB", "unit"),
             ("bps-total=1.5G", "smaller unit"),
-            (
-                "bps-total=99999999999T",
-                "more than a limit can be, which is 1000000000000000",
-            ),
+            ("bps-total=99999999999T", "more than a limit can be, which is 1000000000000000"),
             ("bps-total=99999999999999999999999", "more than a limit can be"),
             ("iops-total=99999999999999999999999", "more than a limit can be"),
             ("bps-total=1000000000000001", "more than a limit can be"),

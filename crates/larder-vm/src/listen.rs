@@ -65,18 +65,10 @@ pub struct Access {
 
 impl Access {
     /// Permissions according to the umask.
-    pub const UMASK: Self = Self {
-        mode: None,
-        owner: None,
-        group: None,
-        readers: None,
-    };
+    pub const UMASK: Self = Self { mode: None, owner: None, group: None, readers: None };
 
     /// Permissions for the creating user and root.
-    pub const OWNER: Self = Self {
-        mode: Some(0o600),
-        ..Self::UMASK
-    };
+    pub const OWNER: Self = Self { mode: Some(0o600), ..Self::UMASK };
 
     /// Returns the same permissions with a group of readers added.
     #[must_use]
@@ -111,17 +103,10 @@ impl Access {
             fs::set_permissions(&path, Permissions::from_mode(mode))?;
         }
         if self.readers.is_some() {
-            let readers_only = Self {
-                owner: None,
-                group: None,
-                ..self
-            };
+            let readers_only = Self { owner: None, group: None, ..self };
             if let Err(error) = acl::grant(&path, readers_only) {
                 // All other users have their access already.
-                tracing::warn!(
-                    "{}: cannot grant access to the group of readers: {error}",
-                    socket_path.display()
-                );
+                tracing::warn!("{}: cannot grant access to the group of readers: {error}", socket_path.display());
             }
         }
         Ok(())
@@ -199,22 +184,13 @@ impl ListeningSocket {
     /// # Errors
     /// See [`ListenError`].
     pub fn bind(path: &Path, access: Access) -> Result<Self, ListenError> {
-        let failed = |source| ListenError::Os {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |source| ListenError::Os { path: path.to_owned(), source };
         if let Some(helper) = opener_client() {
             let descriptor = helper.listen(path).map_err(ListenError::Opener)?;
-            return Ok(Self {
-                descriptor,
-                file: ListeningSocketFile::Opener(OpenerSocketFile(path.to_owned())),
-            });
+            return Ok(Self { descriptor, file: ListeningSocketFile::Opener(OpenerSocketFile(path.to_owned())) });
         }
         let file = SocketFile::bind_with_access(path, access)?;
-        Ok(Self {
-            descriptor: file.descriptor().map_err(failed)?,
-            file: ListeningSocketFile::Bound(file),
-        })
+        Ok(Self { descriptor: file.descriptor().map_err(failed)?, file: ListeningSocketFile::Bound(file) })
     }
 }
 
@@ -325,10 +301,7 @@ const PATH_LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl PathLock {
     fn acquire(socket: &Path) -> Result<Self, ListenError> {
-        let failed = |source| ListenError::Os {
-            path: socket.to_owned(),
-            source,
-        };
+        let failed = |source| ListenError::Os { path: socket.to_owned(), source };
         let mut name = OsString::from(".");
         name.push(socket.file_name().unwrap_or_default());
         name.push(".lock");
@@ -381,10 +354,9 @@ pub(crate) fn listener_exited(stream: &UnixStream) -> bool {
     };
     match fs::read_to_string(format!("/proc/{}/stat", peer.pid)) {
         // "PID (NAME) STATE ...": a killed process that is not reaped yet.
-        Ok(stat) => stat
-            .rsplit(')')
-            .next()
-            .is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X'))),
+        Ok(stat) => {
+            stat.rsplit(')').next().is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X')))
+        }
         // Processes of other users may be hidden (ProtectProc=).
         Err(error) => {
             let is_exited = rustix::process::test_kill_process(peer.pid) == Err(rustix::io::Errno::SRCH);
@@ -434,10 +406,7 @@ mod tests {
                     let _ = fs::rename(&link, &socket);
                 }
             });
-            let access = Access {
-                mode: Some(0o666),
-                ..Access::default()
-            };
+            let access = Access { mode: Some(0o666), ..Access::default() };
             for _ in 0..2000 {
                 let _ = fs::remove_file(&socket);
                 drop(SocketFile::bind_with_access(&socket, access));
@@ -485,10 +454,7 @@ mod tests {
         assert_eq!(fs::read(&path).expect("is there"), b"mine");
         let long = directory.path().join("x".repeat(120));
         assert!(matches!(SocketFile::bind(&long), Err(ListenError::TooLong { .. })));
-        assert!(matches!(
-            SocketFile::bind(directory.path()),
-            Err(ListenError::NotASocket { .. })
-        ));
+        assert!(matches!(SocketFile::bind(directory.path()), Err(ListenError::NotASocket { .. })));
         let nowhere = directory.path().join("no/such/folder");
         assert!(matches!(SocketFile::bind(&nowhere), Err(ListenError::Os { .. })));
     }
@@ -518,11 +484,7 @@ mod tests {
             served[0].listener.set_nonblocking(true).expect("can be set");
             assert!(served[0].listener.accept().is_ok(), "round {round}: it is another one");
             drop(all);
-            assert_eq!(
-                fs::read_dir(directory.path()).expect("a directory").count(),
-                0,
-                "nothing is left behind"
-            );
+            assert_eq!(fs::read_dir(directory.path()).expect("a directory").count(), 0, "nothing is left behind");
         }
     }
 }

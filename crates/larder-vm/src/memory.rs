@@ -137,11 +137,7 @@ pub enum MemoryError {
 #[allow(missing_docs)]
 pub enum BudgetError {
     #[error("a budget of {budget} is too small: memory of {bytes} needs at least {needed}")]
-    TooSmall {
-        budget: ByteLen,
-        needed: ByteLen,
-        bytes: ByteLen,
-    },
+    TooSmall { budget: ByteLen, needed: ByteLen, bytes: ByteLen },
     #[error("{compressed} of compressed pages leave too little of a budget of {budget} for the guest")]
     Compressed { compressed: ByteLen, budget: ByteLen },
     #[error(transparent)]
@@ -233,11 +229,7 @@ impl ManagedMemory {
         let outcome = ThreadResult::spawn(thread, move || run_pager(&config, inquiries, &attached_sender))
             .map_err(MemoryError::Thread)?;
         match ready.recv() {
-            Ok(began) => Ok(Self {
-                outcome,
-                handle: MemoryHandle(sender),
-                summary: began,
-            }),
+            Ok(began) => Ok(Self { outcome, handle: MemoryHandle(sender), summary: began }),
             Err(thread_mpsc::RecvError) => match outcome.wait() {
                 Some(Err(error)) => Err(error),
                 Some(Ok(_)) | None => Err(MemoryError::ThreadDied),
@@ -353,10 +345,7 @@ fn check_budget(
     let compressed = compressed.map_or(compressed_default(budget.get(), has_disk), ByteLen::get);
     // Some pages must be resident for the guest to make progress.
     if compressed > budget.get() - overhead - BUDGET_MIN.get() / 4 {
-        return Err(BudgetError::Compressed {
-            compressed: ByteLen::new(compressed),
-            budget,
-        });
+        return Err(BudgetError::Compressed { compressed: ByteLen::new(compressed), budget });
     }
     Ok((budget.get(), compressed))
 }
@@ -370,10 +359,7 @@ fn run_pager(
     tracing::debug!("the process is being examined");
     let on = Loop::new(config.poll_max).map_err(MemoryError::Uring)?;
     on.block_on(async {
-        let options = InspectOptions {
-            ram_of: qemu_ram::ram_files,
-            ..InspectOptions::default()
-        };
+        let options = InspectOptions { ram_of: qemu_ram::ram_files, ..InspectOptions::default() };
         let target = Target::inspect(config.pid, &options)?;
         // From here on a pidfd identifies the process.
         if config.started.is_some_and(|started| started != target.start_time()) {
@@ -391,10 +377,7 @@ fn run_pager(
         let found = AttachCandidate::open(target)?;
         let cautions = found.warnings();
         swap::check_distinct(config.swap.as_ref(), config.slow.as_ref())?;
-        let owner = swap::SwapOwner {
-            pid: config.pid.as_raw_pid().unsigned_abs(),
-            started,
-        };
+        let owner = swap::SwapOwner { pid: config.pid.as_raw_pid().unsigned_abs(), started };
         let was_managed = found.was_managed();
         let encrypt = found.is_encrypted().unwrap_or(config.encrypt);
         let (mut swaps, mut releases) = (Vec::new(), Vec::new());
@@ -423,9 +406,7 @@ fn run_pager(
         };
         let attached = match failed {
             Some(error) => Err(MemoryError::from(error)),
-            None => found
-                .attach(pager_options, swaps, config.encrypt)
-                .map_err(MemoryError::from),
+            None => found.attach(pager_options, swaps, config.encrypt).map_err(MemoryError::from),
         };
         let attached = match attached {
             Ok(attached) => attached,
@@ -592,9 +573,7 @@ impl RequestHandler {
         // A default share remains the default share.
         let has_disk = self.config.has_disk();
         let is_default = status.compressed_limit_bytes == compressed_default(status.limit_bytes, has_disk);
-        let compressed = limits
-            .compressed
-            .or((!is_default).then(|| ByteLen::new(status.compressed_limit_bytes)));
+        let compressed = limits.compressed.or((!is_default).then(|| ByteLen::new(status.compressed_limit_bytes)));
         let (limit, compressed) = check_budget(status.bytes, budget, compressed, has_disk)?;
         let range = limits.range.unwrap_or(self.range.get());
         range.check(status.bytes, limit)?;

@@ -41,20 +41,14 @@ pub(crate) fn create(name: &OsStr) -> io::Result<()> {
         let _ = create_persistent(state);
     }
     // This cannot be set twice, since one process serves one VM.
-    let _ = PRIVATE_DIRECTORIES.set(PrivateDirectories {
-        runtime: runtime_own,
-        state,
-    });
+    let _ = PRIVATE_DIRECTORIES.set(PrivateDirectories { runtime: runtime_own, state });
     Ok(())
 }
 
 fn create_persistent(directory: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
 
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(directory)?;
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
     runtime_directory::check_exclusive_owner(directory)
 }
 
@@ -71,9 +65,6 @@ pub(crate) fn state() -> Option<&'static Path> {
 /// Returns the directories of all VMs below a user's runtime or state directory, as far as this process may list
 /// them.
 pub(crate) fn list_in(parent: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(parent.join(DIRECTORY_NAME))
-        .into_iter()
-        .flatten()
-        .flatten();
+    let entries = std::fs::read_dir(parent.join(DIRECTORY_NAME)).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).collect()
 }

@@ -20,10 +20,7 @@ use crate::read_group::is_reader;
 pub fn runtime_directory() -> PathBuf {
     // The variable may be a list; its first entry is used.
     let service_directory = std::env::var("RUNTIME_DIRECTORY").ok();
-    let service_directory = service_directory
-        .as_deref()
-        .and_then(|list| list.split(':').next())
-        .map(PathBuf::from);
+    let service_directory = service_directory.as_deref().and_then(|list| list.split(':').next()).map(PathBuf::from);
     if let Some(directory) =
         service_directory.filter(|folder| check_exclusive_owner(folder).is_ok() && is_on_tmpfs(folder))
     {
@@ -151,9 +148,7 @@ pub fn migration_state_directory() -> io::Result<PathBuf> {
 /// root runs services.
 pub(crate) fn host_runtime_directories() -> impl Iterator<Item = (PathBuf, u32)> {
     let with_owner = |path: &'static str| Some((PathBuf::from(path), owner_of(path)?));
-    [SYSTEM_DIRECTORY, ROOT_FALLBACK_DIRECTORY]
-        .into_iter()
-        .filter_map(with_owner)
+    [SYSTEM_DIRECTORY, ROOT_FALLBACK_DIRECTORY].into_iter().filter_map(with_owner)
 }
 
 /// Returns the directory in which the services of version 0.1 kept their journals, and their common user. It is in a
@@ -173,9 +168,7 @@ pub(crate) fn memory_socket_directories() -> Vec<PathBuf> {
 /// Returns the runtime directories with registered VMs that this user can use: the user's own, and for root and
 /// members of the read group those of the host.
 pub(crate) fn vm_directories() -> Vec<PathBuf> {
-    let host_directories = [SYSTEM_DIRECTORY, ROOT_FALLBACK_DIRECTORY]
-        .into_iter()
-        .filter(|_| is_reader());
+    let host_directories = [SYSTEM_DIRECTORY, ROOT_FALLBACK_DIRECTORY].into_iter().filter(|_| is_reader());
     let user_directories = [socket_directory(), runtime_directory()].into_iter();
     let mut all: Vec<PathBuf> = user_directories.chain(host_directories.map(PathBuf::from)).collect();
     all.dedup();
@@ -191,12 +184,8 @@ const VM_RUNTIME_ROOT: &str = "/run/larder-vm";
 /// # Errors
 /// The directory belongs to another user.
 pub(crate) fn allow_listing(directory: &Path) -> io::Result<()> {
-    let host_directories = [
-        SYSTEM_DIRECTORY,
-        ROOT_FALLBACK_DIRECTORY,
-        MEMORY_SOCKET_DIRECTORY,
-        MIGRATION_SOCKET_DIRECTORY,
-    ];
+    let host_directories =
+        [SYSTEM_DIRECTORY, ROOT_FALLBACK_DIRECTORY, MEMORY_SOCKET_DIRECTORY, MIGRATION_SOCKET_DIRECTORY];
     match host_directories.iter().any(|parent| directory.starts_with(parent)) {
         true => fs::set_permissions(directory, fs::Permissions::from_mode(0o755)),
         false => Ok(()),

@@ -19,11 +19,7 @@ pub enum UserError {
     #[error("--user {name}: only root can switch to another user; start this as root, or as {name} without --user")]
     NotRoot { name: String },
     #[error("--user {name}: {step}: {source}")]
-    Step {
-        name: String,
-        step: &'static str,
-        source: nix::Error,
-    },
+    Step { name: String, step: &'static str, source: nix::Error },
 }
 
 /// Returns the user with this name or number.
@@ -33,10 +29,7 @@ pub(crate) fn find_user(name: &str) -> Result<User, UserError> {
         Err(_) => User::from_name(name),
     };
     found
-        .map_err(|source| UserError::LookUp {
-            name: name.to_owned(),
-            source,
-        })?
+        .map_err(|source| UserError::LookUp { name: name.to_owned(), source })?
         .ok_or_else(|| UserError::Unknown { name: name.to_owned() })
 }
 
@@ -46,13 +39,7 @@ pub(crate) fn find_user(name: &str) -> Result<User, UserError> {
 /// See [`UserError`]; after [`UserError::Step`] the process must end.
 pub fn switch_user(name: &str) -> Result<u32, UserError> {
     let user = find_user(name)?;
-    let step = |step: &'static str| {
-        move |source| UserError::Step {
-            name: name.to_owned(),
-            step,
-            source,
-        }
-    };
+    let step = |step: &'static str| move |source| UserError::Step { name: name.to_owned(), step, source };
     if user.uid != Uid::effective() {
         if !Uid::effective().is_root() {
             return Err(UserError::NotRoot { name: name.to_owned() });

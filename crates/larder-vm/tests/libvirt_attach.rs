@@ -20,16 +20,9 @@ fn part(key: &'static str, values: &'static str) -> impl Strategy<Value = String
 
 fn disk() -> impl Strategy<Value = String> {
     let number = "[0-9]{1,6}|0x[0-9]{2}|64|65|128|256|1024|2048|[a-z ]{0,3}";
-    let driver = (
-        part("queues", number),
-        part("queue_size", number),
-        part("cache", "none|writeback|unsafe"),
-    );
+    let driver = (part("queues", number), part("queue_size", number), part("cache", "none|writeback|unsafe"));
     let more = (
-        part(
-            "<serial",
-            "[ -%(-;=?-~]{0,40}|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-        ),
+        part("<serial", "[ -%(-;=?-~]{0,40}|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"),
         part("<total_iops_sec", "[0-9]{1,20}"),
         part("<total_iops_sec_max", "[0-9]{1,20}"),
         part("logical_block_size", "512|1024|4096|[0-9]{1,5}"),

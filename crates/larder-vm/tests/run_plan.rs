@@ -43,9 +43,7 @@ fn planned(line: &str) -> RunPlan {
 }
 
 fn is_change(plan: &RunPlan, parts: &[&str]) -> bool {
-    plan.changes
-        .iter()
-        .any(|change| parts.iter().all(|part| change.contains(part)))
+    plan.changes.iter().any(|change| parts.iter().all(|part| change.contains(part)))
 }
 
 /// Returns the arguments that represent the disk with this number.
@@ -67,19 +65,13 @@ fn virtio_drive_becomes_vhost_user_disk() {
     assert_eq!(plan.disks[0].socket, Path::new("/run/larder/larder-run-1/disk-0.sock"));
     let change = format!("disk /srv/vm.raw: served over vhost-user-blk as vda (was -drive {drive})");
     assert!(is_change(&plan, &[&change]));
-    assert!(is_change(
-        &plan,
-        &["memory: shared as /dev/shm/larder-vm-1 (was private)"]
-    ));
+    assert!(is_change(&plan, &["memory: shared as /dev/shm/larder-vm-1 (was private)"]));
 }
 
 #[test]
 fn reconnect_option_fits_qemu_version() {
     let line = words("qemu-system-x86_64 -drive file=/a,if=virtio,format=raw");
-    for (version, option) in [
-        (QemuVersion(9, 1), ",reconnect=1 "),
-        (QemuVersion(9, 2), ",reconnect-ms=100 "),
-    ] {
+    for (version, option) in [(QemuVersion(9, 1), ",reconnect=1 "), (QemuVersion(9, 2), ",reconnect-ms=100 ")] {
         let plan = plan(&line, &[], &setting(version)).expect("can be planned");
         assert!(command_line(&plan.qemu).contains(option), "{version}");
     }
@@ -96,10 +88,7 @@ fn device_keeps_position_and_properties() {
     assert_eq!(command_line(&plan.qemu), expected);
     assert_eq!(plan.disks[0].disk.serial.as_deref(), Some("S1"));
     // The device has an address of the user's choice, so the guest's name for it is not predicted.
-    assert!(is_change(
-        &plan,
-        &["disk /srv/a.raw: served over vhost-user-blk (was -device virtio-blk-pci"]
-    ));
+    assert!(is_change(&plan, &["disk /srv/a.raw: served over vhost-user-blk (was -device virtio-blk-pci"]));
 }
 
 /// A qcow2 drive is served, and options that only tune QEMU's cache are reported as not needed.
@@ -137,15 +126,9 @@ fn qemus_disks_keep_their_order() {
     let devices: Vec<&str> = line.split(" -device ").skip(1).collect();
     assert_eq!(devices.len(), 3);
     assert!(line.contains("-drive file=/b.vmdk,format=vmdk,cache=none,if=none,id=virtio1 "));
-    assert!(
-        devices[0].starts_with("vhost-user-blk-pci,chardev=larder-chr-0,"),
-        "{line}"
-    );
+    assert!(devices[0].starts_with("vhost-user-blk-pci,chardev=larder-chr-0,"), "{line}");
     assert!(devices[1].starts_with("virtio-blk,drive=virtio1 "), "{line}");
-    assert!(
-        devices[2].starts_with("vhost-user-blk-pci,chardev=larder-chr-1,"),
-        "{line}"
-    );
+    assert!(devices[2].starts_with("vhost-user-blk-pci,chardev=larder-chr-1,"), "{line}");
     assert!(is_change(&plan, &["/a.raw", " as vda"]));
     assert!(is_change(&plan, &["/b.vmdk: stays with QEMU", "not vmdk"]));
     assert!(is_change(&plan, &["/c.raw", " as vdc"]));
@@ -154,75 +137,36 @@ fn qemus_disks_keep_their_order() {
 /// Command lines with one disk that stays with QEMU, and parts of the message about it: the image, the reason, and
 /// advice.
 const STAYING: [(&str, &[&str]); 39] = [
-    (
-        "-drive file=nbd://b/c,if=virtio",
-        &["disk nbd://b/c: stays", "add format=raw"],
-    ),
+    ("-drive file=nbd://b/c,if=virtio", &["disk nbd://b/c: stays", "add format=raw"]),
     ("-drive file=/b,if=virtio,format=vmdk", &["disk /b: stays", "not vmdk"]),
     (
         "-drive file=/b,if=virtio,format=qcow2,backing.file.filename=/c",
         &["disk /b: stays", "backing.file.filename=/c", "other files"],
     ),
-    (
-        "-drive file=/b,if=virtio,format=qcow2,detect-zeroes=unmap",
-        &["disk /b: stays", "detect-zeroes=unmap"],
-    ),
-    (
-        "-drive file=/b,if=virtio,format=qcow2 -snapshot",
-        &["disk /b: stays", "-snapshot"],
-    ),
-    (
-        "-drive file=/b,if=virtio,format=raw,snapshot=on",
-        &["disk /b: stays", "snapshot=on"],
-    ),
-    (
-        "-drive file=/b,if=virtio,format=raw -snapshot",
-        &["disk /b: stays", "-snapshot"],
-    ),
-    (
-        "-drive file=json:{},if=virtio,format=raw",
-        &["disk json:{}: stays", "described in JSON", "give its path"],
-    ),
-    (
-        "-drive file.filename=/b,if=virtio,format=raw",
-        &["disk /b: stays", "names no file="],
-    ),
-    (
-        "-drive file=/b,if=ide,format=raw",
-        &["disk /b: stays", "if=ide", "if=virtio it would be"],
-    ),
-    (
-        "-drive file=/b,if=scsi,format=raw",
-        &["disk /b: stays", "if=scsi", "if=virtio it would be"],
-    ),
-    (
-        "-drive file=/b,format=raw",
-        &["disk /b: stays", "without if=", "if=virtio it would be"],
-    ),
+    ("-drive file=/b,if=virtio,format=qcow2,detect-zeroes=unmap", &["disk /b: stays", "detect-zeroes=unmap"]),
+    ("-drive file=/b,if=virtio,format=qcow2 -snapshot", &["disk /b: stays", "-snapshot"]),
+    ("-drive file=/b,if=virtio,format=raw,snapshot=on", &["disk /b: stays", "snapshot=on"]),
+    ("-drive file=/b,if=virtio,format=raw -snapshot", &["disk /b: stays", "-snapshot"]),
+    ("-drive file=json:{},if=virtio,format=raw", &["disk json:{}: stays", "described in JSON", "give its path"]),
+    ("-drive file.filename=/b,if=virtio,format=raw", &["disk /b: stays", "names no file="]),
+    ("-drive file=/b,if=ide,format=raw", &["disk /b: stays", "if=ide", "if=virtio it would be"]),
+    ("-drive file=/b,if=scsi,format=raw", &["disk /b: stays", "if=scsi", "if=virtio it would be"]),
+    ("-drive file=/b,format=raw", &["disk /b: stays", "without if=", "if=virtio it would be"]),
     ("-drive file=/b,media=cdrom", &["disk /b: stays", "CD-ROM"]),
     ("-drive file=/b,if=floppy", &["disk /b: stays", "floppy"]),
-    (
-        "-drive file=/b,if=none,id=x,format=raw",
-        &["disk /b: stays", "no -device", "virtio-blk-pci"],
-    ),
+    ("-drive file=/b,if=none,id=x,format=raw", &["disk /b: stays", "no -device", "virtio-blk-pci"]),
     ("-hda /b", &["disk /b: stays", "-hda", "if=virtio it would be"]),
     ("-hdd /b,c", &["disk /b,c: stays", "-hdd", "if=virtio it would be"]),
     ("/b", &["disk /b: stays", "-hda", "if=virtio it would be"]),
     ("-cdrom /b", &["disk /b: stays", "CD-ROM"]),
     ("-fda /b", &["disk /b: stays", "floppy"]),
     ("-sd /b", &["disk /b: stays", "-sd", "if=virtio it would be"]),
-    (
-        "-drive if=none,id=x,file=/b,format=raw -device ide-hd,drive=x",
-        &["disk /b: stays", "ide-hd", "virtio-blk-pci"],
-    ),
+    ("-drive if=none,id=x,file=/b,format=raw -device ide-hd,drive=x", &["disk /b: stays", "ide-hd", "virtio-blk-pci"]),
     (
         "-device virtio-scsi -drive if=none,id=x,file=/b,format=raw -device scsi-hd,drive=x",
         &["disk /b: stays", "scsi-hd", "virtio-blk-pci"],
     ),
-    (
-        "-drive if=none,id=x,file=/b -device scsi-cd,drive=x",
-        &["disk /b: stays", "CD-ROM"],
-    ),
+    ("-drive if=none,id=x,file=/b -device scsi-cd,drive=x", &["disk /b: stays", "CD-ROM"]),
     (
         "-drive if=none,id=x,file=/b,format=raw -device {\"driver\":\"usb-storage\",\"drive\":\"x\"}",
         &["disk /b: stays", "usb-storage"],
@@ -236,10 +180,7 @@ const STAYING: [(&str, &[&str]); 39] = [
          -device virtio-blk-pci,drive=x,share-rw=on",
         &["disk /b: stays", "several devices"],
     ),
-    (
-        "-drive if=ide,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x",
-        &["disk /b: stays", "give it if=none"],
-    ),
+    ("-drive if=ide,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x", &["disk /b: stays", "give it if=none"]),
     (
         "-drive if=none,id=x,file=/b,format=raw -device {\"driver\":\"virtio-blk-pci\",\"drive\":\"x\"}",
         &["disk /b: stays", "written in JSON", "key=value"],
@@ -260,10 +201,7 @@ const STAYING: [(&str, &[&str]); 39] = [
         "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,logical_block_size=1k",
         &["disk /b: stays", "block-size 1024"],
     ),
-    (
-        "-device virtio-blk-pci,drive=x",
-        &["stays with QEMU", "no -drive if=none,id=x"],
-    ),
+    ("-device virtio-blk-pci,drive=x", &["stays with QEMU", "no -drive if=none,id=x"]),
     (
         "-blockdev driver=file,node-name=x,filename=/b -device virtio-blk-pci,drive=x",
         &["disk /b: stays", "-blockdev", "write -drive if=none"],
@@ -277,14 +215,8 @@ const STAYING: [(&str, &[&str]); 39] = [
          -device {\"driver\":\"virtio-blk-pci\",\"drive\":\"x\"}",
         &["disk /b: stays", "written in JSON"],
     ),
-    (
-        "-blockdev driver=file,node-name=x,filename=/b",
-        &["disk /b: stays", "no -device"],
-    ),
-    (
-        "-chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c",
-        &["unchanged", "server of its own"],
-    ),
+    ("-blockdev driver=file,node-name=x,filename=/b", &["disk /b: stays", "no -device"]),
+    ("-chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c", &["unchanged", "server of its own"]),
 ];
 
 /// Each disk that stays with QEMU causes one message with the reason, and the command line does not change.
@@ -297,10 +229,7 @@ fn disk_left_with_qemu_is_explained() {
         assert!(plan.disks.is_empty() && plan.ram.is_empty(), "{line}");
         assert_eq!(plan.changes.len(), 2, "{line}: {:?}", plan.changes);
         assert!(is_change(&plan, parts), "{line}: {:?}", plan.changes);
-        assert_eq!(
-            plan.changes[1],
-            "no disk is served: QEMU is started with the command line as given"
-        );
+        assert_eq!(plan.changes[1], "no disk is served: QEMU is started with the command line as given");
     }
 }
 
@@ -310,11 +239,7 @@ fn non_utf8_drive_stays_with_qemu() {
     let odd = |more: &str| -> OsString { std::os::unix::ffi::OsStringExt::from_vec(bytes(more)) };
     let mut line = words("kvm -drive file=/a,if=virtio,format=raw,discard=on -drive");
     line.push(odd(",if=virtio,format=raw"));
-    let plan = plan(
-        &line,
-        &[parse_disk("/c").expect("is right")],
-        &setting(QemuVersion(7, 2)),
-    );
+    let plan = plan(&line, &[parse_disk("/c").expect("is right")], &setting(QemuVersion(7, 2)));
     let plan = plan.expect("can be planned");
     let first = disk(0, "queue-size=256");
     let last = disk(1, "queue-size=256");
@@ -322,10 +247,7 @@ fn non_utf8_drive_stays_with_qemu() {
     expected.push(odd(",if=virtio,format=raw,if=none,id=virtio1"));
     expected.extend(words(&format!("{first} -device virtio-blk,drive=virtio1 {last} {RAM}")));
     assert_eq!(plan.qemu, expected);
-    assert!(is_change(
-        &plan,
-        &["disk /b\u{fffd}: stays with QEMU", "not UTF-8", "link"]
-    ));
+    assert!(is_change(&plan, &["disk /b\u{fffd}: stays with QEMU", "not UTF-8", "link"]));
     assert!(is_change(&plan, &["disk /c: served over vhost-user-blk as vdc"]));
 }
 
@@ -345,11 +267,7 @@ fn short_option_keeps_disk_order() {
     assert_eq!(served.disks[0].disk.format, None);
 
     let left = [(ImageAddress::Path("/a".into()), QemuOnlyReason("it is odd".to_owned()))];
-    let setting = PlanEnvironment {
-        left_to_qemu: &left,
-        memory: None,
-        ..setting(QemuVersion(7, 2))
-    };
+    let setting = PlanEnvironment { left_to_qemu: &left, memory: None, ..setting(QemuVersion(7, 2)) };
     let plan = plan(&line, &[], &setting).expect("can be planned");
     let line = command_line(&plan.qemu);
     assert!(line.contains("-drive media=disk,file=/a,if=none,id=virtio0"), "{line}");
@@ -362,9 +280,7 @@ fn short_option_keeps_disk_order() {
 
 #[test]
 fn external_server_disk_takes_guest_name() {
-    let plan = planned(&format!(
-        "kvm -chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c {DRIVE}"
-    ));
+    let plan = planned(&format!("kvm -chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c {DRIVE}"));
     assert!(is_change(&plan, &["disk /a: served", "as vdb"]));
 }
 
@@ -381,10 +297,7 @@ fn additional_disks_come_last() {
     let first = disk(0, "queue-size=256");
     let second = disk(1, "num-queues=2,queue-size=256");
     assert_eq!(command_line(&plan.qemu), format!("kvm {first} {second} {RAM}"));
-    assert!(is_change(
-        &plan,
-        &["disk /x.raw: served over vhost-user-blk as vdb (added by --disk)"]
-    ));
+    assert!(is_change(&plan, &["disk /x.raw: served over vhost-user-blk as vdb (added by --disk)"]));
 }
 
 #[test]
@@ -395,10 +308,7 @@ fn vhost_user_device_fits_machine() {
     let result = try_plan("qemu-system-s390x -m 1G", &extra);
     assert!(matches!(result, Err(PlanError::NoDevice { .. })), "{result:?}");
     let plan = planned("qemu-system-s390x -m 1G -drive file=/a,if=virtio,format=raw");
-    assert!(is_change(
-        &plan,
-        &["/a: stays with QEMU: QEMU has no vhost-user-blk device"]
-    ));
+    assert!(is_change(&plan, &["/a: stays with QEMU: QEMU has no vhost-user-blk device"]));
     let plan = planned("qemu-system-aarch64 -M virt -m 1G -drive file=/a,format=raw");
     assert_eq!(plan.disks.len(), 1);
 }
@@ -432,10 +342,7 @@ fn ram_file_has_requested_size() {
 
 #[test]
 fn ram_of_unknown_size_is_refused() {
-    for line in [
-        "kvm -m lots",
-        "kvm -object memory-backend-ram,id=r -machine memory-backend=r",
-    ] {
+    for line in ["kvm -m lots", "kvm -object memory-backend-ram,id=r -machine memory-backend=r"] {
         let result = try_plan(&format!("{line} {DRIVE}"), &[]);
         assert!(matches!(result, Err(PlanError::RamSize { .. })), "{result:?}");
     }
@@ -502,10 +409,7 @@ fn huge_pages_stay_in_their_directory() {
     let plan = planned(&format!("kvm -m 128 -mem-path /dev/hugepages -mem-prealloc {DRIVE}"));
     let ram = RAM.replace("/dev/shm/larder-vm-1", "/dev/hugepages");
     let disk = disk(0, "queue-size=256");
-    assert_eq!(
-        command_line(&plan.qemu),
-        format!("kvm -m 128 -mem-prealloc {disk} {ram}")
-    );
+    assert_eq!(command_line(&plan.qemu), format!("kvm -m 128 -mem-prealloc {disk} {ram}"));
     assert!(plan.ram.is_empty());
     assert_eq!(plan.directories, [Path::new("/dev/hugepages")]);
     let plan = planned(&format!(
@@ -621,10 +525,7 @@ fn budget_shares_ram_and_adds_pager() {
         ..MemorySpec::new(size.parse().expect("a size"))
     };
     let with = |line: &str, wish: &MemorySpec| {
-        let setting = PlanEnvironment {
-            memory: Some(wish),
-            ..setting(QemuVersion(7, 2))
-        };
+        let setting = PlanEnvironment { memory: Some(wish), ..setting(QemuVersion(7, 2)) };
         plan(&words(line), &[], &setting)
     };
     let plan = with("qemu-system-x86_64 -m 128 -hda /a", &budget("64MiB")).expect("can be planned");
@@ -643,26 +544,13 @@ fn budget_shares_ram_and_adds_pager() {
     );
     // Without knowing anything about the memory, only the minimum can be checked.
     let error = with("qemu-system-x86_64 -m 8G", &budget("64MiB")).expect_err("is too small");
-    assert!(
-        error.to_string().contains("memory of 8 GiB needs at least 68 MiB"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("memory of 8 GiB needs at least 68 MiB"), "{error}");
     with(
         "qemu-system-x86_64 -m 8G -object memory-backend-memfd,id=r,size=8G,share=on -M memory-backend=r",
         &budget("64MiB"),
     )
     .expect("QEMU has the memory");
     let error = with("qemu-system-x86_64", &budget("1MiB")).expect_err("is too small");
-    assert!(
-        error
-            .to_string()
-            .contains("--memory-budget: a budget of 1 MiB is too small"),
-        "{error}"
-    );
-    assert!(
-        with("qemu-system-x86_64 -version", &budget("64MiB"))
-            .expect("prints")
-            .memory
-            .is_none()
-    );
+    assert!(error.to_string().contains("--memory-budget: a budget of 1 MiB is too small"), "{error}");
+    assert!(with("qemu-system-x86_64 -version", &budget("64MiB")).expect("prints").memory.is_none());
 }

@@ -19,11 +19,8 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 use clap_mangen::roff::{Inline, Roff, bold, roman};
 
-const USUAL_EXIT: [(&str, &str); 3] = [
-    ("0", "Success."),
-    ("1", "It works, and the answer is no."),
-    ("2", "A wrong command line, or an error."),
-];
+const USUAL_EXIT: [(&str, &str); 3] =
+    [("0", "Success."), ("1", "It works, and the answer is no."), ("2", "A wrong command line, or an error.")];
 
 const VM_FILE: (&str, &str) = (
     "/etc/larder/vms/NAME.toml",
@@ -70,15 +67,9 @@ const PAGES: [Page; 16] = [
     Page {
         command: "larder run",
         exit: &[
-            (
-                "2",
-                "A wrong command line, or a disk that cannot be served; nothing was started.",
-            ),
+            ("2", "A wrong command line, or a disk that cannot be served; nothing was started."),
             ("128+N", "Signal N ended QEMU."),
-            (
-                "others",
-                "QEMU's exit code. With --dry-run 1 if one of the commands would fail.",
-            ),
+            ("others", "QEMU's exit code. With --dry-run 1 if one of the commands would fail."),
         ],
         files: &[("/run/larder", "The sockets, in a folder of each run's own.")],
         examples: &[
@@ -103,20 +94,14 @@ const PAGES: [Page; 16] = [
                 "0",
                 "The server was told to end; or all could be served (--check); or all is as the file says (--reload).",
             ),
-            (
-                "1",
-                "Something is left as it was until the server is started again (--reload).",
-            ),
+            ("1", "Something is left as it was until the server is started again (--reload)."),
             ("2", "A wrong command line or file, or a disk that cannot be served."),
         ],
         files: &[VM_FILE, CONTROL, NOTES],
         examples: &[
             ("larder vm web --check", "Say whether all disks could be served."),
             ("larder vm web", "Serve them until SIGTERM or SIGINT."),
-            (
-                "larder vm web --reload",
-                "Have the server read a changed file again, as SIGHUP does.",
-            ),
+            ("larder vm web --reload", "Have the server read a changed file again, as SIGHUP does."),
         ],
     },
     Page {
@@ -124,10 +109,7 @@ const PAGES: [Page; 16] = [
         exit: &USUAL_EXIT,
         files: &[NOTES],
         examples: &[
-            (
-                "larder disk serve /srv/vm.raw --format raw --socket /run/vm.sock",
-                "Serve a raw disk to a guest.",
-            ),
+            ("larder disk serve /srv/vm.raw --format raw --socket /run/vm.sock", "Serve a raw disk to a guest."),
             (
                 "larder disk serve /srv/vm.qcow2 --socket /run/vm.sock --cache /ssd/vm.cache --cache-size 20GiB",
                 "With a cache on an SSD.",
@@ -142,10 +124,7 @@ const PAGES: [Page; 16] = [
         command: "larder disk info",
         exit: &USUAL_EXIT,
         files: &[],
-        examples: &[(
-            "larder disk info /srv/vm.qcow2",
-            "Its format, its backing files, what it takes.",
-        )],
+        examples: &[("larder disk info /srv/vm.qcow2", "Its format, its backing files, what it takes.")],
     },
     Page {
         command: "larder disk check",
@@ -157,30 +136,21 @@ const PAGES: [Page; 16] = [
         files: &[NOTES],
         examples: &[
             ("larder disk check /srv/vm.qcow2", "Change nothing."),
-            (
-                "larder disk check --repair /srv/vm.qcow2",
-                "Mend what is wrong, while nobody uses it.",
-            ),
+            ("larder disk check --repair /srv/vm.qcow2", "Mend what is wrong, while nobody uses it."),
         ],
     },
     Page {
         command: "larder disk resize",
         exit: &USUAL_EXIT,
         files: &[],
-        examples: &[(
-            "larder disk resize /srv/vm.qcow2 +10G",
-            "10 GiB more, while nobody uses it.",
-        )],
+        examples: &[("larder disk resize /srv/vm.qcow2 +10G", "10 GiB more, while nobody uses it.")],
     },
     Page {
         command: "larder disk cache",
         exit: &USUAL_EXIT,
         files: &[NOTES],
         examples: &[
-            (
-                "larder disk cache info /ssd/vm.cache",
-                "Whose it is, and what it holds.",
-            ),
+            ("larder disk cache info /ssd/vm.cache", "Whose it is, and what it holds."),
             (
                 "larder disk cache flush /ssd/vm.cache --control /run/larder/web.sock",
                 "Write to the disk what only the cache has, while its server runs.",
@@ -193,10 +163,7 @@ const PAGES: [Page; 16] = [
         files: &[
             VM_FILE,
             ("/var/lib/larder-libvirt/UUID.xml", "The domain's XML as it was."),
-            (
-                "/etc/libvirt/hooks/qemu.d/larder",
-                "libvirt's hook, which starts and stops Larder with the domain.",
-            ),
+            ("/etc/libvirt/hooks/qemu.d/larder", "libvirt's hook, which starts and stops Larder with the domain."),
         ],
         examples: &[
             ("larder libvirt attach web", "Say what would be changed."),
@@ -244,10 +211,7 @@ const PAGES: [Page; 16] = [
             ("larder status", "All virtual machines, a line for each disk."),
             ("larder status web", "One of them, with everything that is known."),
             ("larder status web 5 12", "What it does, every 5 seconds, 12 times."),
-            (
-                "larder status web --trace",
-                "The last events of its disks, to find out why one hangs.",
-            ),
+            ("larder status web --trace", "The last events of its disks, to find out why one hangs."),
         ],
     },
     Page {
@@ -272,29 +236,20 @@ const PAGES: [Page; 16] = [
         files: &[CONTROL],
         examples: &[
             ("larder advise --for 5m", "Look for five minutes, and say what follows."),
-            (
-                "larder advise --would-fit 8GiB --stall 2%",
-                "Say whether one more virtual machine of 8 GiB fits.",
-            ),
+            ("larder advise --would-fit 8GiB --stall 2%", "Say whether one more virtual machine of 8 GiB fits."),
         ],
     },
     Page {
         command: "larder bench policy",
         exit: &USUAL_EXIT,
         files: &[],
-        examples: &[(
-            "larder bench policy vm.vscsi.zst --sizes 5,10,20",
-            "Hit ratios of caches of three sizes.",
-        )],
+        examples: &[("larder bench policy vm.vscsi.zst --sizes 5,10,20", "Hit ratios of caches of three sizes.")],
     },
     Page {
         command: "larder bench codec",
         exit: &[
             ("0", "Success."),
-            (
-                "2",
-                "A wrong command line, or an error; also if what was compressed came back other than it was.",
-            ),
+            ("2", "A wrong command line, or an error; also if what was compressed came back other than it was."),
         ],
         files: &[],
         examples: &[
@@ -328,9 +283,7 @@ fn program() -> Command {
 
 /// Writes the page of a command, and those of its subcommands.
 fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {
-    let man = Man::new(command.clone())
-        .source(format!("Larder {}", env!("CARGO_PKG_VERSION")))
-        .manual("Larder");
+    let man = Man::new(command.clone()).source(format!("Larder {}", env!("CARGO_PKG_VERSION"))).manual("Larder");
     std::fs::write(folder.join(man.get_filename()), page(command, &man)?)?;
     command.get_subcommands().try_for_each(|sub| write_pages(sub, folder))
 }

@@ -32,11 +32,8 @@ pub(crate) fn run(arguments: &AdviseArguments) -> anyhow::Result<ExitCode> {
         stall: arguments.stall,
         latency_seconds: arguments.disk_latency.as_secs_f64(),
     };
-    let sampler = Observation {
-        window: arguments.window,
-        controls: arguments.control.clone(),
-        procfs: Procfs::default(),
-    };
+    let sampler =
+        Observation { window: arguments.window, controls: arguments.control.clone(), procfs: Procfs::default() };
     let measured = sampler.run().context("cannot measure this host")?;
     let advice = judge(&measured, &policy, arguments.would_fit.map(ByteLen::get));
     print(&match (arguments.output, &advice.would_fit) {
@@ -69,11 +66,9 @@ fn format_text(measured: &Measured, advice: &Advice) -> String {
     if measured.vms.is_empty() {
         text.push_str("no VM runs here: no process of QEMU (qemu-system-*) is visible\n");
     }
-    for (practice, title) in [
-        (Practice::RightSize, "right-size"),
-        (Practice::OverCommit, "over-commit"),
-        (Practice::Storage, "storage"),
-    ] {
+    for (practice, title) in
+        [(Practice::RightSize, "right-size"), (Practice::OverCommit, "over-commit"), (Practice::Storage, "storage")]
+    {
         let findings: Vec<_> = advice.findings.iter().filter(|it| it.practice == practice).collect();
         if findings.is_empty() {
             continue;
@@ -81,11 +76,7 @@ fn format_text(measured: &Measured, advice: &Advice) -> String {
         text.push_str(&format!("\n{title}\n"));
         for finding in findings {
             let subject = finding.vm.as_deref().unwrap_or("host");
-            text.push_str(&format!(
-                "{} {subject}: {}\n",
-                level_symbol(finding.level),
-                finding.text
-            ));
+            text.push_str(&format!("{} {subject}: {}\n", level_symbol(finding.level), finding.text));
         }
     }
     if !measured.gaps.is_empty() {
@@ -127,10 +118,7 @@ fn merge_gaps(gaps: &[MeasurementGap]) -> Vec<(String, &str, &str)> {
     let mut all: Vec<(String, &str, &str)> = Vec::new();
     for gap in gaps {
         let subject = gap.vm.as_deref().unwrap_or("host");
-        match all
-            .iter_mut()
-            .find(|(_, what, why)| (*what, *why) == (&gap.what, &gap.why))
-        {
+        match all.iter_mut().find(|(_, what, why)| (*what, *why) == (&gap.what, &gap.why)) {
             Some((others, ..)) => others.push_str(&format!(", {subject}")),
             None => all.push((subject.to_owned(), &gap.what, &gap.why)),
         }

@@ -21,13 +21,8 @@ use crate::disk_image::format_size;
 use crate::output::{Table, print};
 
 /// Kinds of memory measured by default: one that no method shrinks, one for each method, and one that all shrink.
-const KINDS_DEFAULT: [MemoryContent; 5] = [
-    MemoryContent::Zeros,
-    MemoryContent::Text,
-    MemoryContent::Heap,
-    MemoryContent::Sequence,
-    MemoryContent::Random,
-];
+const KINDS_DEFAULT: [MemoryContent; 5] =
+    [MemoryContent::Zeros, MemoryContent::Text, MemoryContent::Heap, MemoryContent::Sequence, MemoryContent::Random];
 /// Default amount of generated memory: more than the caches close to a core hold.
 const GENERATED_DEFAULT: ByteLen = ByteLen::mib(8);
 /// Default amount read from a file: 256 batches, spread over all of it.
@@ -81,10 +76,7 @@ pub(crate) fn run(arguments: &BenchCodecArguments) -> anyhow::Result<ExitCode> {
     match arguments.output {
         Output::Text => print(&notes(&found, &arguments.method))?,
         Output::Json => {
-            let missing = found
-                .missing
-                .iter()
-                .map(|(name, why)| json!({ "name": name, "why": why.to_string() }));
+            let missing = found.missing.iter().map(|(name, why)| json!({ "name": name, "why": why.to_string() }));
             let missing: Vec<Value> = missing.collect();
             print(&format!("{:#}\n", json!({ "memories": values, "missing": missing })))?;
         }
@@ -151,11 +143,7 @@ fn sample_file(image: &MemoryImage, arguments: &BenchCodecArguments) -> anyhow::
 
 fn generate_memory(kind: MemoryContent, arguments: &BenchCodecArguments) -> BenchMemory {
     let bytes = arguments.sample.unwrap_or(GENERATED_DEFAULT).as_usize();
-    BenchMemory {
-        name: kind.name().to_owned(),
-        bytes: kind.generate(bytes / PAGE * PAGE, SEED),
-        file_bytes: None,
-    }
+    BenchMemory { name: kind.name().to_owned(), bytes: kind.generate(bytes / PAGE * PAGE, SEED), file_bytes: None }
 }
 
 fn report<'a>(
@@ -190,19 +178,11 @@ fn report<'a>(
         }
     }
     let pages = bytes.as_chunks::<PAGE>().0;
-    Ok(CodecReport {
-        memory,
-        uniform_pages: pages.iter().filter(|page| uniform_word(page).is_some()).count(),
-        lines,
-    })
+    Ok(CodecReport { memory, uniform_pages: pages.iter().filter(|page| uniform_word(page).is_some()).count(), lines })
 }
 
 fn format_text(report: &CodecReport) -> String {
-    let BenchMemory {
-        name,
-        bytes,
-        file_bytes: whole,
-    } = report.memory;
+    let BenchMemory { name, bytes, file_bytes: whole } = report.memory;
     let size = bytes.len() as u64;
     let extent = match whole {
         Some(whole) if *whole > size => {
@@ -237,10 +217,7 @@ fn format_text(report: &CodecReport) -> String {
         ]);
     }
     let uniform = 100.0 * report.uniform_pages as f64 / (bytes.len() / PAGE) as f64;
-    format!(
-        "{name}: {extent}; {uniform:.1} % of the pages repeat one word\n\n{}\n",
-        table.into_text()
-    )
+    format!("{name}: {extent}; {uniform:.1} % of the pages repeat one word\n\n{}\n", table.into_text())
 }
 
 /// Returns the notes that hold for all tables.

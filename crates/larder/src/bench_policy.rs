@@ -108,19 +108,9 @@ fn report(name: &str, lines: LineTrace, arguments: &BenchPolicyArguments) -> Pol
                 ns_per_access: (cpu_time() - begin).as_nanos() as f64 / counts.accesses as f64,
             }
         });
-        SizeResults {
-            percent: *percent,
-            lines: capacity,
-            results: results.collect(),
-        }
+        SizeResults { percent: *percent, lines: capacity, results: results.collect() }
     });
-    PolicyReport {
-        name: name.to_owned(),
-        sizes: sizes.collect(),
-        curve,
-        lines,
-        line_bytes,
-    }
+    PolicyReport { name: name.to_owned(), sizes: sizes.collect(), curve, lines, line_bytes }
 }
 
 fn format_text(report: &PolicyReport) -> anyhow::Result<String> {
@@ -136,12 +126,8 @@ fn format_text(report: &PolicyReport) -> anyhow::Result<String> {
     );
     let tables: [(&str, Cell); 3] = [
         ("hits, %", |outcome, _| format!("{:.2}", outcome.counts.hit_ratio())),
-        ("written to the SSD", |outcome, line| {
-            format_size(outcome.counts.written * line)
-        }),
-        ("CPU ns per access", |outcome, _| {
-            format!("{:.0}", outcome.ns_per_access)
-        }),
+        ("written to the SSD", |outcome, line| format_size(outcome.counts.written * line)),
+        ("CPU ns per access", |outcome, _| format!("{:.0}", outcome.ns_per_access)),
     ];
     for (title, cell) in tables {
         write!(text, "{title:<20}")?;
@@ -162,11 +148,7 @@ fn format_text(report: &PolicyReport) -> anyhow::Result<String> {
     for percent in CURVE_PERCENTS {
         let size = (lines.footprint() * percent / 100) as u64;
         let ratio = 100.0 * report.curve.miss_ratio(size);
-        writeln!(
-            text,
-            "  {percent:>3} %{:>14}{ratio:>12.2} %",
-            format_size(size * line_bytes)
-        )?;
+        writeln!(text, "  {percent:>3} %{:>14}{ratio:>12.2} %", format_size(size * line_bytes))?;
     }
     text.push('\n');
     Ok(text)

@@ -66,32 +66,13 @@ fn print_info(on: &Loop, arguments: &CacheInfoArguments) -> anyhow::Result<()> {
 }
 
 fn format_text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> String {
-    let CacheReport {
-        size,
-        superblock,
-        lines,
-        ..
-    } = report;
+    let CacheReport { size, superblock, lines, .. } = report;
     let shape = superblock.layout;
     let mut output = Lines::default();
     output.line("cache", file);
-    output.line(
-        "disk",
-        format!(
-            "{}, {}",
-            superblock.disk.name,
-            format_exact_size(superblock.disk_size.get())
-        ),
-    );
+    output.line("disk", format!("{}, {}", superblock.disk.name, format_exact_size(superblock.disk_size.get())));
     output.line("mode", mode_text(superblock.mode));
-    output.line(
-        "size",
-        format!(
-            "{}, lines of {}",
-            format_exact_size(size.get()),
-            format_size(shape.line_len())
-        ),
-    );
+    output.line("size", format!("{}, lines of {}", format_exact_size(size.get()), format_size(shape.line_len())));
     let holds = |lines: u64| {
         let (held, room) = (lines * shape.line_len(), shape.capacity().get());
         format!("{}{}", format_size(held), format_percent(held, room))
@@ -119,10 +100,7 @@ fn format_text(file: &ImageAddress, report: &CacheReport, users: Option<&[String
     };
     output.line("state", state);
     if superblock.unproven {
-        output.line(
-            "compared",
-            "not with all of the disk since a kill: each line is compared before it is used",
-        );
+        output.line("compared", "not with all of the disk since a kill: each line is compared before it is used");
     }
     if let Some(damage) = lines.and_then(|lines| damage_text(file, lines.damage, superblock)) {
         output.line("damaged", damage);
@@ -148,12 +126,7 @@ fn damage_text(file: &ImageAddress, damage: MetadataDamage, superblock: &Superbl
 }
 
 fn to_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
-    let CacheReport {
-        size,
-        superblock,
-        lines,
-        ..
-    } = report;
+    let CacheReport { size, superblock, lines, .. } = report;
     let shape = superblock.layout;
     let known = lines.filter(|lines| !lines.damage.journal);
     json!({
@@ -182,20 +155,12 @@ fn set_mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
     let CacheModeArguments { file, mode, control } = arguments;
     let may_be_dirty = match control {
         Some(control) => {
-            let patch = CachePatch {
-                mode: Some(cache_mode_name(*mode).to_owned()),
-                ..CachePatch::default()
-            };
-            let patch = DiskPatch {
-                cache: Some(patch),
-                ..DiskPatch::default()
-            };
+            let patch = CachePatch { mode: Some(cache_mode_name(*mode).to_owned()), ..CachePatch::default() };
+            let patch = DiskPatch { cache: Some(patch), ..DiskPatch::default() };
             change_on_server(control, file, DiskChangeRequest::Settings(patch))?;
             false
         }
-        None => on
-            .block_on(set_cache_mode(on, file, *mode))
-            .map_err(with_control_hint)?,
+        None => on.block_on(set_cache_mode(on, file, *mode)).map_err(with_control_hint)?,
     };
     print(&format!("{file}: {} from now on\n", mode_text(*mode)))?;
     if may_be_dirty && *mode != CacheMode::WriteBack {
@@ -217,71 +182,36 @@ fn with_control_hint(error: CacheToolError) -> anyhow::Error {
 }
 
 fn flush_dirty(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
-    let CacheFlushArguments {
-        file,
-        control,
-        image,
-        format,
-        trust_image,
-        force,
-    } = arguments;
+    let CacheFlushArguments { file, control, image, format, trust_image, force } = arguments;
     if let Some(control) = control {
         change_on_server(&control, &file, DiskChangeRequest::Cache(CacheOperation::Flush))?;
         return print(&format!("{file}: all dirty data was written to the disk\n"));
     }
     let reported_file = file.clone();
-    let options = FlushOptions {
-        file,
-        image,
-        format: format.map(Into::into),
-        trust_image,
-        force,
-    };
-    let flushed = on.block_on(flush_cache(on, &options, move |left| {
-        report_remaining(&reported_file, left.get())
-    }));
+    let options = FlushOptions { file, image, format: format.map(Into::into), trust_image, force };
+    let flushed = on.block_on(flush_cache(on, &options, move |left| report_remaining(&reported_file, left.get())));
     let flushed = flushed.map_err(with_control_hint)?;
     let file = options.file;
     print(&match flushed {
         ByteLen::ZERO => format!("{file}: there is no dirty data\n"),
-        flushed => format!(
-            "{file}: {} written to the disk; no dirty data remains\n",
-            format_size(flushed.get())
-        ),
+        flushed => format!("{file}: {} written to the disk; no dirty data remains\n", format_size(flushed.get())),
     })
 }
 
 fn replace_cache(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
-    let CacheReplaceArguments {
-        file,
-        control,
-        with,
-        size,
-        lose_dirty,
-    } = arguments;
+    let CacheReplaceArguments { file, control, with, size, lose_dirty } = arguments;
     let message = match &with {
         Some(with) => format!("{with} has replaced {file}; start its server with the new cache from now on\n"),
         None => format!("{file}: the cache is in use again\n"),
     };
-    let replacement = ReplaceOptions {
-        file: with,
-        size,
-        lose_dirty,
-    };
-    change_on_server(
-        &control,
-        &file,
-        DiskChangeRequest::Cache(CacheOperation::Replace(replacement)),
-    )?;
+    let replacement = ReplaceOptions { file: with, size, lose_dirty };
+    change_on_server(&control, &file, DiskChangeRequest::Cache(CacheOperation::Replace(replacement)))?;
     print(&message)
 }
 
 /// Reports the remaining work on standard error, to the waiting user.
 fn report_remaining(file: &ImageAddress, left: u64) {
-    print_stderr(&format!(
-        "{file}: {} remain to be written to the disk",
-        format_size(left)
-    ));
+    print_stderr(&format!("{file}: {} remain to be written to the disk", format_size(left)));
 }
 
 /// Interval at which a server's progress is polled.
@@ -293,20 +223,13 @@ const POLLS_PER_MESSAGE: u32 = 25;
 /// Sends the change to the server that uses the cache, and waits until the server has finished it.
 fn change_on_server(control: &Path, file: &ImageAddress, change: DiskChangeRequest) -> anyhow::Result<()> {
     let (_, served) = fetch_disks(control)?;
-    let caches = served
-        .disks
-        .iter()
-        .map(|disk| disk.cache.as_ref().map(|cache| cache.file.as_str()));
+    let caches = served.disks.iter().map(|disk| disk.cache.as_ref().map(|cache| cache.file.as_str()));
     let is_this_cache = |cache: &str| cache.parse().is_ok_and(|cache| is_same_image(&cache, file));
     let Some(disk) = caches.clone().position(|cache| cache.is_some_and(is_this_cache)) else {
         let known: Vec<&str> = caches.flatten().collect();
         match known.as_slice() {
             [] => bail!("the server at {} has no cache", control.display()),
-            known => bail!(
-                "the server at {} does not use {file}, but {}",
-                control.display(),
-                known.join(", ")
-            ),
+            known => bail!("the server at {} does not use {file}, but {}", control.display(), known.join(", ")),
         }
     };
     let disk = disk_selector(&served.disks, disk);

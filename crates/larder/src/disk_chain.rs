@@ -82,9 +82,7 @@ pub(crate) async fn backing_files(
         } else if is_repeated() {
             Some("it is already in this chain, which is a cycle and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
         } else if layers.len() >= CHAIN_MAX {
-            Some(format!(
-                "it is the {CHAIN_MAX}th of the chain, which is too long to be opened"
-            ))
+            Some(format!("it is the {CHAIN_MAX}th of the chain, which is too long to be opened"))
         } else {
             None
         };

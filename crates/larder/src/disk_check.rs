@@ -74,11 +74,7 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
             Some(RepairName::All) => Repair::All,
             None => {
                 let after = check(&file, options).await?;
-                let nothing = RepairReport {
-                    before: after.clone(),
-                    after,
-                    ..RepairReport::default()
-                };
+                let nothing = RepairReport { before: after.clone(), after, ..RepairReport::default() };
                 close(&file).await?;
                 return anyhow::Ok((nothing, left_behind, discarded, chain));
             }
@@ -91,18 +87,12 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
     match output {
         Output::Text => {
             let discarded = discarded.map_or_else(String::new, |discarded| discarded.format_text());
-            let severity = if needs_intervention(&left_behind) {
-                "error: "
-            } else {
-                ""
-            };
+            let severity = if needs_intervention(&left_behind) { "error: " } else { "" };
             let journal = describe_left_behind(&left_behind)
                 .map_or_else(String::new, |line| format!("{severity}journal: {line}\n"));
             let text = format_text(&repaired, arguments.repair.is_some());
-            let caches: String = dirty_caches
-                .iter()
-                .map(|cache| format!("cache: {}\n", describe_dirty_cache(cache)))
-                .collect();
+            let caches: String =
+                dirty_caches.iter().map(|cache| format!("cache: {}\n", describe_dirty_cache(cache))).collect();
             print(&(discarded + &text + &journal + &caches + &format_chain_journals(&chain)))?;
         }
         Output::Json => {
@@ -124,18 +114,12 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
 /// Returns a line for each backing file for which a killed server left a journal. These journals are no errors of the
 /// image itself, so the exit status does not depend on them.
 fn format_chain_journals(chain: &[ChainLayer]) -> String {
-    let pending = chain
-        .iter()
-        .filter_map(|layer| Some((&layer.image, describe_left_behind(&layer.left_behind)?)));
-    pending
-        .map(|(image, line)| format!("backing file {}: journal: {line}\n", printable(&image.to_string())))
-        .collect()
+    let pending = chain.iter().filter_map(|layer| Some((&layer.image, describe_left_behind(&layer.left_behind)?)));
+    pending.map(|(image, line)| format!("backing file {}: journal: {line}\n", printable(&image.to_string()))).collect()
 }
 
 fn chain_json(chain: &[ChainLayer]) -> Value {
-    let pending = chain
-        .iter()
-        .filter(|layer| !matches!(layer.left_behind, JournalStatus::Clean));
+    let pending = chain.iter().filter(|layer| !matches!(layer.left_behind, JournalStatus::Clean));
     pending
         .map(|layer| json!({"filename": layer.image.to_string(), "journal": left_behind_json(&layer.left_behind)}))
         .collect()
@@ -186,11 +170,7 @@ fn format_text(repaired: &RepairReport, repair: bool) -> String {
         // Each finding is printed once: first the repaired ones, then the remaining ones.
         let is_repaired = |found: &&CheckFinding| !after.findings.contains(found);
         let repaired_findings: Vec<_> = before.findings.iter().filter(is_repaired).collect();
-        print_findings(
-            repaired_findings,
-            repaired.errors_fixed() + repaired.leaks_fixed(),
-            &mut line,
-        );
+        print_findings(repaired_findings, repaired.errors_fixed() + repaired.leaks_fixed(), &mut line);
         for dropped in &repaired.dropped {
             line(format!("dropped, because its target does not exist: {dropped}"));
         }
@@ -205,10 +185,7 @@ fn format_text(repaired: &RepairReport, repair: bool) -> String {
         if errors + leaks > 0 {
             line(format!("repaired: {}", format_counts(errors, leaks)));
         }
-        for (name, was, is) in [
-            ("dirty", before.dirty, after.dirty),
-            ("corrupt", before.corrupt, after.corrupt),
-        ] {
+        for (name, was, is) in [("dirty", before.dirty, after.dirty), ("corrupt", before.corrupt, after.corrupt)] {
             if was && !is {
                 line(format!("no longer marked as {name}"));
             }
@@ -236,11 +213,7 @@ fn print_findings<'a>(first: impl IntoIterator<Item = &'a CheckFinding>, count: 
 
 fn format_counts(errors: u64, leaks: u64) -> String {
     let plural = |count: u64, one: &str, many: &str| format!("{count} {}", if count == 1 { one } else { many });
-    format!(
-        "{}, {}",
-        plural(errors, "error", "errors"),
-        plural(leaks, "leaked cluster", "leaked clusters")
-    )
+    format!("{}, {}", plural(errors, "error", "errors"), plural(leaks, "leaked cluster", "leaked clusters"))
 }
 
 fn print_summary(report: &CheckReport, repair: bool, line: &mut impl FnMut(String)) {

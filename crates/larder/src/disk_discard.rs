@@ -43,10 +43,7 @@ impl JournalDiscard {
             }
             _ => None,
         };
-        Ok(Self {
-            left,
-            time_range: made_at,
-        })
+        Ok(Self { left, time_range: made_at })
     }
 
     /// Removes the journals. The image's session must have been discarded before.
@@ -83,10 +80,7 @@ fn guest_ranges(all: &[PendingJournal], header: &Header) -> Vec<ByteRange> {
             _ => disjoint.push((start, end)),
         }
     }
-    disjoint
-        .into_iter()
-        .map(|(start, end)| ByteRange::new(start, end - start))
-        .collect()
+    disjoint.into_iter().map(|(start, end)| ByteRange::new(start, end - start)).collect()
 }
 
 impl DiscardedChanges {
@@ -113,11 +107,7 @@ impl DiscardedChanges {
     fn format_changes(&self) -> String {
         let bytes: u64 = self.ranges.iter().map(|range| range.len.get()).sum();
         let when = self.made_at.map_or_else(String::new, |(from, to)| {
-            format!(
-                ", made between {} and {} UTC",
-                format_date(from),
-                format_date(to.max(from))
-            )
+            format!(", made between {} and {} UTC", format_date(from), format_date(to.max(from)))
         });
         let changes = match self.changes {
             1 => "1 change".to_owned(),
@@ -129,10 +119,7 @@ impl DiscardedChanges {
         );
         for range in self.ranges.iter().take(RANGES_LISTED_MAX) {
             let (start, end) = (range.start.get(), range.end().get());
-            text.push_str(&format!(
-                "  guest offsets {start:#x} to {end:#x} ({})\n",
-                format_size(end - start)
-            ));
+            text.push_str(&format!("  guest offsets {start:#x} to {end:#x} ({})\n", format_size(end - start)));
         }
         let unlisted = self.ranges.len().saturating_sub(RANGES_LISTED_MAX);
         if unlisted > 0 {

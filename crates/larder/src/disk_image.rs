@@ -214,11 +214,7 @@ fn round_size(bytes: u64) -> (String, bool) {
         _ => 2,
     };
     let text = format!("{size:.digits$}");
-    let text = if text.contains('.') {
-        text.trim_end_matches('0').trim_end_matches('.')
-    } else {
-        &text
-    };
+    let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
     let is_exact = text.parse() == Ok(size) && bytes.trailing_zeros() >= 10;
     (format!("{text} {}", UNITS[unit]), is_exact)
 }
@@ -233,11 +229,7 @@ pub(crate) fn format_date(seconds: u64) -> String {
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let month_from_march = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 {
-        month_from_march + 3
-    } else {
-        month_from_march - 9
-    };
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
     let year = era * 400 + year_of_era + u64::from(month <= 2);
     let (hours, minutes, seconds) = (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
     format!("{year:04}-{month:02}-{day:02} {hours:02}:{minutes:02}:{seconds:02}")

@@ -52,9 +52,7 @@ struct Qcow2Info {
 pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let ImageArguments { image, format, output } = arguments.of;
-    let with_chain = arguments.backing_chain.then_some(ChainRequest {
-        trust_image: arguments.trust_image,
-    });
+    let with_chain = arguments.backing_chain.then_some(ChainRequest { trust_image: arguments.trust_image });
     let info = on.block_on(collect_info(&on, image, format, with_chain))?;
     match output {
         Output::Text => print(&format_text(&info))?,
@@ -115,21 +113,11 @@ async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress, in_use: bo
     let (left, past_end) = match in_use {
         true => (JournalStatus::Clean, 0),
         false => {
-            let options = CheckOptions {
-                file_len: disk_image::file_len(image),
-                ..CheckOptions::default()
-            };
+            let options = CheckOptions { file_len: disk_image::file_len(image), ..CheckOptions::default() };
             (status(image, &header)?, count_past_end(file, options).await?)
         }
     };
-    Ok(Qcow2Info {
-        left_behind: left,
-        past_end,
-        header,
-        snapshots,
-        bitmaps,
-        bitmap_damage,
-    })
+    Ok(Qcow2Info { left_behind: left, past_end, header, snapshots, bitmaps, bitmap_damage })
 }
 
 fn format_text(info: &ImageInfo) -> String {
@@ -140,10 +128,7 @@ fn format_text(info: &ImageInfo) -> String {
         None => lines.line("format", "raw"),
     }
     if let Some(format) = info.begins_like {
-        lines.line(
-            "note",
-            format!("it begins like a {format} image; if it is one, give --format {format}"),
-        );
+        lines.line("note", format!("it begins like a {format} image; if it is one, give --format {format}"));
     }
     lines.line("virtual size", format_exact_size(info.virtual_size));
     if let Some(bytes) = info.space_taken {
@@ -154,10 +139,7 @@ fn format_text(info: &ImageInfo) -> String {
             [] => "another process".to_owned(),
             users => users.join("; "),
         };
-        lines.line(
-            "in use",
-            format!("yes, by {users_text}; this information may change at any time"),
-        );
+        lines.line("in use", format!("yes, by {users_text}; this information may change at any time"));
     }
     for cache in &info.dirty_caches {
         lines.line("cache", describe_dirty_cache(cache));
@@ -179,10 +161,7 @@ fn qcow2_text(lines: &mut Lines, info: &ImageInfo, qcow2: &Qcow2Info) {
     lines.line("compression", header.compression.name());
     lines.line("extended L2", yes_or_no(header.shape.extended));
     lines.line("lazy refcounts", yes_or_no(header.lazy_refcounts));
-    lines.line(
-        "state",
-        describe_state(qcow2, info.used_by.is_some(), !info.dirty_caches.is_empty()),
-    );
+    lines.line("state", describe_state(qcow2, info.used_by.is_some(), !info.dirty_caches.is_empty()));
     if let Some(line) = describe_left_behind(&qcow2.left_behind) {
         lines.line("journal", line);
     }
@@ -191,10 +170,7 @@ fn qcow2_text(lines: &mut Lines, info: &ImageInfo, qcow2: &Qcow2Info) {
             0 => "",
             _ => " (a raw image of the disk)",
         };
-        lines.line(
-            "data file",
-            format!("{}{raw}", header.data_file.as_deref().unwrap_or("not named")),
-        );
+        lines.line("data file", format!("{}{raw}", header.data_file.as_deref().unwrap_or("not named")));
     }
     if let Some(backing) = &header.backing_file {
         lines.line("backing file", backing);
@@ -227,10 +203,7 @@ fn qcow2_text(lines: &mut Lines, info: &ImageInfo, qcow2: &Qcow2Info) {
             (false, true) => "recording",
             (false, false) => "not recording",
         };
-        lines.line(
-            "bitmap",
-            format!("{}, {} a bit, {flags}", bitmap.name, format_size(bitmap.granularity)),
-        );
+        lines.line("bitmap", format!("{}, {} a bit, {flags}", bitmap.name, format_size(bitmap.granularity)));
     }
     if let Some(damage) = &qcow2.bitmap_damage {
         lines.line("bitmaps damaged", damage);
@@ -337,9 +310,7 @@ fn qcow2_json(all: &mut Value, info: &ImageInfo, qcow2: &Qcow2Info) {
     if let Some(backing) = &header.backing_file {
         all["backing-filename"] = backing.clone().into();
         let address = ImageAddress::relative_to(&info.image, backing);
-        all["full-backing-filename"] = address
-            .map_or_else(|_| backing.clone(), |image| image.to_string())
-            .into();
+        all["full-backing-filename"] = address.map_or_else(|_| backing.clone(), |image| image.to_string()).into();
         if let Some(format) = &header.backing_format {
             all["backing-filename-format"] = format.clone().into();
         }

@@ -23,9 +23,7 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
     let ImageArguments { image, format, output } = arguments.of;
     let options = ImageOptions {
         format: format.map(Into::into),
-        chain: ChainPolicy::Follow {
-            trust_image: arguments.trust_image,
-        },
+        chain: ChainPolicy::Follow { trust_image: arguments.trust_image },
         // The size need only be a multiple of a sector, but direct I/O may need larger blocks.
         caching: Caching::Buffered,
         prefetch: None,
@@ -46,11 +44,9 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         anyhow::Ok((was, disk.geometry().size))
     })?;
     print(&match output {
-        Output::Text if was == is => format!(
-            "{}: {} already\n",
-            printable(&image.to_string()),
-            format_exact_size(is.get())
-        ),
+        Output::Text if was == is => {
+            format!("{}: {} already\n", printable(&image.to_string()), format_exact_size(is.get()))
+        }
         Output::Text => format!(
             "{}: {}, was {}\n",
             printable(&image.to_string()),
@@ -90,8 +86,7 @@ fn with_advice(image: &ImageAddress, error: &IoError) -> anyhow::Error {
 }
 
 fn is_block_device(path: &Path) -> bool {
-    path.metadata()
-        .is_ok_and(|metadata| metadata.file_type().is_block_device())
+    path.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
 fn new_size(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<ByteLen> {

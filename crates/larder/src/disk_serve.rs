@@ -60,10 +60,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     })?;
     let pidfile = pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let (image, options) = (config.image.clone(), config.options.clone());
-    let config = DiskConfig {
-        cancel: cancel.clone(),
-        ..config
-    };
+    let config = DiskConfig { cancel: cancel.clone(), ..config };
     let disk = match Disk::start(config) {
         Ok(disk) => disk,
         Err(DiskError::Cancelled) => return Ok(ExitCode::SUCCESS),
@@ -109,9 +106,7 @@ fn report_chain(parts: &[ChainPart], read_only: bool, write_to: Option<&Path>) -
         tracing::info!("{line}");
     }
     match write_to {
-        Some(path) => chain
-            .write(path)
-            .map_err(|error| format!("--pin-chain {}: {error}", path.display())),
+        Some(path) => chain.write(path).map_err(|error| format!("--pin-chain {}: {error}", path.display())),
         None => Ok(()),
     }
 }
@@ -126,10 +121,7 @@ struct ServedChain {
 }
 
 fn chain_from_arguments(arguments: &ServeArguments, image: &ImageAddress) -> anyhow::Result<ServedChain> {
-    let pinned = |chain, by| ChainPolicy::Pinned {
-        chain: Arc::new(chain),
-        by,
-    };
+    let pinned = |chain, by| ChainPolicy::Pinned { chain: Arc::new(chain), by };
     let found = match &arguments.pin_chain {
         Some(path) => Some((path, ChainFile::read(path).context("--pin-chain")?)),
         None => None,
@@ -148,25 +140,15 @@ fn chain_from_arguments(arguments: &ServeArguments, image: &ImageAddress) -> any
         }
         (None, BackingChain::None) => (pinned(PinnedChain::default(), PinnedBy::NoChain), None, None),
         (missing, _) => {
-            let follow = ChainPolicy::Follow {
-                trust_image: arguments.trust_image,
-            };
+            let follow = ChainPolicy::Follow { trust_image: arguments.trust_image };
             (follow, None, missing.map(|(path, _)| path.clone()))
         }
     };
-    Ok(ServedChain {
-        policy,
-        format,
-        write_to,
-    })
+    Ok(ServedChain { policy, format, write_to })
 }
 
 fn config_from_arguments(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
-    let image = arguments
-        .image
-        .clone()
-        .or(arguments.blk_file.clone())
-        .context("no image")?;
+    let image = arguments.image.clone().or(arguments.blk_file.clone()).context("no image")?;
     let chain = chain_from_arguments(&arguments, &image)?;
     let format = arguments.format.map(Format::from);
     if let (Some(format), Some(pinned)) = (format, chain.format)
@@ -183,19 +165,13 @@ fn config_from_arguments(arguments: ServeArguments) -> anyhow::Result<DiskConfig
         (None, Some(number)) => Some(VhostUserSource::Descriptor(Arc::new(inherited_descriptor(number)?))),
         (None, None) => None,
     };
-    let caching = if arguments.buffered {
-        Caching::Buffered
-    } else {
-        Caching::Auto
-    };
+    let caching = if arguments.buffered { Caching::Buffered } else { Caching::Auto };
     let prefetch = PrefetchSpec {
         memory: arguments.prefetch,
         ahead: arguments.prefetch_ahead,
         largest_read: arguments.prefetch_largest_read,
     };
-    let prefetch = prefetch
-        .options(arguments.share)
-        .map_err(|error| anyhow!("--{error}"))?;
+    let prefetch = prefetch.options(arguments.share).map_err(|error| anyhow!("--{error}"))?;
     let cache = CacheSpec {
         file: arguments.cache,
         size: arguments.cache_size,
@@ -220,10 +196,7 @@ fn config_from_arguments(arguments: ServeArguments) -> anyhow::Result<DiskConfig
             },
             caching,
             keep_space: arguments.discard == DiscardPolicy::Ignore,
-            nbd: NbdOptions {
-                reconnect: Duration::from_secs(arguments.nbd_reconnect),
-                ..NbdOptions::default()
-            },
+            nbd: NbdOptions { reconnect: Duration::from_secs(arguments.nbd_reconnect), ..NbdOptions::default() },
             limits: arguments.throttle.unwrap_or(ThrottleLimits::NONE),
             ..ImageOptions::default()
         },
@@ -243,9 +216,7 @@ fn config_from_arguments(arguments: ServeArguments) -> anyhow::Result<DiskConfig
             ..ExportsConfig::default()
         },
         poll_max: Duration::from_micros(arguments.poll_us),
-        on_open: OnOpen(Arc::new(move |parts| {
-            report_chain(parts, arguments.read_only, chain.write_to.as_deref())
-        })),
+        on_open: OnOpen(Arc::new(move |parts| report_chain(parts, arguments.read_only, chain.write_to.as_deref()))),
         ..DiskConfig::new(image)
     })
 }
@@ -260,16 +231,8 @@ fn check_distinct_paths(config: &DiskConfig, control: Option<&Path>, pidfile: Op
         SocketAddress::Unix(path) => Some(path.as_path()),
         SocketAddress::Tcp { .. } => None,
     });
-    let options = [
-        ("--socket", socket),
-        ("--nbd", nbd),
-        ("--control", control),
-        ("--pidfile", pidfile),
-    ];
-    let options: Vec<(&str, &Path)> = options
-        .into_iter()
-        .filter_map(|(name, path)| Some((name, path?)))
-        .collect();
+    let options = [("--socket", socket), ("--nbd", nbd), ("--control", control), ("--pidfile", pidfile)];
+    let options: Vec<(&str, &Path)> = options.into_iter().filter_map(|(name, path)| Some((name, path?))).collect();
     match find_same_path(&options) {
         Some((one, other)) => bail!("{one} and {other} are the same path; give each its own"),
         None => Ok(()),
@@ -306,23 +269,21 @@ fn advice(error: &DiskError, options: &ImageOptions) -> Option<&'static str> {
     use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
     match error {
         DiskError::Image(ImageError::OtherFormat { .. }) => Some("--format raw serves its bytes as they are"),
-        DiskError::Image(ImageError::Qcow2(Qcow2Error::Header {
-            source: HeaderError::Magic(_),
-            ..
-        })) => Some("without --format its format is detected"),
+        DiskError::Image(ImageError::Qcow2(Qcow2Error::Header { source: HeaderError::Magic(_), .. })) => {
+            Some("without --format its format is detected")
+        }
         DiskError::Image(ImageError::File(FileOpenError::Open { source, .. })) if !options.read_only => {
             match source.kind() {
                 PermissionDenied | ReadOnlyFilesystem => Some("with --read-only Larder only reads it"),
                 _ => None,
             }
         }
-        DiskError::Image(ImageError::File(FileOpenError::Locked {
-            source: LockError::InUse { .. },
-            ..
-        })) => Some(match options.share {
-            true => "--share is not enough: the other process must share it too",
-            false => "stop that first, or pass --share if both are meant to use it",
-        }),
+        DiskError::Image(ImageError::File(FileOpenError::Locked { source: LockError::InUse { .. }, .. })) => {
+            Some(match options.share {
+                true => "--share is not enough: the other process must share it too",
+                false => "stop that first, or pass --share if both are meant to use it",
+            })
+        }
         DiskError::Export(ExportError::Insecure { .. }) => {
             Some("--nbd-insecure allows it, if the network itself is protected")
         }

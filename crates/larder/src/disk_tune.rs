@@ -63,10 +63,7 @@ async fn measure(on: &Loop, file: Rc<dyn BlockDevice>, header: &Header, advice: 
         return None;
     }
     // Only the mapping is read, never data, so the metadata file can stand in for the data file.
-    let others = RelatedFiles {
-        data_file: header.shape.data_file.then(|| Rc::clone(&file)),
-        backing: None,
-    };
+    let others = RelatedFiles { data_file: header.shape.data_file.then(|| Rc::clone(&file)), backing: None };
     let options = OpenOptions {
         journal: None,
         orphaned_journal: None,
@@ -125,11 +122,9 @@ fn format_text(tuned: &TuneReport) -> String {
     ];
     let old = match is_too_new(header) {
         true => "cannot open it".to_owned(),
-        false => format!(
-            "L2 cache of {}: {}",
-            format_size(advice.before_3_1.bytes),
-            describe_cache(advice.before_3_1, size)
-        ),
+        false => {
+            format!("L2 cache of {}: {}", format_size(advice.before_3_1.bytes), describe_cache(advice.before_3_1, size))
+        }
     };
     lines.push(("QEMU before 3.1", old));
     lines.push((
@@ -143,11 +138,7 @@ fn format_text(tuned: &TuneReport) -> String {
     ));
     let needed = format!("{} of L2 cache, in each VM's QEMU", format_size(advice.needed_bytes));
     if advice.since_3_1.thrashes || advice.before_3_1.thrashes && !is_too_new(header) {
-        let since = if advice.since_3_1.thrashes {
-            ""
-        } else {
-            "; QEMU today uses that by default"
-        };
+        let since = if advice.since_3_1.thrashes { "" } else { "; QEMU today uses that by default" };
         lines.extend([
             ("to cover the disk", format!("{needed}{since}")),
             ("  QEMU", format!("-drive ...,l2-cache-size={}", advice.needed_bytes)),
@@ -191,19 +182,10 @@ fn new_image_line(TuneReport { header, advice, .. }: &TuneReport) -> String {
     }
     all.push(covering(Some(64 << 10), "Larder"));
     let kind = if header.shape.extended { " and kind" } else { "" };
-    format!(
-        "of this size{kind}, the disk is covered with clusters {}",
-        all.join(", ")
-    )
+    format!("of this size{kind}, the disk is covered with clusters {}", all.join(", "))
 }
 
-fn larder_line(
-    TuneReport {
-        advice,
-        map_bytes: measured,
-        ..
-    }: &TuneReport,
-) -> String {
+fn larder_line(TuneReport { advice, map_bytes: measured, .. }: &TuneReport) -> String {
     let measured = match measured {
         Some(bytes) => format!("{} for this image as it is (measured)", format_size(*bytes)),
         None => "not measured, because the tables are large or damaged".to_owned(),
@@ -211,10 +193,7 @@ fn larder_line(
     let bound = METADATA_MEMORY_DEFAULT.get();
     let worst = format_size(advice.larder_worst);
     let worst = match advice.larder_worst > bound {
-        true => format!(
-            "{} at worst, instead of {worst}, because of --metadata-memory",
-            format_size(bound)
-        ),
+        true => format!("{} at worst, instead of {worst}, because of --metadata-memory", format_size(bound)),
         false => format!("{worst} at worst"),
     };
     format!(

@@ -21,10 +21,7 @@ pub(crate) fn run(arguments: HostArguments) -> anyhow::Result<ExitCode> {
         tls_certificates: arguments.tls_certificates,
         token_file: arguments.token_file,
         balance: arguments.balance_memory.then_some(BalanceConfig {
-            policy: BalancePolicy {
-                reserve: arguments.memory_reserve.get(),
-                stall: arguments.memory_stall,
-            },
+            policy: BalancePolicy { reserve: arguments.memory_reserve.get(), stall: arguments.memory_stall },
             period: arguments.memory_period,
         }),
     })?;

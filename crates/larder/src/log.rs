@@ -42,10 +42,7 @@ pub(crate) fn layers(levels: &Levels) -> Layers {
             let limited = MakeWriterExt::with_filter(Journal, move |metadata| limit.allows(metadata));
             let messages = lines().with_target(false).without_time().with_level(false);
             let details = lines().without_time().with_level(false);
-            levels.select(
-                messages.with_ansi(false).with_writer(limited),
-                details.with_ansi(false).with_writer(Journal),
-            )
+            levels.select(messages.with_ansi(false).with_writer(limited), details.with_ansi(false).with_writer(Journal))
         }
         false => {
             let has_colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
@@ -54,10 +51,7 @@ pub(crate) fn layers(levels: &Levels) -> Layers {
             });
             let limited = MakeWriterExt::with_filter(io::stderr, move |metadata| limit.allows(metadata));
             let messages = lines().with_target(false).with_ansi(has_colours);
-            levels.select(
-                messages.with_writer(limited),
-                lines().with_ansi(has_colours).with_writer(io::stderr),
-            )
+            levels.select(messages.with_writer(limited), lines().with_ansi(has_colours).with_writer(io::stderr))
         }
     }
 }
@@ -101,11 +95,7 @@ struct Fields;
 
 impl<'writer> FormatFields<'writer> for Fields {
     fn format_fields<R: RecordFields>(&self, writer: Writer<'writer>, fields: R) -> fmt::Result {
-        let mut line = FieldLine {
-            writer,
-            is_empty: true,
-            result: Ok(()),
-        };
+        let mut line = FieldLine { writer, is_empty: true, result: Ok(()) };
         fields.record(&mut line);
         line.result
     }
@@ -287,13 +277,7 @@ mod tests {
     /// Levels are accepted alone and per target; a bare word that is no level is rejected.
     #[test]
     fn filter_accepts_levels_and_rejects_typos() {
-        for text in [
-            "debug",
-            "TRACE",
-            "off",
-            "info,larder_block=debug",
-            "warn, larder_export::nbd=trace",
-        ] {
+        for text in ["debug", "TRACE", "off", "info,larder_block=debug", "warn, larder_export::nbd=trace"] {
             assert!(parse_levels(text.as_ref()).is_ok(), "{text}");
         }
         for (text, word) in [

@@ -54,10 +54,7 @@ fn main() -> ExitCode {
     let cli =
         Cli::try_parse().unwrap_or_else(|error| cli::explain_non_utf8_argument(run::explain_usage_error(error)).exit());
     let (levels, warning) = log::levels();
-    tracing_subscriber::registry()
-        .with(log::layers(&levels))
-        .with(events::layer())
-        .init();
+    tracing_subscriber::registry().with(log::layers(&levels)).with(events::layer()).init();
     if let Some(warning) = warning {
         tracing::warn!("{warning}");
     }

@@ -181,25 +181,14 @@ struct PagerTarget {
 impl PagerTarget {
     fn from_arguments(arguments: &MemoryTargetArguments) -> anyhow::Result<Self> {
         let MemoryTargetArguments { vm, control } = arguments;
-        let argument = vm
-            .as_ref()
-            .map(|argument| (argument, argument.to_string_lossy().into_owned()));
+        let argument = vm.as_ref().map(|argument| (argument, argument.to_string_lossy().into_owned()));
         Ok(match (control, argument) {
-            (Some(path), _) => Self {
-                control: path.clone(),
-                vm: None,
-            },
-            (None, Some((argument, text))) if text.contains('/') => Self {
-                control: argument.into(),
-                vm: None,
-            },
+            (Some(path), _) => Self { control: path.clone(), vm: None },
+            (None, Some((argument, text))) if text.contains('/') => Self { control: argument.into(), vm: None },
             (None, Some((argument, text))) => {
                 // Checks that the word is a valid name of a VM.
                 vm_file_path(Path::new(argument))?;
-                Self {
-                    control: find_memory_control(&text),
-                    vm: Some(text),
-                }
+                Self { control: find_memory_control(&text), vm: Some(text) }
             }
             (None, None) => bail!("no memory was selected: give a virtual machine's NAME, or --control PATH"),
         })
@@ -229,10 +218,7 @@ fn status(arguments: &MemoryStatusArguments) -> anyhow::Result<ExitCode> {
 
 fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
     let at = PagerTarget::from_arguments(&arguments.at)?;
-    let range = match (
-        arguments.budget_fixed,
-        arguments.range.override_bounds(BudgetRange::default()),
-    ) {
+    let range = match (arguments.budget_fixed, arguments.range.override_bounds(BudgetRange::default())) {
         (true, _) => Some(BudgetRange::default()),
         (false, none) if !none.is_set() => None,
         // Bounds that the command line does not give stay as they are.
@@ -337,16 +323,8 @@ fn wait_until_cancelled(at: &PagerTarget, code: ExitCode) -> anyhow::Result<Exit
 /// Formats the bounds of the budget; `None` if it may not be moved.
 fn format_range(state: &MemoryState) -> Option<String> {
     let bounds = state.range?.bounds(state.size);
-    let all = [
-        ("min", bounds.min),
-        ("low", bounds.low),
-        ("high", bounds.high),
-        ("max", bounds.max),
-    ];
-    Some(
-        all.map(|(name, bytes)| format!("{name} {}", format_size(bytes)))
-            .join(", "),
-    )
+    let all = [("min", bounds.min), ("low", bounds.low), ("high", bounds.high), ("max", bounds.max)];
+    Some(all.map(|(name, bytes)| format!("{name} {}", format_size(bytes))).join(", "))
 }
 
 /// Formats the whole state of managed memory, for people.
@@ -354,14 +332,7 @@ pub(crate) fn format_text(state: &MemoryState) -> String {
     let mut output = Lines::default();
     output.line("process", format!("{} ({})", state.process, state.pid));
     output.line("memory", format_size(state.size));
-    output.line(
-        "resident",
-        format!(
-            "{}{}",
-            format_size(state.resident),
-            format_percent(state.resident, state.size)
-        ),
-    );
+    output.line("resident", format!("{}{}", format_size(state.resident), format_percent(state.resident, state.size)));
     output.line(
         "budget",
         format!(
@@ -375,9 +346,7 @@ pub(crate) fn format_text(state: &MemoryState) -> String {
         output.line("  bounds", range);
     }
     let compressed = &state.compressed;
-    let ratio = state
-        .compression_ratio()
-        .map_or_else(String::new, |ratio| format!(", {ratio:.2} to 1"));
+    let ratio = state.compression_ratio().map_or_else(String::new, |ratio| format!(", {ratio:.2} to 1"));
     output.line(
         "compressed",
         format!(
@@ -420,10 +389,7 @@ pub(crate) fn format_text(state: &MemoryState) -> String {
     if state.lost_pages > 0 {
         output.line("lost", format!("{} pages", state.lost_pages));
     }
-    output.line(
-        "evicted",
-        format!("{} pages, {} refaults", state.evicted_pages, state.refaults),
-    );
+    output.line("evicted", format!("{} pages, {} refaults", state.evicted_pages, state.refaults));
     for (name, lost) in [("some", &state.pressure.some), ("full", &state.pressure.full)] {
         output.line(
             &format!("pressure, {name}"),

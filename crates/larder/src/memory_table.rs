@@ -32,10 +32,7 @@ pub(crate) fn query_all<'a>(vms: &[KnownVm], disks: impl Iterator<Item = &'a Dis
         }
     }
     let results: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = all
-            .iter()
-            .map(|vm| scope.spawn(move || fetch_memory(&vm.control)))
-            .collect();
+        let threads: Vec<_> = all.iter().map(|vm| scope.spawn(move || fetch_memory(&vm.control))).collect();
         // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     });
@@ -53,10 +50,7 @@ pub(crate) fn query_all<'a>(vms: &[KnownVm], disks: impl Iterator<Item = &'a Dis
 /// Queries the memory of one VM, at its control socket or at a separate pager's.
 pub(crate) fn query_one(vm: &KnownVm, disks: &[DiskState]) -> Option<Result<MemoryReply, ControlClientError>> {
     let result = query_all(std::slice::from_ref(vm), disks.iter());
-    result
-        .into_iter()
-        .find(|(name, _)| *name == vm.name)
-        .map(|(_, result)| result)
+    result.into_iter().find(|(name, _)| *name == vm.name).map(|(_, result)| result)
 }
 
 /// Returns true if the error means that the process manages no memory.
@@ -120,16 +114,7 @@ pub(crate) fn problem_text(state: &MemoryState) -> String {
 
 /// Formats the state of the VMs' memory.
 pub(crate) fn state_table(all: &[(String, MemoryState)]) -> String {
-    let mut table = Table::new([
-        "vm",
-        "memory",
-        "budget",
-        "used",
-        "compressed",
-        "disks",
-        "lost, 60 s",
-        "state",
-    ]);
+    let mut table = Table::new(["vm", "memory", "budget", "used", "compressed", "disks", "lost, 60 s", "state"]);
     for (vm, state) in all {
         let ratio = state.compression_ratio();
         let on_disks: u64 = state.disks.iter().map(|disk| disk.live).sum();
@@ -177,18 +162,10 @@ pub(crate) fn rates_table(all: &[VmMemoryRates]) -> String {
     ]);
     let mib = |bytes: f64| format!("{:.2}", bytes / f64::from(1 << 20));
     let faults = |of: &FaultRates| {
-        let wait = of
-            .await_seconds
-            .map_or_else(|| "-".to_owned(), |time| format!("{:.3}", time * 1e3));
+        let wait = of.await_seconds.map_or_else(|| "-".to_owned(), |time| format!("{:.3}", time * 1e3));
         (format!("{:.1}", of.per_second), wait)
     };
-    for VmMemoryRates {
-        vm,
-        budget,
-        used,
-        rates,
-    } in all
-    {
+    for VmMemoryRates { vm, budget, used, rates } in all {
         let (compressed, compressed_await) = faults(&rates.compressed);
         let (disk, disk_await) = faults(&rates.disk);
         table.row([
@@ -214,11 +191,6 @@ pub(crate) fn rates_table(all: &[VmMemoryRates]) -> String {
 
 impl From<MemorySample> for VmMemoryRates {
     fn from(seen: MemorySample) -> Self {
-        Self {
-            vm: seen.vm,
-            budget: seen.state.budget,
-            used: seen.state.used,
-            rates: seen.rates,
-        }
+        Self { vm: seen.vm, budget: seen.state.budget, used: seen.state.used, rates: seen.rates }
     }
 }

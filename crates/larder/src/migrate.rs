@@ -134,11 +134,8 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
     let socket = SocketFile::bind(&arguments.listen)?;
     let listener = UnixListener::from(socket.descriptor()?);
     let progress = Arc::new(SenderProgress::new());
-    let move_source = MoveSource::Sent {
-        progress: Arc::clone(&progress),
-        limits: Arc::clone(&options.limits),
-        controls_qemu: false,
-    };
+    let move_source =
+        MoveSource::Sent { progress: Arc::clone(&progress), limits: Arc::clone(&options.limits), controls_qemu: false };
     let stopped = Arc::clone(&steering);
     let cancel = move || stopped.stop.store(true, Ordering::Relaxed);
     let monitor = MoveMonitor::new(None, &arguments.listen, Some(&options.to), move_source, cancel);
@@ -172,11 +169,7 @@ fn carry(
         "ready to send to {} over {} lanes{}, with up to {} of old pages: QEMU migrates to unix:{}",
         options.to,
         sender.lanes(),
-        if devices.is_empty() {
-            String::new()
-        } else {
-            format!(" and {}", devices.join(" and "))
-        },
+        if devices.is_empty() { String::new() } else { format!(" and {}", devices.join(" and ")) },
         format_size(sender.delta_memory()),
         arguments.listen.display()
     );
@@ -241,10 +234,8 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         lanes: arguments.lanes,
         progress: Arc::default(),
     };
-    let move_source = MoveSource::Received {
-        incoming: Arc::clone(&options.progress),
-        destination: destination.clone(),
-    };
+    let move_source =
+        MoveSource::Received { incoming: Arc::clone(&options.progress), destination: destination.clone() };
     let qemu = arguments.qmp.as_ref().unwrap_or(&options.connect);
     let watched = MoveMonitor::new(None, qemu, None, move_source, cancel_by_flag(&stop));
     let control = watched.listen(arguments.control.as_deref())?;
@@ -306,10 +297,7 @@ fn stop_flag_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
 }
 
 fn delta_memory(given: Option<ByteLen>) -> u64 {
-    given.map_or_else(
-        || (available_memory().unwrap_or(0) / DELTA_MEMORY_SHARE).min(DELTA_MEMORY_MAX),
-        ByteLen::get,
-    )
+    given.map_or_else(|| (available_memory().unwrap_or(0) / DELTA_MEMORY_SHARE).min(DELTA_MEMORY_MAX), ByteLen::get)
 }
 
 fn ratio(totals: &SenderTotals) -> f64 {
@@ -320,16 +308,10 @@ fn format_summary(progress: &SenderProgress) -> String {
     let totals = progress.totals();
     let mut lines = Lines::default();
     lines.line("carried", format_size(totals.raw_bytes));
-    lines.line(
-        "on the link",
-        format!("{} ({:.1} times less)", format_size(totals.wire_bytes), ratio(&totals)),
-    );
+    lines.line("on the link", format!("{} ({:.1} times less)", format_size(totals.wire_bytes), ratio(&totals)));
     lines.line("zero pages", totals.zero_pages);
     lines.line("uniform pages", totals.same_pages);
-    lines.line(
-        "deltas",
-        format!("{} pages in {}", totals.delta_pages, format_size(totals.delta_bytes)),
-    );
+    lines.line("deltas", format!("{} pages in {}", totals.delta_pages, format_size(totals.delta_bytes)));
     for method in Method::ALL {
         let pages = totals.encoded_pages[method.index()];
         if pages > 0 {
@@ -343,11 +325,7 @@ fn format_summary(progress: &SenderProgress) -> String {
     lines.line("unencoded", format!("{} pages", totals.plain_pages));
     lines.line(
         "CPU time",
-        format!(
-            "{:.2} s, of which encoding {:.2} s",
-            totals.cpu_ns as f64 / 1e9,
-            totals.encode_cpu_ns as f64 / 1e9
-        ),
+        format!("{:.2} s, of which encoding {:.2} s", totals.cpu_ns as f64 / 1e9, totals.encode_cpu_ns as f64 / 1e9),
     );
     lines.line("time", format!("{:.1} s", progress.elapsed().as_secs_f64()));
     lines.into_text()

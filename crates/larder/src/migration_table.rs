@@ -19,17 +19,12 @@ pub(crate) type MigrationQuery = (String, Result<MigrationReply, ControlClientEr
 pub(crate) fn query_all() -> Vec<MigrationQuery> {
     let all = find::migration_sockets();
     let asked: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = all
-            .iter()
-            .map(|(_, _, control)| scope.spawn(move || fetch_migration(control)))
-            .collect();
+        let threads: Vec<_> = all.iter().map(|(_, _, control)| scope.spawn(move || fetch_migration(control))).collect();
         // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     });
     let asked = all.into_iter().map(|(vm, ..)| vm).zip(asked);
-    asked
-        .filter(|(_, asked)| !matches!(asked, Err(ControlClientError::Missing { .. })))
-        .collect()
+    asked.filter(|(_, asked)| !matches!(asked, Err(ControlClientError::Missing { .. }))).collect()
 }
 
 /// Returns the moves of one VM whose processes answer.
@@ -56,11 +51,7 @@ pub(crate) fn format_line(state: &MigrationState) -> String {
     };
     let mut parts = vec![format!("{} moves {preposition} {peer}: {}", state.vm, state.summary())];
     if let Some(course) = state.course.as_ref().filter(|_| !state.phase.has_ended()) {
-        parts.push(format!(
-            "{} of {} remaining",
-            format_size(course.remaining_bytes),
-            format_size(course.total_bytes)
-        ));
+        parts.push(format!("{} of {} remaining", format_size(course.remaining_bytes), format_size(course.total_bytes)));
         parts.push(format!("dirty rate {}/s", format_size(course.dirty_bytes_per_s)));
     }
     if let Some(rates) = state.rates.as_ref().filter(|_| !state.phase.has_ended()) {

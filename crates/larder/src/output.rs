@@ -13,10 +13,7 @@ use larder_block::{printable, printable_lines};
 /// Standard output cannot be written, as on a full file system.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
-    match stdout
-        .write_all(printable_lines(text).as_bytes())
-        .and_then(|()| stdout.flush())
-    {
+    match stdout.write_all(printable_lines(text).as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         result => result.context("cannot write to standard output"),
     }

@@ -39,10 +39,7 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<PreparedPidFile> {
     let mut temporary_name = std::ffi::OsString::from(".");
     temporary_name.push(name);
     temporary_name.push(format!(".{}", std::process::id()));
-    let prepared = PreparedPidFile {
-        path: path.to_owned(),
-        temporary: path.with_file_name(temporary_name),
-    };
+    let prepared = PreparedPidFile { path: path.to_owned(), temporary: path.with_file_name(temporary_name) };
     let failed = |error: io::Error| {
         let why = match error.kind() {
             io::ErrorKind::NotFound => "; its directory does not exist",
@@ -58,19 +55,13 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<PreparedPidFile> {
         .mode(0o644)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(&prepared.temporary);
-    file.and_then(|mut file| file.write_all(content().as_bytes()))
-        .map_err(failed)?;
+    file.and_then(|mut file| file.write_all(content().as_bytes())).map_err(failed)?;
     Ok(prepared)
 }
 
 /// Checks that `path` is free, or has only an earlier process's PID file.
 fn check_free(path: &Path) -> anyhow::Result<()> {
-    let refuse = |what| {
-        bail!(
-            "--pidfile {}: it exists and is {what}; it was not changed",
-            path.display()
-        )
-    };
+    let refuse = |what| bail!("--pidfile {}: it exists and is {what}; it was not changed", path.display());
     match fs::symlink_metadata(path) {
         Ok(found) if !found.is_file() => refuse("not a file"),
         Ok(found) if found.len() > PID_BYTES_MAX => refuse("not a pid file"),

@@ -63,10 +63,7 @@ impl DiskSampler {
 /// Queries all VMs concurrently, so that one that hangs does not delay the others. VMs without a server are left out.
 pub(crate) fn query_disks(vms: &[KnownVm]) -> Vec<(String, Result<Vec<DiskState>, ControlClientError>)> {
     let results: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = vms
-            .iter()
-            .map(|vm| scope.spawn(move || fetch_disks(&vm.control)))
-            .collect();
+        let threads: Vec<_> = vms.iter().map(|vm| scope.spawn(move || fetch_disks(&vm.control))).collect();
         // A panic in a thread aborts the process, so `join` does not fail.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     });
@@ -80,10 +77,7 @@ pub(crate) fn query_disks(vms: &[KnownVm]) -> Vec<(String, Result<Vec<DiskState>
 
 /// Returns true if no server listens at the socket, which need not be a problem.
 pub(crate) fn is_not_served(error: &ControlClientError) -> bool {
-    matches!(
-        error,
-        ControlClientError::Missing { .. } | ControlClientError::NoListener { .. }
-    )
+    matches!(error, ControlClientError::Missing { .. } | ControlClientError::NoListener { .. })
 }
 
 const MIB: f64 = (1 << 20) as f64;

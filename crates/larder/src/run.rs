@@ -48,9 +48,7 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         };
         let mut plan_with = plan(&command, &arguments.disk, &setting)?;
         for plan_with in &mut plan_with.disks {
-            plan_with.disk.chain = ChainPolicy::Follow {
-                trust_image: arguments.trust_image,
-            };
+            plan_with.disk.chain = ChainPolicy::Follow { trust_image: arguments.trust_image };
         }
         Ok::<_, PlanError>(plan_with)
     };
@@ -95,12 +93,7 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         // Amid the guest's console output only warnings and errors are of interest.
         log: (!arguments.verbose && std::env::var_os("LARDER_LOG").is_none()).then(|| "warn".to_owned()),
     };
-    Ok(ExitCode::from(supervise(
-        &plan,
-        &found.disk_locks,
-        &server,
-        &show_message,
-    )?))
+    Ok(ExitCode::from(supervise(&plan, &found.disk_locks, &server, &show_message)?))
 }
 
 /// Returns the options of memory management, if it is requested.
@@ -124,9 +117,7 @@ fn dry_run(plan: &RunPlan, places: &LeasePaths, found: &DiskCheckReport) -> anyh
         show_message(change);
     }
     for image in &found.unchecked {
-        show_message(&format!(
-            "disk {image}: not checked completely: its NBD server may accept one client only"
-        ));
+        show_message(&format!("disk {image}: not checked completely: its NBD server may accept one client only"));
     }
     let lease = Lease::check(plan).err().map(|error| error.to_string());
     let of_disks = found.problems.iter().map(ToString::to_string);
@@ -141,11 +132,7 @@ fn dry_run(plan: &RunPlan, places: &LeasePaths, found: &DiskCheckReport) -> anyh
         ));
     }
     let mut lines = preparation_commands(plan, &places.directory);
-    lines.extend(
-        server_commands(plan, PlannedDisk::serve_arguments)
-            .into_iter()
-            .map(|line| format!("{line} &")),
-    );
+    lines.extend(server_commands(plan, PlannedDisk::serve_arguments).into_iter().map(|line| format!("{line} &")));
     lines.push(qemu_command(plan));
     print(&format!("{}\n", lines.join("\n")))?;
     Ok(match problems.is_empty() {
@@ -161,13 +148,7 @@ fn preparation_commands(plan: &RunPlan, directory: &Path) -> Vec<String> {
         return Vec::new();
     }
     let words = |words: &[&OsStr]| command_line(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
-    let directory = words(&[
-        "mkdir".as_ref(),
-        "-p".as_ref(),
-        "-m".as_ref(),
-        "700".as_ref(),
-        directory.as_ref(),
-    ]);
+    let directory = words(&["mkdir".as_ref(), "-p".as_ref(), "-m".as_ref(), "700".as_ref(), directory.as_ref()]);
     let directory = format!("(umask 022; {directory})");
     let files = plan.ram.iter().map(|file| {
         let size = file.bytes.to_string();
@@ -185,9 +166,7 @@ fn needs_no_resources(plan: &RunPlan) -> bool {
 fn memory_problems(plan: &RunPlan) -> Vec<String> {
     let spec = plan.memory.as_ref().map(|memory| &memory.spec);
     let disks = spec.into_iter().flat_map(|spec| [&spec.swap, &spec.slow]).flatten();
-    disks
-        .filter_map(|disk| Some(format!("memory: {}", check_swap_disk(disk).err()?)))
-        .collect()
+    disks.filter_map(|disk| Some(format!("memory: {}", check_swap_disk(disk).err()?))).collect()
 }
 
 /// Returns QEMU's command. The pager, which needs QEMU's PID, is started by a shell that becomes QEMU by `exec`.

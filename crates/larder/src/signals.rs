@@ -91,10 +91,7 @@ impl Signals {
 
     /// Waits up to `timeout` for one of the signals, and returns it.
     pub(crate) fn wait_timeout(&self, timeout: Duration) -> Option<i32> {
-        let timeout = libc::timespec {
-            tv_sec: timeout.as_secs() as _,
-            tv_nsec: timeout.subsec_nanos() as _,
-        };
+        let timeout = libc::timespec { tv_sec: timeout.as_secs() as _, tv_nsec: timeout.subsec_nanos() as _ };
         // SAFETY: the set and the time are valid, and the null pointer has no information stored.
         let signal = unsafe { libc::sigtimedwait(&raw const self.0, std::ptr::null_mut(), &raw const timeout) };
         (signal > 0).then_some(signal)

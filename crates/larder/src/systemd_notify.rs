@@ -83,7 +83,5 @@ pub(crate) fn connect_manager() -> Option<UnixDatagram> {
         socket.connect_addr(&address)?;
         Ok(socket)
     });
-    connected
-        .inspect_err(|error| tracing::warn!("$NOTIFY_SOCKET: {error}"))
-        .ok()
+    connected.inspect_err(|error| tracing::warn!("$NOTIFY_SOCKET: {error}")).ok()
 }

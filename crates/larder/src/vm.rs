@@ -82,14 +82,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
             }
         },
     )?;
-    let started = Vm::start(
-        &path,
-        config.clone(),
-        inherited,
-        arguments.confine,
-        arguments.incoming,
-        &cancel,
-    );
+    let started = Vm::start(&path, config.clone(), inherited, arguments.confine, arguments.incoming, &cancel);
     let vm = match started {
         Ok(vm) => vm,
         Err(_) if cancel.get().is_some() => return Ok(ExitCode::SUCCESS),
@@ -197,10 +190,9 @@ fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     let server = control::fetch_server(&config.control).map_err(|error| {
         let called = command_argument(config, path);
         match is_not_served(&error) {
-            true if called == config.name => anyhow!(
-                "{}; a server reads its file when it starts",
-                not_served(&config.name, &config.control)
-            ),
+            true if called == config.name => {
+                anyhow!("{}; a server reads its file when it starts", not_served(&config.name, &config.control))
+            }
             true => anyhow!(
                 "{called} is not served: no process listens on {}; `larder vm {called}` serves it",
                 config.control.display()
@@ -211,11 +203,7 @@ fn reload(config: &VmConfig, path: &Path) -> anyhow::Result<ExitCode> {
     check_serves_file(&server, config, path)?;
     let (_, done) = control::reload(&config.control)?;
     let mut text = String::new();
-    let parts = [
-        ("changed", &done.changed),
-        ("pending", &done.left),
-        ("failed", &done.failed),
-    ];
+    let parts = [("changed", &done.changed), ("pending", &done.left), ("failed", &done.failed)];
     for (how, all) in parts {
         for what in all {
             text.push_str(&format!("{how:8}{what}\n"));
@@ -314,10 +302,7 @@ fn check_config(config: &VmConfig, path: &Path, arguments: &VmArguments) -> anyh
     }
     if let Some(memory) = &config.memory {
         let budget = memory.spec.budget;
-        text.push_str(&format!(
-            "{}: its memory can be managed, within {budget}\n",
-            config.name
-        ));
+        text.push_str(&format!("{}: its memory can be managed, within {budget}\n", config.name));
     }
     for image in found.iter().flat_map(|found| &found.unchecked) {
         text.push_str(&format!(
@@ -383,10 +368,7 @@ fn service_state(progress: VmProgress) -> ServiceState {
 /// Adds advice for the user to an error.
 fn with_advice(error: VmError, config: &VmConfig, path: &Path) -> anyhow::Error {
     match &error {
-        VmError::Disk {
-            disk,
-            source: DiskError::Image(source),
-        } => {
+        VmError::Disk { disk, source: DiskError::Image(source) } => {
             let vm_disk = config.disks.iter().find(|it| it.name == *disk);
             // The advice names keys of the VM's file.
             let advice = vm_disk.map_or("", |it| advice(source, &it.spec, OptionSource::File));

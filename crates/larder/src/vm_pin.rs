@@ -21,9 +21,7 @@ pub(crate) fn pin(path: &Path) -> anyhow::Result<ExitCode> {
     let on = Loop::new(Duration::ZERO)?;
     let mut added = Vec::new();
     for disk in find_missing_keys(path, &text, &config) {
-        let lines = on
-            .block_on(missing_lines(&on, &disk))
-            .with_context(|| format!("disk {}", disk.name))?;
+        let lines = on.block_on(missing_lines(&on, &disk)).with_context(|| format!("disk {}", disk.name))?;
         if !lines.is_empty() {
             added.push((disk, lines));
         }
@@ -59,10 +57,7 @@ async fn missing_lines(on: &Loop, disk: &DiskMissingKeys) -> anyhow::Result<Stri
     if disk.lacks_chain && format == Format::Qcow2 {
         let named = named_chain(on, &disk.image, format).await?;
         if named.pinned().is_none() {
-            bail!(
-                "no header gives the format of one of its backing files; add by hand: {}",
-                named.lines()
-            );
+            bail!("no header gives the format of one of its backing files; add by hand: {}", named.lines());
         }
         named.files().try_for_each(check_kind)?;
         if let Some(path) = named.path_not_utf8() {

@@ -37,11 +37,7 @@ fn control_socket_matches_openapi_document() {
     let nbd = format!("nbd+unix:///?socket={}", text(&path("nbd")));
     let io = |commands: &[&str]| {
         let commands = commands.iter().flat_map(|command| ["-c", command]);
-        let all: Vec<&str> = ["-f", "raw"]
-            .into_iter()
-            .chain(commands)
-            .chain([nbd.as_str()])
-            .collect();
+        let all: Vec<&str> = ["-f", "raw"].into_iter().chain(commands).chain([nbd.as_str()]).collect();
         run_tool("qemu-io", &all);
     };
     io(&["write -P 7 0 8M", "flush"]);
@@ -81,10 +77,7 @@ fn control_socket_matches_openapi_document() {
 
     // The disk is unchanged after all requests, and the server works.
     io(&["read -P 7 0 8M", "write -P 9 4M 1M", "read -P 9 4M 1M"]);
-    let told = run_tool(
-        "curl",
-        &["-sS", "--unix-socket", &text(&path("control")), "http://x/v1/disks"],
-    );
+    let told = run_tool("curl", &["-sS", "--unix-socket", &text(&path("control")), "http://x/v1/disks"]);
     let told: Value = serde_json::from_str(&told).expect("JSON");
     assert_eq!(told["disks"].as_array().map(Vec::len), Some(2), "{told}");
     server.signal(libc::SIGTERM);

@@ -21,11 +21,7 @@ fn bench(arguments: &[&str]) -> (i32, String, String) {
     let output = command.args(["bench", "codec"]).args(arguments).output();
     let output = output.expect("larder starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (
-        output.status.code().expect("it exits"),
-        text(&output.stdout),
-        text(&output.stderr),
-    )
+    (output.status.code().expect("it exits"), text(&output.stdout), text(&output.stderr))
 }
 
 fn bench_json(arguments: &[&str]) -> Value {
@@ -37,16 +33,7 @@ fn bench_json(arguments: &[&str]) -> Value {
 /// Returns the measurement of the memory in `path`.
 fn of_file(path: &Path, sample: &str) -> Value {
     let path = path.to_str().expect("a path of text");
-    let arguments = [
-        "--memory",
-        path,
-        "--sample",
-        sample,
-        "--method",
-        "uniform",
-        "--seconds",
-        "0.001",
-    ];
+    let arguments = ["--memory", path, "--sample", sample, "--method", "uniform", "--seconds", "0.001"];
     let report = bench_json(&arguments);
     let [memory] = list(&report["memories"]) else {
         panic!("the file's memory alone: {report}");
@@ -72,9 +59,7 @@ fn result<'a>(memory: &'a Value, method: &str, batch: impl Into<Value>) -> &'a V
 
 /// Returns pages that each consist of one repeated word, a different one for each page.
 fn numbered(pages: usize) -> Vec<u8> {
-    (1..=pages as u64)
-        .flat_map(|page| (page << 40 | page).to_le_bytes().repeat(PAGE / 8))
-        .collect()
+    (1..=pages as u64).flat_map(|page| (page << 40 | page).to_le_bytes().repeat(PAGE / 8)).collect()
 }
 
 /// Returns incompressible bytes.
@@ -114,10 +99,7 @@ fn methods_kinds_and_batches_are_measured() {
                 }
             }
             let left = number(&result["bytes-left"]);
-            assert!(
-                (number(&result["ratio"]) - f64::from(1 << 20) / left).abs() < 1e-6,
-                "{result}"
-            );
+            assert!((number(&result["ratio"]) - f64::from(1 << 20) / left).abs() < 1e-6, "{result}");
         }
         assert_eq!(result(memory, "none", Value::Null)["ratio"], 1.0);
         assert!(number(&result(memory, "delta", Value::Null)["ratio"]) > 20.0);
@@ -144,10 +126,7 @@ fn accelerator_is_measured_or_missing() {
         let names = list(of).iter().map(|one| one[key].as_str().expect("a name").to_owned());
         names.collect()
     };
-    let (there, missing) = (
-        names(&report["memories"][0]["results"], "by"),
-        names(&report["missing"], "name"),
-    );
+    let (there, missing) = (names(&report["memories"][0]["results"], "by"), names(&report["missing"], "name"));
     for name in ["igzip", "qat", "iaa"] {
         assert!(there.contains(name) != missing.contains(name), "{name}: {report}");
     }
@@ -156,27 +135,15 @@ fn accelerator_is_measured_or_missing() {
 
     let (code, out, err) = bench(&arguments);
     assert_eq!((code, err.as_str()), (0, ""));
-    let line = out
-        .lines()
-        .find_map(|line| line.strip_prefix("Not available: "))
-        .unwrap_or_default();
+    let line = out.lines().find_map(|line| line.strip_prefix("Not available: ")).unwrap_or_default();
     for one in list(&report["missing"]) {
-        let (name, why) = (
-            one["name"].as_str().expect("a name"),
-            one["why"].as_str().expect("a reason"),
-        );
+        let (name, why) = (one["name"].as_str().expect("a name"), one["why"].as_str().expect("a reason"));
         assert!(why.len() > 10 && line.contains(&format!("{name} ({why})")), "{out}");
         let (code, out, err) = bench(&["--method", name]);
-        assert_eq!(
-            (code, out.as_str(), err),
-            (2, "", format!("larder: --method {name}: {why}\n"))
-        );
+        assert_eq!((code, out.as_str(), err), (2, "", format!("larder: --method {name}: {why}\n")));
     }
     for name in there {
-        assert!(
-            out.lines().any(|line| line.split_whitespace().nth(1) == Some(&name)),
-            "{name}: {out}"
-        );
+        assert!(out.lines().any(|line| line.split_whitespace().nth(1) == Some(&name)), "{name}: {out}");
         assert!(!line.contains(&name), "{out}");
     }
 }
@@ -203,23 +170,14 @@ fn text_table_has_requested_methods() {
     let lines: Vec<Vec<&str>> = out.lines().map(|line| line.split_whitespace().collect()).collect();
     let begin = |at: usize, words: usize| lines[at][..words].join(" ");
     assert_eq!(lines[0].join(" "), "text: 256 KiB; 0.0 % of the pages repeat one word");
-    assert_eq!(
-        lines[2].join(" "),
-        "method by pages ratio encode MB/s decode MB/s encode CPU s/GiB decode CPU s/GiB"
-    );
-    assert_eq!(
-        [begin(3, 3), begin(4, 3), begin(5, 3)],
-        ["uniform cpu -", "lz4 cpu 4", "lz4 cpu 64"]
-    );
+    assert_eq!(lines[2].join(" "), "method by pages ratio encode MB/s decode MB/s encode CPU s/GiB decode CPU s/GiB");
+    assert_eq!([begin(3, 3), begin(4, 3), begin(5, 3)], ["uniform cpu -", "lz4 cpu 4", "lz4 cpu 64"]);
     for line in &lines[3..6] {
         assert_eq!(line.len(), 8, "{out}");
         assert!(line[3..].iter().all(|figure| figure.parse::<f64>().is_ok()), "{out}");
     }
     assert_eq!(begin(7, 3), "counter: 256 KiB;");
-    assert!(
-        out.contains("CPU") && !out.contains("zstd") && !out.contains("Not available"),
-        "{out}"
-    );
+    assert!(out.contains("CPU") && !out.contains("zstd") && !out.contains("Not available"), "{out}");
 }
 
 /// A sample covers a memory file evenly, and leaves out a partial page at its end.
@@ -234,45 +192,22 @@ fn memory_file_is_sampled_evenly() {
     std::fs::write(&path, &bytes).expect("a file");
 
     let whole = of_file(&path, "1GiB");
-    assert_eq!(
-        (&whole["bytes"], &whole["file-bytes"]),
-        (&json!(8 << 20), &json!(8 << 20))
-    );
+    assert_eq!((&whole["bytes"], &whole["file-bytes"]), (&json!(8 << 20), &json!(8 << 20)));
     assert_eq!(whole["uniform-pages"], 1024);
     assert_eq!(whole["results"][0]["bytes-left"], 1024 * 8 + 1024 * PAGE);
     for (sample, pages) in [("1MiB", 256), ("2MiB", 512), ("4KiB", 1), ("999KiB", 249)] {
         let sampled = of_file(&path, sample);
-        assert_eq!(
-            (&sampled["bytes"], &sampled["file-bytes"]),
-            (&json!(pages * PAGE), &json!(8 << 20))
-        );
+        assert_eq!((&sampled["bytes"], &sampled["file-bytes"]), (&json!(pages * PAGE), &json!(8 << 20)));
         let uniform = number(&sampled["uniform-pages"]) / pages as f64;
         assert!(pages == 1 || (uniform - 0.5).abs() < 0.02, "{sampled}");
     }
-    let (code, out, _) = bench(&[
-        "--memory",
-        path.to_str().expect("text"),
-        "--method",
-        "none",
-        "--sample",
-        "1MiB",
-    ]);
-    let head = format!(
-        "{}: 1 MiB sampled evenly from its 8 MiB; 50.0 % of the pages repeat one word\n",
-        path.display()
-    );
+    let (code, out, _) = bench(&["--memory", path.to_str().expect("text"), "--method", "none", "--sample", "1MiB"]);
+    let head =
+        format!("{}: 1 MiB sampled evenly from its 8 MiB; 50.0 % of the pages repeat one word\n", path.display());
     assert_eq!((code, out.lines().next()), (0, Some(head.trim_end())));
     // Generated memory is measured in addition only on request.
-    let arguments = [
-        "--memory",
-        path.to_str().expect("text"),
-        "--kind",
-        "json",
-        "--method",
-        "none",
-        "--sample",
-        "4KiB",
-    ];
+    let arguments =
+        ["--memory", path.to_str().expect("text"), "--kind", "json", "--method", "none", "--sample", "4KiB"];
     let both = bench_json(&arguments);
     assert_eq!(list(&both["memories"]).len(), 2);
     assert_eq!(both["memories"][1]["name"], "json");
@@ -284,18 +219,7 @@ fn dumps(folder: &Path) {
     std::fs::write(&pattern, numbered(1024)).expect("a file");
     let loader = format!("loader,file={},addr=0x100000,force-raw=on", pattern.display());
     let mut qemu = Command::new("qemu-system-x86_64")
-        .args([
-            "-m",
-            "16",
-            "-S",
-            "-nodefaults",
-            "-display",
-            "none",
-            "-qmp",
-            "stdio",
-            "-device",
-            &loader,
-        ])
+        .args(["-m", "16", "-S", "-nodefaults", "-display", "none", "-qmp", "stdio", "-device", &loader])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
@@ -346,10 +270,7 @@ fn qemu_dumps_yield_guest_memory() {
     let path = folder.path().join("kdump");
     let (code, out, err) = bench(&["--memory", path.to_str().expect("text")]);
     assert_eq!((code, out.as_str()), (2, ""));
-    assert!(
-        err.ends_with("is a dump that is compressed already: have QEMU write it without -z, -l and -s\n"),
-        "{err}"
-    );
+    assert!(err.ends_with("is a dump that is compressed already: have QEMU write it without -z, -l and -s\n"), "{err}");
 }
 
 /// Returns an ELF file of this class and type with two segments of `pages` pages each, at unaligned offsets.
@@ -410,10 +331,7 @@ fn file_without_memory_is_refused() {
     odd[54] = 57;
     let cases: [(Vec<u8>, String); 9] = [
         (Vec::new(), format!("{name} is empty")),
-        (
-            vec![1; 4095],
-            format!("{name} has 4095 bytes: that is less than a page, which has 4096"),
-        ),
+        (vec![1; 4095], format!("{name} has 4095 bytes: that is less than a page, which has 4096")),
         (
             b"KDUMP   ".repeat(1000),
             format!("{name} is a dump that is compressed already: have QEMU write it without -z, -l and -s"),
@@ -430,18 +348,9 @@ fn file_without_memory_is_refused() {
                 "cannot read the core dump {name}: it is truncated: not all of the 40960 bytes at 41742 are within the file's 73728"
             ),
         ),
-        (
-            no_table,
-            format!("cannot read the core dump {name}: its program headers cannot be read"),
-        ),
-        (
-            many,
-            format!("cannot read the core dump {name}: it has more than 65534 segments"),
-        ),
-        (
-            odd,
-            format!("cannot read the core dump {name}: its program headers have 57 bytes instead of 56"),
-        ),
+        (no_table, format!("cannot read the core dump {name}: its program headers cannot be read")),
+        (many, format!("cannot read the core dump {name}: it has more than 65534 segments")),
+        (odd, format!("cannot read the core dump {name}: its program headers have 57 bytes instead of 56")),
         (elf(2, 4, 4, 10), format!("the core dump {name} has no memory in it")),
     ];
     for (bytes, expected) in cases {

@@ -15,11 +15,7 @@ fn bench(arguments: &[&str], trace: &Path) -> (i32, String, String) {
     let output = command.args(["bench", "policy"]).args(arguments).arg(trace).output();
     let output = output.expect("larder starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (
-        output.status.code().expect("it exits"),
-        text(&output.stdout),
-        text(&output.stderr),
-    )
+    (output.status.code().expect("it exits"), text(&output.stdout), text(&output.stderr))
 }
 
 /// Returns a trace of 2,000 blocks, each read ten times, in requests of four blocks and of one block.
@@ -69,10 +65,7 @@ fn loop_hits_where_lru_thrashes() {
     // The curve shows from which size an LRU cache has hits.
     let curve = trace["miss-ratio-curve"].as_array().expect("points");
     let last = curve.last().expect("a point");
-    assert!(
-        (last["miss-percent"].as_f64().expect("a number") - 10.0).abs() < 1e-6,
-        "{last}"
-    );
+    assert!((last["miss-percent"].as_f64().expect("a number") - 10.0).abs() < 1e-6, "{last}");
 }
 
 #[test]
@@ -82,17 +75,8 @@ fn text_output_has_tables() {
     std::fs::write(&path, loop_trace()).expect("a trace");
     let (code, out, err) = bench(&["--sizes", "50"], &path);
     assert_eq!((code, err.as_str()), (0, ""));
-    assert!(
-        out.starts_with("loop.lis: 20000 accesses (0.0 % writes) to 2000 lines of 4 KiB\n"),
-        "{out}"
-    );
-    for part in [
-        "hits, %",
-        "written to the SSD",
-        "CPU ns per access",
-        "  W-TinyLFU",
-        "misses of an LRU cache",
-    ] {
+    assert!(out.starts_with("loop.lis: 20000 accesses (0.0 % writes) to 2000 lines of 4 KiB\n"), "{out}");
+    for part in ["hits, %", "written to the SSD", "CPU ns per access", "  W-TinyLFU", "misses of an LRU cache"] {
         assert!(out.contains(part), "{part}: {out}");
     }
 }
@@ -104,11 +88,7 @@ fn invalid_trace_is_refused() {
     let cases: [(&[u8], &[&str], &str); 5] = [
         (b"", &[], "trace has no requests"),
         (b"what?", &[], "is not in a known trace format"),
-        (
-            b"1 1 0 0\n1 1 0\n",
-            &[],
-            "is damaged: line 2 is not four numbers: '1 1 0'",
-        ),
+        (b"1 1 0 0\n1 1 0\n", &[], "is damaged: line 2 is not four numbers: '1 1 0'"),
         (b"1 1 0 0\n", &["--budget", "1GiB"], "have no timestamps"),
         (b"1 1 0 0\n", &["--line", "5000"], "give a power of two"),
     ];

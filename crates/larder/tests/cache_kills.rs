@@ -33,21 +33,12 @@ fn foreign_write_after_kill_is_served() {
     let total = report.total();
     assert_eq!(total.count(Outcome::Believed), 0, "{report}");
     assert!(total.count(Outcome::Compared) > 0, "{report}");
-    assert!(
-        total.count(Outcome::Anew) > 0 && total.count(Outcome::Refused) > 0,
-        "{report}"
-    );
+    assert!(total.count(Outcome::Anew) > 0 && total.count(Outcome::Refused) > 0, "{report}");
 }
 
 /// Returns a server whose cache is too small for the load's working set.
 fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {
-    Victim {
-        cache: Some(TestCacheOptions {
-            mode,
-            size: working_set / 4 * 3,
-        }),
-        ..Victim::from(larder_path())
-    }
+    Victim { cache: Some(TestCacheOptions { mode, size: working_set / 4 * 3 }), ..Victim::from(larder_path()) }
 }
 
 /// No read returns stale data, and no acknowledged write is lost, in any cache mode.
@@ -57,10 +48,7 @@ fn killed_cached_disk_loses_nothing() {
         let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
         let image = folder.path().join("disk.raw");
         let victim = cached(mode, flush_kills::DISK);
-        let options = Options {
-            queues: 2,
-            ..Options::default()
-        };
+        let options = Options { queues: 2, ..Options::default() };
         let report = flush_kills::run(victim, &image, sockets.path(), options, 8, &mut Random::new(seed));
         let report = report.expect("survives");
         assert_eq!(report.kills, 8);
@@ -77,11 +65,7 @@ fn killed_cached_disk_loses_nothing() {
 fn killed_full_stack_returns_current_data() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.qcow2");
-    let victim = Victim {
-        format: Format::Qcow2,
-        whole: true,
-        ..cached(CacheMode::Wt, flush_kills::DISK)
-    };
+    let victim = Victim { format: Format::Qcow2, whole: true, ..cached(CacheMode::Wt, flush_kills::DISK) };
     let (options, mut random) = (Options::default(), Random::new(5));
     let report = flush_kills::run(victim, &image, sockets.path(), options, 5, &mut random).expect("survives");
     assert_eq!(report.kills, 5);

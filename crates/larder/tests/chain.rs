@@ -31,10 +31,7 @@ struct Place {
 
 impl Place {
     fn new() -> Self {
-        Self {
-            images: temp_dir_on_disk(),
-            sockets: temp_dir_on_tmpfs(),
-        }
+        Self { images: temp_dir_on_disk(), sockets: temp_dir_on_tmpfs() }
     }
 
     fn image(&self, name: &str) -> PathBuf {
@@ -51,19 +48,7 @@ impl Place {
     /// Creates a qcow2 image of 1 MiB whose header names `backing`, which need not exist.
     fn overlay(&self, name: &str, backing: &str, format: &str) -> PathBuf {
         let path = self.image(name);
-        let options = [
-            "create",
-            "-q",
-            "-u",
-            "-f",
-            "qcow2",
-            "-b",
-            backing,
-            "-F",
-            format,
-            text(&path),
-            "1M",
-        ];
+        let options = ["create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", format, text(&path), "1M"];
         run_tool("qemu-img", &options);
         path
     }
@@ -72,10 +57,7 @@ impl Place {
     fn with_data_file(&self, name: &str, data_file: &Path) -> PathBuf {
         let path = self.image(name);
         let option = format!("data_file={}", text(data_file));
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "qcow2", "-o", &option, text(&path), "1M"],
-        );
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &option, text(&path), "1M"]);
         path
     }
 
@@ -125,22 +107,12 @@ fn service_opens_only_configured_files() {
     let by_link = place.overlay("link.qcow2", "/proc/self/fd/0", "raw");
     let data = place.image("data");
     let by_data = place.with_data_file("with-data.qcow2", &data);
-    for (image, named) in [
-        (&by_file, text(&secret)),
-        (&by_uri, &uri),
-        (&by_device, "/dev/zero"),
-        (&by_link, "/proc/self/fd/0"),
-    ] {
+    for (image, named) in
+        [(&by_file, text(&secret)), (&by_uri, &uri), (&by_device, "/dev/zero"), (&by_link, "/proc/self/fd/0")]
+    {
         let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(image));
         let line = format!("backing = [{{ image = \"{named}\", format = \"raw\" }}]");
-        refused(
-            place.vm(&lines),
-            &[
-                "its header names the backing file",
-                "the VM's file does not name",
-                &line,
-            ],
-        );
+        refused(place.vm(&lines), &["its header names the backing file", "the VM's file does not name", &line]);
     }
     let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&by_data));
     let line = format!("data-file = \"{}\"", text(&data));
@@ -152,10 +124,7 @@ fn service_opens_only_configured_files() {
     serves(place.vm(&lines));
     // A line for a backing file that the header does not name.
     run_tool("qemu-img", &["rebase", "-u", "-b", "", text(&by_file)]);
-    refused(
-        place.vm(&lines),
-        &["its header names no backing file, but the VM's file names"],
-    );
+    refused(place.vm(&lines), &["its header names no backing file, but the VM's file names"]);
     // Special files are refused even if the VM's file names them.
     let lines = format!(
         "image = \"{}\"\nformat = \"qcow2\"\nbacking = [{{ image = \"/dev/zero\", format = \"raw\" }}]",
@@ -181,13 +150,7 @@ fn service_never_guesses_a_format() {
             text(&base)
         )
     };
-    refused(
-        place.vm(&line("qcow2")),
-        &[
-            "gives the backing file",
-            "the format raw, but the VM's file gives qcow2",
-        ],
-    );
+    refused(place.vm(&line("qcow2")), &["gives the backing file", "the format raw, but the VM's file gives qcow2"]);
     serves(place.vm(&line("raw")));
 }
 
@@ -228,18 +191,12 @@ fn pin_adds_missing_lines() {
         pin
     };
     let (code, said) = run_command(pin());
-    let added = format!(
-        "format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]",
-        text(&base)
-    );
+    let added = format!("format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]", text(&base));
     assert_eq!(code, Some(0), "{said}");
     assert!(added.lines().all(|line| said.contains(line)), "{said}");
     let file = place.sockets.path().join("web.toml");
     let now = fs::read_to_string(&file).expect("is there");
-    assert!(
-        now.ends_with(&format!("\"{}\" # the image\n{added}\nserial = \"1\"\n", text(&image))),
-        "{now}"
-    );
+    assert!(now.ends_with(&format!("\"{}\" # the image\n{added}\nserial = \"1\"\n", text(&image))), "{now}");
     let again = || {
         let mut command = Command::new(larder_path());
         command.arg("vm").arg(&file);
@@ -252,22 +209,7 @@ fn pin_adds_missing_lines() {
     assert!(code == Some(0) && said.contains("there is nothing to add"), "{said}");
     assert_eq!(fs::read_to_string(&file).expect("is there"), now);
     // A format that no header names has to be added by the user.
-    run_tool(
-        "qemu-img",
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-u",
-            "-b",
-            text(&base),
-            "-F",
-            "raw",
-            text(&image),
-            "1M",
-        ],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-u", "-b", text(&base), "-F", "raw", text(&image), "1M"]);
     without_backing_format(&image);
     refused(pin(), &["no header gives the format", "format = \"?\""]);
 }
@@ -292,10 +234,7 @@ fn service_never_guesses_backing_format() {
     let image = place.overlay("top.qcow2", text(&base), "raw");
     without_backing_format(&image);
     let lines = format!("image = \"{}\"\nformat = \"qcow2\"", text(&image));
-    refused(
-        place.vm(&lines),
-        &["format = \"?\"", "raw or qcow2 in place of the question mark"],
-    );
+    refused(place.vm(&lines), &["format = \"?\"", "raw or qcow2 in place of the question mark"]);
     let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&base));
     serves(place.vm(&format!("{lines}\n{line}")));
 }
@@ -306,10 +245,7 @@ fn raw_image_has_no_other_files() {
     let place = Place::new();
     let base = place.raw("base.raw", 7);
     let lines = format!("image = \"{}\"\nformat = \"raw\"", text(&base));
-    refused(
-        place.vm(&format!("{lines}\ndata-file = \"/x\"")),
-        &["a raw image refers to no other file"],
-    );
+    refused(place.vm(&format!("{lines}\ndata-file = \"/x\"")), &["a raw image refers to no other file"]);
     let backing = "backing = [{ image = \"/x\", format = \"raw\" }, { image = \"/y\", format = \"raw\" }]";
     refused(
         place.vm(&format!("{}\n{backing}", lines.replace("\"raw\"", "\"qcow2\""))),
@@ -334,10 +270,7 @@ fn check_makes_no_connections() {
     let mut check = place.vm(&format!("{lines}\n{line}"));
     check.arg("--check");
     let (code, said) = run_command(check);
-    assert!(
-        code == Some(0) && said.contains("NBD servers are not contacted"),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.contains("NBD servers are not contacted"), "{said}");
     assert!(listener.accept().is_err(), "nobody connected");
 }
 
@@ -355,31 +288,16 @@ fn command_line_follows_and_pins_chains() {
         disk_serve_command(&all)
     };
     let said = serves(command(&[]));
-    assert!(
-        said.contains(&format!("backing file {}, raw, read", text(&base))),
-        "{said}"
-    );
-    refused(
-        command(&["--backing-chain", "none"]),
-        &["'base.raw'", "--backing-chain none does not allow"],
-    );
+    assert!(said.contains(&format!("backing file {}, raw, read", text(&base))), "{said}");
+    refused(command(&["--backing-chain", "none"]), &["'base.raw'", "--backing-chain none does not allow"]);
     serves(command(&["--pin-chain", text(&pin)]));
     let written = fs::read_to_string(&pin).expect("is written");
-    assert!(
-        written.contains(&format!("backing = [{{ image = \"{}\"", text(&base))),
-        "{written}"
-    );
+    assert!(written.contains(&format!("backing = [{{ image = \"{}\"", text(&base))), "{written}");
     serves(command(&["--pin-chain", text(&pin)]));
-    run_tool(
-        "qemu-img",
-        &["rebase", "-u", "-b", text(&other), "-F", "raw", text(&image)],
-    );
+    run_tool("qemu-img", &["rebase", "-u", "-b", text(&other), "-F", "raw", text(&image)]);
     // The advice names the file that may be removed.
     let advice = format!("remove {}, which the next start creates again", text(&pin));
-    refused(
-        command(&["--pin-chain", text(&pin)]),
-        &[text(&other), text(&pin), "does not name", &advice],
-    );
+    refused(command(&["--pin-chain", text(&pin)]), &[text(&other), text(&pin), "does not name", &advice]);
     refused(
         disk_serve_command(&[text(&base), "--socket", text(&socket), "--pin-chain", text(&pin)]),
         &["it belongs to", text(&image)],
@@ -389,18 +307,9 @@ fn command_line_follows_and_pins_chains() {
     refused(command(&["--pin-chain", text(&pin)]), &["other users may write to it"]);
     let link = place.image("link.chain");
     std::os::unix::fs::symlink(&pin, &link).expect("links");
-    refused(
-        command(&["--pin-chain", text(&link)]),
-        &["--pin-chain", text(&link), "it is a symbolic link"],
-    );
-    refused(
-        command(&["--pin-chain", text(place.images.path())]),
-        &["--pin-chain", "not a regular file"],
-    );
-    refused(
-        command(&["--pin-chain", text(&place.image("none/there"))]),
-        &["--pin-chain", "No such file"],
-    );
+    refused(command(&["--pin-chain", text(&link)]), &["--pin-chain", text(&link), "it is a symbolic link"]);
+    refused(command(&["--pin-chain", text(place.images.path())]), &["--pin-chain", "not a regular file"]);
+    refused(command(&["--pin-chain", text(&place.image("none/there"))]), &["--pin-chain", "No such file"]);
     assert!(!socket.exists(), "nothing was served");
     drop(start_server(&image, place.sockets.path(), &[]));
     let mut relative = command(&["--pin-chain", "relative.chain"]);
@@ -422,10 +331,7 @@ fn chain_outside_utf8_is_refused() {
     let (pin, socket) = (place.image("top.chain"), place.sockets.path().join("socket"));
     let mut serve = disk_serve_command(&["top.qcow2", "--socket", text(&socket), "--pin-chain", text(&pin)]);
     serve.current_dir(&folder);
-    refused(
-        serve,
-        &["--pin-chain", "is not UTF-8", "rename the file, or the directory"],
-    );
+    refused(serve, &["--pin-chain", "is not UTF-8", "rename the file, or the directory"]);
     assert!(!pin.exists(), "nothing is recorded");
     let file = folder.join("web.toml");
     let lines = "control = \"control\"\n[[disk]]\nsocket = \"vda\"\nimage = \"top.qcow2\"\nformat = \"qcow2\"\n";
@@ -493,10 +399,7 @@ fn pin_advice_has_absolute_paths() {
         serve
     };
     serves(command());
-    run_tool(
-        "qemu-img",
-        &["rebase", "-u", "-b", "other.raw", "-F", "raw", text(&image)],
-    );
+    run_tool("qemu-img", &["rebase", "-u", "-b", "other.raw", "-F", "raw", text(&image)]);
     let line = format!("backing = [{{ image = \"{}\", format = \"raw\" }}]", text(&other));
     refused(command(), &[&line]);
     let before = fs::read_to_string(&pin).expect("is written");
@@ -522,18 +425,7 @@ fn vm_file_refuses_working_directory_names() {
         let said = refused(command, &["'file:base.raw' names its driver", "qemu-img rebase -u"]);
         assert!(!said.contains("backing = ["), "{option:?}: {said}");
     }
-    run_tool(
-        "qemu-img",
-        &[
-            "rebase",
-            "-u",
-            "-F",
-            "raw",
-            "-b",
-            text(&place.image("base.raw")),
-            text(&image),
-        ],
-    );
+    run_tool("qemu-img", &["rebase", "-u", "-F", "raw", "-b", text(&place.image("base.raw")), text(&image)]);
     let mut pin = place.vm(&lines);
     pin.arg("--pin");
     let (code, said) = run_command(pin);
@@ -597,10 +489,7 @@ fn root_distrusts_other_users_image() {
     std::os::unix::fs::chown(&image, Some(65534), None).expect("we are root");
     let socket = place.sockets.path().join("socket");
     let mut all = vec![text(&image), "--socket", text(&socket)];
-    refused(
-        disk_serve_command(&all),
-        &["it belongs to user nobody", text(&base), "--trust-image"],
-    );
+    refused(disk_serve_command(&all), &["it belongs to user nobody", text(&base), "--trust-image"]);
     all.push("--trust-image");
     serves(disk_serve_command(&all));
 
@@ -609,10 +498,7 @@ fn root_distrusts_other_users_image() {
         command.arg("disk").args(arguments);
         command
     };
-    refused(
-        disk(&["resize", text(&image), "2M"]),
-        &["it belongs to user nobody", "--trust-image"],
-    );
+    refused(disk(&["resize", text(&image), "2M"]), &["it belongs to user nobody", "--trust-image"]);
     let (code, said) = run_command(disk(&["resize", text(&image), "2M", "--trust-image"]));
     assert_eq!(code, Some(0), "{said}");
     let (code, said) = run_command(disk(&["check", text(&image)]));
@@ -657,16 +543,9 @@ fn root_follows_no_foreign_link() {
         disk_serve_command(&all)
     };
     serves(command(&golden, &[]));
-    let by_alice = [
-        folder.join("linked.qcow2"),
-        folder.join("hard.qcow2"),
-        with_data.clone(),
-    ];
+    let by_alice = [folder.join("linked.qcow2"), folder.join("hard.qcow2"), with_data.clone()];
     for image in &by_alice {
-        refused(
-            command(image, &[]),
-            &["on the way belongs to user 65534", "--trust-image"],
-        );
+        refused(command(image, &[]), &["on the way belongs to user 65534", "--trust-image"]);
         serves(command(image, &["--trust-image"]));
     }
     // Links of root are followed.
@@ -679,10 +558,7 @@ fn root_follows_no_foreign_link() {
 
     std::os::unix::fs::chown(&golden, None, Some(65534)).expect("we are root");
     fs::set_permissions(&golden, fs::Permissions::from_mode(0o664)).expect("is ours");
-    refused(
-        command(&golden, &[]),
-        &["users of group", "may write to it", "--trust-image"],
-    );
+    refused(command(&golden, &[]), &["users of group", "may write to it", "--trust-image"]);
 }
 
 /// `disk info` and `disk check` as root open no backing file that another user or a server has chosen, whichever image
@@ -710,11 +586,7 @@ fn root_inspects_no_foreign_choice() {
     ] {
         let disk = |what: &[&str], more: &[&str]| {
             let mut command = Command::new(larder_path());
-            command
-                .arg("disk")
-                .args(what)
-                .args(["--format", "qcow2", image])
-                .args(more);
+            command.arg("disk").args(what).args(["--format", "qcow2", image]).args(more);
             run_command(command)
         };
         let info = |more: &[&str]| disk(&["info", "--backing-chain"], more);
@@ -754,10 +626,7 @@ fn foreign_cache_flush_needs_confirmation() {
     };
     let advice = format!("--image {} --format raw", text(&image));
     refused(flush(&[]), &["it belongs to user nobody", &advice]);
-    refused(
-        flush(&["--image", text(&image), "--format", "qcow2"]),
-        &["it is the cache of a raw disk"],
-    );
+    refused(flush(&["--image", text(&image), "--format", "qcow2"]), &["it is the cache of a raw disk"]);
     let (code, said) = run_command(flush(&["--image", text(&image), "--format", "raw"]));
     assert_eq!(code, Some(0), "{said}");
 }
@@ -775,10 +644,7 @@ fn disk_info_opens_the_image_alone() {
     assert!(said.contains(&uri) && !said.contains("backing chain"), "{said}");
     assert!(listener.accept().is_err(), "nobody connected");
     let base = place.raw("base.raw", 7);
-    run_tool(
-        "qemu-img",
-        &["rebase", "-u", "-b", text(&base), "-F", "raw", text(&image)],
-    );
+    run_tool("qemu-img", &["rebase", "-u", "-b", text(&base), "-F", "raw", text(&image)]);
     let said = run_tool(text(larder_path()), &["disk", "info", text(&image), "--backing-chain"]);
     assert!(said.contains("1 deep"), "{said}");
 }

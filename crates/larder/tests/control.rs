@@ -27,11 +27,7 @@ impl Served {
     /// Serves `image`.
     fn start(folder: TempDir, image: &Path, options: &[&str]) -> Self {
         let mut command = disk_serve_command(&["--nbd", &nbd(folder.path())]);
-        command
-            .arg(image)
-            .arg("--control")
-            .arg(control(folder.path()))
-            .args(options);
+        command.arg(image).arg("--control").arg(control(folder.path())).args(options);
         let process = Process::start(command).expect("larder starts");
         process.wait_for("serving", TEST_TIMEOUT).expect("it serves");
         Self { folder, process }
@@ -75,9 +71,7 @@ impl Served {
     /// Reads from the disk's beginning, 4 KiB at a time.
     fn read_in_order(&self, count: u32) {
         let count = count.to_string();
-        let of_bench = [
-            "bench", "-f", "raw", "-s", "4096", "-S", "4096", "-d", "1", "-c", &count,
-        ];
+        let of_bench = ["bench", "-f", "raw", "-s", "4096", "-S", "4096", "-d", "1", "-c", &count];
         let uri = nbd(self.folder.path());
         run_tool("qemu-img", &[of_bench.as_slice(), &[&uri]].concat());
     }
@@ -115,17 +109,12 @@ struct Prefetch(Value);
 
 impl Prefetch {
     fn get(&self, name: &str) -> u64 {
-        self.0[name]
-            .as_u64()
-            .unwrap_or_else(|| panic!("no {name} in {}", self.0))
+        self.0[name].as_u64().unwrap_or_else(|| panic!("no {name} in {}", self.0))
     }
 
     /// Returns the number of reads of about 4 KiB that read-ahead has handled.
     fn reads(&self) -> u64 {
-        ["hits", "partial_hits", "waits", "misses"]
-            .map(|name| self.get(name))
-            .iter()
-            .sum()
+        ["hits", "partial_hits", "waits", "misses"].map(|name| self.get(name)).iter().sum()
     }
 }
 
@@ -163,10 +152,7 @@ fn prefetch_statistics_match_client_reads() {
     assert!(in_order.get("misses") < 100, "{}", in_order.0);
     assert_eq!((in_order.get("wasted"), in_order.get("errors")), (0, 0));
     assert_eq!(in_order.get("fetched"), in_order.get("used") + in_order.get("unread"));
-    assert_eq!(
-        in_order.0["streams"],
-        serde_json::json!({"now": 1, "forward": 1, "backward": 0, "strided": 0})
-    );
+    assert_eq!(in_order.0["streams"], serde_json::json!({"now": 1, "forward": 1, "backward": 0, "strided": 0}));
 
     // Random reads, and one that is too long.
     served.io(&["read 40M 4k", "read 20M 4k", "read 50M 4k", "read 10M 256k"]);
@@ -191,15 +177,7 @@ fn next_client_sees_foreign_writes() {
     run_tool("qemu-io", &["-f", "raw", "-c", "write -P 7 0 64M", text(&image)]);
     let socket = sockets.path().join("export");
     let mut command = Command::new("qemu-nbd");
-    command.args([
-        "-f",
-        "raw",
-        "--persistent",
-        "--shared=0",
-        "-k",
-        text(&socket),
-        text(&image),
-    ]);
+    command.args(["-f", "raw", "--persistent", "--shared=0", "-k", text(&socket), text(&image)]);
     let _export = Process::start(command).expect("qemu-nbd starts");
     let give_up = Instant::now() + TEST_TIMEOUT;
     while UnixStream::connect(&socket).is_err() {
@@ -231,9 +209,7 @@ fn text_output_matches_json() {
     let (code, said) = status(&served.control(), &[]);
     assert_eq!(code, Some(0));
     let line = |name: &str| {
-        let found = said
-            .lines()
-            .find_map(|line| line.trim().strip_prefix(name)?.strip_prefix(':'));
+        let found = said.lines().find_map(|line| line.trim().strip_prefix(name)?.strip_prefix(':'));
         found.unwrap_or_else(|| panic!("no {name} in {said}")).trim().to_owned()
     };
     assert_eq!(line("image"), text(&disk.path().join("disk.qcow2")));
@@ -306,18 +282,9 @@ fn invalid_request_gets_explanation() {
     assert!(answer.contains("{\"disks\":["), "{answer}");
     for (request, status) in [
         ("no such thing\r\n\r\n".to_owned(), "400 "),
-        (
-            format!("GET /v1/disks HTTP/1.1\r\nhost: x\r\n{}\r\n", "x: y\r\n".repeat(5000)),
-            "431 ",
-        ),
-        (
-            format!("GET /v1/disks HTTP/1.1\r\nhost: {}", "y".repeat(1 << 20)),
-            "431 ",
-        ),
-        (
-            format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "y".repeat(1 << 20)),
-            "431 ",
-        ),
+        (format!("GET /v1/disks HTTP/1.1\r\nhost: x\r\n{}\r\n", "x: y\r\n".repeat(5000)), "431 "),
+        (format!("GET /v1/disks HTTP/1.1\r\nhost: {}", "y".repeat(1 << 20)), "431 "),
+        (format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "y".repeat(1 << 20)), "431 "),
     ] {
         let answer = served.send(request.as_bytes());
         assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{answer}");
@@ -342,38 +309,13 @@ fn impossible_patch_is_refused_with_reason() {
         (disk, "{\"cache\":{\"mode\":\"x\"}}", "400 ", "wt (write-through)"),
         (disk, "{\"cache\":{\"made\":\"wa\"}}", "400 ", "unknown field `made`"),
         (disk, "{\"cache\":{\"endurance\":1}}", "400 ", "endurance: "),
-        (
-            disk,
-            "{\"limits\":{\"iops-totl\":1}}",
-            "400 ",
-            "limits: 'iops-totl' is not a limit",
-        ),
-        (
-            disk,
-            "{\"limits\":{\"iops-total\":1,\"iops-read\":1}}",
-            "409 ",
-            "not both",
-        ),
+        (disk, "{\"limits\":{\"iops-totl\":1}}", "400 ", "limits: 'iops-totl' is not a limit"),
+        (disk, "{\"limits\":{\"iops-total\":1,\"iops-read\":1}}", "409 ", "not both"),
         (disk, "{\"limits\":{\"iops-total\":\"1\"}}", "400 ", "invalid type"),
-        (
-            disk,
-            "{\"prefetch\":{\"memory\":1}}",
-            "400 ",
-            "prefetch: memory: give at least 512 KiB",
-        ),
-        (
-            disk,
-            "{\"prefetch\":{\"ahead\":0}}",
-            "400 ",
-            "prefetch: ahead: give 4 KiB",
-        ),
+        (disk, "{\"prefetch\":{\"memory\":1}}", "400 ", "prefetch: memory: give at least 512 KiB"),
+        (disk, "{\"prefetch\":{\"ahead\":0}}", "400 ", "prefetch: ahead: give 4 KiB"),
         (disk, "[]", "400 ", "the body must be JSON like {\"limits\":"),
-        (
-            disk,
-            "{\"cache\":[\"wt\"]}",
-            "400 ",
-            "the body must be JSON like {\"limits\":",
-        ),
+        (disk, "{\"cache\":[\"wt\"]}", "400 ", "the body must be JSON like {\"limits\":"),
         (disk, "", "400 ", "the body must be JSON like {\"limits\":"),
         (disk, &long, "400 ", "length limit"),
         ("/v1/disks/1", "{}", "404 ", "there is no disk '1'; the disks are: 0"),
@@ -386,15 +328,9 @@ fn impossible_patch_is_refused_with_reason() {
         assert!(error.contains(part), "{path} {body}: {error}");
     }
     let (head, _) = served.curl(&["http://localhost/v1/disks/0", "-X", "PUT"]);
-    assert!(
-        head.starts_with("HTTP/1.1 405 ") && head.contains("\r\nallow: GET, HEAD, PATCH"),
-        "{head}"
-    );
+    assert!(head.starts_with("HTTP/1.1 405 ") && head.contains("\r\nallow: GET, HEAD, PATCH"), "{head}");
     let (head, answer) = served.curl(&["http://localhost/v1/reload", "-X", "POST"]);
-    assert!(
-        head.starts_with("HTTP/1.1 409 ") && answer.contains("command line"),
-        "{head}: {answer}"
-    );
+    assert!(head.starts_with("HTTP/1.1 409 ") && answer.contains("command line"), "{head}: {answer}");
     let told = served.disk();
     assert_eq!((&told["cache"], &told["limits"]), (&Value::Null, &json!({})));
     assert_eq!(told["prefetch"]["memory_limit"], 4 << 20);
@@ -405,22 +341,12 @@ fn guest_requests_are_counted_exactly() {
     let folder = temp_dir_on_tmpfs();
     let disk = create_image(folder.path(), 16 << 20);
     let served = Served::start(folder, &disk, &[]);
-    served.io(&[
-        "read 0 4k",
-        "read 4k 8k",
-        "write -P 1 1M 64k",
-        "write -z 2M 1M",
-        "discard 4M 2M",
-        "flush",
-    ]);
+    served.io(&["read 0 4k", "read 4k 8k", "write -P 1 1M 64k", "write -z 2M 1M", "discard 4M 2M", "flush"]);
     let requests = served.disk()["requests"].clone();
     let of = |kind: &str| {
         let of = &requests[kind];
         assert_eq!(of["errors"], 0, "{kind}: {requests}");
-        (
-            of["count"].as_u64().expect("a number"),
-            of["bytes"].as_u64().expect("a number"),
-        )
+        (of["count"].as_u64().expect("a number"), of["bytes"].as_u64().expect("a number"))
     };
     assert_eq!(of("read"), (2, 12 << 10));
     assert_eq!(of("write"), (1, 64 << 10));
@@ -439,13 +365,8 @@ fn limits_and_prefetch_change_at_runtime() {
     let disk = temp_dir_on_disk();
     let served = Served::of_data(&disk);
     let patch = |body: Value| {
-        let (head, answer) = served.curl(&[
-            "http://localhost/v1/disks/0",
-            "-X",
-            "PATCH",
-            "--data-binary",
-            &body.to_string(),
-        ]);
+        let (head, answer) =
+            served.curl(&["http://localhost/v1/disks/0", "-X", "PATCH", "--data-binary", &body.to_string()]);
         assert!(head.starts_with("HTTP/1.1 200 "), "{body}: {head} {answer}");
         serde_json::from_str::<Value>(&answer).expect("JSON")
     };
@@ -486,10 +407,7 @@ fn events_are_streamed_and_resumed() {
     let mut id = String::new();
     let mut until = |listener: &mut BufReader<UnixStream>, part: &str| loop {
         let mut line = String::new();
-        assert!(
-            listener.read_line(&mut line).expect("told") > 0,
-            "the end comes before {part}"
-        );
+        assert!(listener.read_line(&mut line).expect("told") > 0, "the end comes before {part}");
         if let Some(new) = line.strip_prefix("id: ") {
             id = new.trim().to_owned();
         }
@@ -555,9 +473,8 @@ fn hostile_clients_block_nothing() {
     drop(crowd);
     served.disk();
     // These clients are connected when the server exits.
-    let mut crowd: Vec<UnixStream> = (0..10)
-        .map(|_| UnixStream::connect(served.control()).expect("connects"))
-        .collect();
+    let mut crowd: Vec<UnixStream> =
+        (0..10).map(|_| UnixStream::connect(served.control()).expect("connects")).collect();
     served.disk();
     served.process.signal(libc::SIGTERM);
     let ended = served.process.wait(TEST_TIMEOUT).expect("it ends");
@@ -639,11 +556,7 @@ fn socket_is_private_whatever_the_umask() {
             .arg(control(folder.path()));
         let process = Process::start(command).expect("starts");
         process.wait_for("serving", TEST_TIMEOUT).expect("it serves");
-        let mode = control(folder.path())
-            .metadata()
-            .expect("is there")
-            .permissions()
-            .mode();
+        let mode = control(folder.path()).metadata().expect("is there").permissions().mode();
         assert_eq!(mode & 0o7777, 0o600, "umask {umask}");
     }
 }
@@ -661,10 +574,7 @@ fn only_dead_servers_socket_is_replaced() {
         assert_eq!(code, Some(2), "{said}");
         assert!(said.contains(part), "{said}");
         assert!(!said.contains("INFO serving"), "{said}");
-        assert!(
-            !folder.path().join("n").exists(),
-            "the disk's own socket is left behind"
-        );
+        assert!(!folder.path().join("n").exists(), "the disk's own socket is left behind");
     };
     std::fs::write(&path, "mine").expect("writes");
     refused("exists and is not a socket");
@@ -690,10 +600,7 @@ fn wrong_socket_error_names_right_one() {
     let missing = folder.path().join("missing");
     let served = Served::start(folder, &disk, &[]);
     for (path, part) in [
-        (
-            missing.as_path(),
-            "give the path that the server was given with --control",
-        ),
+        (missing.as_path(), "give the path that the server was given with --control"),
         (&dead, "no process listens"),
         (&disk, "is not a socket"),
         (&served.folder.path().join("n"), "not a control socket of Larder"),

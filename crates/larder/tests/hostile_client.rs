@@ -22,12 +22,7 @@ fn silent_client(address: [u8; 4], port: u16) -> TcpStream {
     let mut greeting = [0; 18];
     client.read_exact(&mut greeting).expect("is greeted");
     // NBD_FLAG_C_FIXED_NEWSTYLE and NBD_FLAG_C_NO_ZEROES; then NBD_OPT_EXPORT_NAME of the default export.
-    let words = [
-        &3u32.to_be_bytes()[..],
-        b"IHAVEOPT",
-        &1u32.to_be_bytes(),
-        &0u32.to_be_bytes(),
-    ];
+    let words = [&3u32.to_be_bytes()[..], b"IHAVEOPT", &1u32.to_be_bytes(), &0u32.to_be_bytes()];
     client.write_all(&words.concat()).expect("asks");
     let mut export = [0; 10];
     client.read_exact(&mut export).expect("is in");
@@ -50,10 +45,7 @@ fn silent_nbd_clients_give_way() {
         match address {
             [.., 2] => assert_eq!(run_tool("nbdinfo", &["--size", &uri]).trim(), "1048576"),
             _ => wait_until("a client of the same address gets in", || {
-                let size = Command::new("nbdinfo")
-                    .args(["--size", &uri])
-                    .output()
-                    .expect("nbdinfo");
+                let size = Command::new("nbdinfo").args(["--size", &uri]).output().expect("nbdinfo");
                 size.stdout == b"1048576\n"
             }),
         }

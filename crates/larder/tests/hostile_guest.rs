@@ -53,12 +53,7 @@ impl Watched {
                 }
             }
         });
-        Self {
-            ends,
-            most,
-            thread: Some(thread),
-            before: anonymous_bytes(process),
-        }
+        Self { ends, most, thread: Some(thread), before: anonymous_bytes(process) }
     }
 
     /// Returns the largest growth of the private memory since the start of the measurement, in bytes.
@@ -105,22 +100,13 @@ fn huge_request_takes_bounded_memory() {
         let mut words = vec!["--queue-size", "1024"];
         words.extend(cache.iter().map(String::as_str));
         let server = start_server(&disk, folder.path(), &words);
-        let options = Options {
-            size: 1024,
-            data_bytes: PIECE as usize,
-            ..Options::default()
-        };
+        let options = Options { size: 1024, data_bytes: PIECE as usize, ..Options::default() };
         let mut guest = FrontEnd::connect(&server.socket, options).expect("connects");
         let data = guest.data();
         let pattern = support::test_pattern(1, PIECE as usize);
         guest.memory.write(data, &pattern);
         // All buffers are the same memory.
-        let buffers: Vec<Buffer> = (0..LEN / PIECE)
-            .map(|_| Buffer {
-                address: data,
-                len: PIECE as u32,
-            })
-            .collect();
+        let buffers: Vec<Buffer> = (0..LEN / PIECE).map(|_| Buffer { address: data, len: PIECE as u32 }).collect();
         let watched = Watched::new(&server);
         let written = guest.queue().run(&Request::write(0, &buffers)).expect("writes");
         assert_eq!(written.status, 0, "{cache:?}");
@@ -147,19 +133,11 @@ fn many_fragmented_requests_take_bounded_memory() {
         let mut words = vec!["--queues", "64"];
         words.extend(cache.iter().map(String::as_str));
         let server = start_server(&disk, sockets.path(), &words);
-        let options = Options {
-            queues: QUEUES,
-            size: SIZE,
-            data_bytes: LEN as usize,
-            ..Options::default()
-        };
+        let options = Options { queues: QUEUES, size: SIZE, data_bytes: LEN as usize, ..Options::default() };
         let mut guest = FrontEnd::connect(&server.socket, options).expect("connects");
         let data = guest.data();
         // Every second sector is in the cache, if the cache takes writes.
-        let sector = [Buffer {
-            address: data,
-            len: 512,
-        }];
+        let sector = [Buffer { address: data, len: 512 }];
         for at in (0..DISK / 512).step_by(2).take(16 << 10) {
             while !guest.queue().has_room(1) {
                 assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("writes").status, 0);
@@ -171,10 +149,7 @@ fn many_fragmented_requests_take_bounded_memory() {
             assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("writes").status, 0);
         }
         let watched = Watched::new(&server);
-        let long = [Buffer {
-            address: data,
-            len: LEN as u32,
-        }];
+        let long = [Buffer { address: data, len: LEN as u32 }];
         let mut asked = 0;
         for round in 0..u64::from(SIZE) {
             for queue in &mut guest.queues {
@@ -213,18 +188,12 @@ fn shortened_file_ends_its_session_only() {
     const HOLE: u64 = 1 << 16;
     let folder = temp_dir_on_tmpfs();
     let disk = folder.path().join("disk.qcow2");
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "qcow2", disk.to_str().expect("UTF-8"), "64M"],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", disk.to_str().expect("UTF-8"), "64M"]);
     let uri = format!("nbd+unix:///?socket={}", folder.path().join("nbd").display());
     let server = start_server(&disk, folder.path(), &["--nbd", &uri]);
     let sessions_lost = || server.process.output().matches(" is lost: ").count();
     for (round, packed) in [false, true].into_iter().enumerate() {
-        let options = Options {
-            packed,
-            ..Options::default()
-        };
+        let options = Options { packed, ..Options::default() };
         let connect = || FrontEnd::connect(&server.socket, options).expect("connects");
         let lost_before = round * 3;
 
@@ -238,23 +207,15 @@ fn shortened_file_ends_its_session_only() {
         // The data is truncated: the guest gets no answer until the memory is back.
         let mut guest = connect();
         let (data, whole) = (guest.data(), guest.memory.bytes() as u64);
-        let page = [Buffer {
-            address: data,
-            len: 4096,
-        }];
+        let page = [Buffer { address: data, len: 4096 }];
         rustix::fs::ftruncate(guest.memory.file(), data).expect("it shrinks");
         guest.queue().add(&Request::read(HOLE, &page));
         guest.queue().go();
         wait_until("the session with no data ends", || sessions_lost() == lost_before + 2);
-        assert!(
-            guest.queue().try_complete().is_none(),
-            "what the guest has not got is not given back"
-        );
+        assert!(guest.queue().try_complete().is_none(), "what the guest has not got is not given back");
         rustix::fs::ftruncate(guest.memory.file(), whole).expect("it grows");
         guest.memory.write(data, &[7; 4096]);
-        guest
-            .reconnect(UnixStream::connect(&server.socket).expect("connects"))
-            .expect("goes on");
+        guest.reconnect(UnixStream::connect(&server.socket).expect("connects")).expect("goes on");
         assert_eq!(guest.queue().complete(TEST_TIMEOUT).expect("comes back").status, 0);
         assert!(guest.memory.read_vec(data, 4096) == [0; 4096]);
         drop(guest);
@@ -287,10 +248,7 @@ fn cache_survives_read_into_truncated_memory() {
     let mut guest = connect();
     let data = guest.data();
     assert_io_works(&mut guest, 1);
-    let page = [Buffer {
-        address: data,
-        len: 4096,
-    }];
+    let page = [Buffer { address: data, len: 4096 }];
     // Sector 8 is in the cache by now.
     rustix::fs::ftruncate(guest.memory.file(), data).expect("it shrinks");
     guest.queue().add(&Request::read(8, &page));
@@ -325,9 +283,7 @@ fn forged_inflight_request_stops_its_queue() {
     let table = guest.queue().ring.places().descriptors;
     guest.memory.write(table + 16 * HEAD, &descriptor);
     guest.reconnect(connect()).expect("goes on");
-    wait_until("the queue stops", || {
-        server.process.output().contains("corrupted its virtqueue")
-    });
+    wait_until("the queue stops", || server.process.output().contains("corrupted its virtqueue"));
     drop(guest);
     assert_io_works(&mut FrontEnd::over(connect(), Options::default()).expect("connects"), 2);
     assert_eq!(server.stop().expect("stops"), Some(0));

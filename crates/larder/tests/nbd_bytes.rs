@@ -142,10 +142,7 @@ fn check_any_bytes(image: &Path, options: &[&str], seed: u64) {
     assert_eq!(server.stop().expect("stops"), Some(0));
     let plain = sockets.path().join("plain.raw");
     run_tool("qemu-img", &["convert", "-O", "raw", text(image), text(&plain)]);
-    assert!(
-        fs::read(&plain).expect("a copy") == model,
-        "the image holds something else"
-    );
+    assert!(fs::read(&plain).expect("a copy") == model, "the image holds something else");
 }
 
 /// Any bytes of a raw image can be read and changed.
@@ -179,11 +176,7 @@ fn large_blocks_serve_any_bytes() {
 #[test]
 fn tools_copy_files_of_odd_lengths() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
-    let (server, _, uri) = served(
-        &create_image(folder.path(), 1 << 20),
-        sockets.path(),
-        &["--format", "raw"],
-    );
+    let (server, _, uri) = served(&create_image(folder.path(), 1 << 20), sockets.path(), &["--format", "raw"]);
     let told = run_tool("nbdinfo", &["--json", &uri]);
     for part in [r#""block_size_minimum": 1,"#, r#""block_size_preferred": 4096,"#] {
         assert!(told.contains(part), "no {part} in {told}");
@@ -201,23 +194,10 @@ fn tools_copy_files_of_odd_lengths() {
     command.lines().for_each(|line| io.extend(["-c", line.trim()]));
     io.push(&uri);
     let told = run_tool("qemu-io", &io);
-    assert!(
-        !told.contains("verification failed") && !told.contains("error"),
-        "{told}"
-    );
+    assert!(!told.contains("verification failed") && !told.contains("error"), "{told}");
     // The range begins inside a sector.
-    let map = run_tool(
-        "qemu-img",
-        &[
-            "map",
-            "--output=json",
-            "--start-offset=700",
-            "--max-length=1001",
-            "-f",
-            "raw",
-            &uri,
-        ],
-    );
+    let map =
+        run_tool("qemu-img", &["map", "--output=json", "--start-offset=700", "--max-length=1001", "-f", "raw", &uri]);
     assert!(map.contains(r#""start": 700, "length": 1001"#), "{map}");
     assert_eq!(server.stop().expect("stops"), Some(0));
 }
@@ -231,11 +211,7 @@ const PART: std::ops::Range<usize> = 100..300;
 fn guest_write_survives_parts_written_concurrently() {
     const SECTORS: usize = 4;
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
-    let (server, socket, _) = served(
-        &create_image(folder.path(), 1 << 20),
-        sockets.path(),
-        &["--format", "raw"],
-    );
+    let (server, socket, _) = served(&create_image(folder.path(), 1 << 20), sockets.path(), &["--format", "raw"]);
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for half in [0, 1] {
@@ -314,12 +290,7 @@ fn part_keeps_what_another_client_wrote() {
 fn export_has_the_description_given() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = create_image(folder.path(), 1 << 20);
-    let words = [
-        "--format",
-        "raw",
-        "--nbd-description",
-        "the web server's disk, \u{e9}t\u{e9}",
-    ];
+    let words = ["--format", "raw", "--nbd-description", "the web server's disk, \u{e9}t\u{e9}"];
     let (server, _, uri) = served(&image, sockets.path(), &words);
     let told = run_tool("nbdinfo", &[&uri]);
     assert!(told.contains("the web server's disk"), "{told}");
@@ -327,20 +298,9 @@ fn export_has_the_description_given() {
     assert!(told.contains("the web server's disk"), "{told}");
     assert_eq!(server.stop().expect("stops"), Some(0));
     let long = "x".repeat(4097);
-    let (code, told) = run_command(disk_serve_command(&[
-        text(&image),
-        "--nbd",
-        &uri,
-        "--nbd-description",
-        &long,
-    ]));
+    let (code, told) = run_command(disk_serve_command(&[text(&image), "--nbd", &uri, "--nbd-description", &long]));
     assert!(code == Some(2) && told.contains("4096"), "{code:?} {told}");
-    let (code, told) = run_command(disk_serve_command(&[
-        text(&image),
-        "--socket",
-        "/nowhere",
-        "--nbd-description",
-        "x",
-    ]));
+    let (code, told) =
+        run_command(disk_serve_command(&[text(&image), "--socket", "/nowhere", "--nbd-description", "x"]));
     assert!(code == Some(2) && told.contains("--nbd"), "{code:?} {told}");
 }

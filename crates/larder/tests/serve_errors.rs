@@ -65,11 +65,7 @@ fn unsuitable_image_is_refused_with_reason() {
         ("vpc", "VPC", &[]),
         ("qed", "QED", &[]),
         ("parallels", "Parallels", &[]),
-        (
-            "luks",
-            "LUKS",
-            &["--object", "secret,id=s,data=x", "-o", "key-secret=s,iter-time=10"],
-        ),
+        ("luks", "LUKS", &["--object", "secret,id=s,data=x", "-o", "key-secret=s,iter-time=10"]),
     ] {
         let image = folder.path().join(format!("a.{format}"));
         let create = [&["create", "-q", "-f", format], options, &[text(&image), "1M"]].concat();
@@ -95,10 +91,7 @@ fn missing_permission_is_reported() {
     fs::set_permissions(&disk, Permissions::from_mode(0o644)).expect("chmod");
     let as_nobody = |socket: &str| {
         let mut command = Command::new(&program);
-        command
-            .args(["disk", "serve", text(&disk), "--socket", socket])
-            .uid(65534)
-            .gid(65534);
+        command.args(["disk", "serve", text(&disk), "--socket", socket]).uid(65534).gid(65534);
         run_command(command)
     };
     let (code, said) = as_nobody("/tmp/never");
@@ -127,48 +120,24 @@ fn locks_exclude_qemu_both_ways() {
         }
     }
     let pid_text = format!("--pid-file={}", text(&pid_file));
-    run_tool(
-        "qemu-nbd",
-        &[
-            "--fork",
-            "--persistent",
-            "-f",
-            "raw",
-            &pid_text,
-            "-k",
-            text(&nbd),
-            text(&disk),
-        ],
-    );
-    let pid = fs::read_to_string(&pid_file)
-        .expect("its number")
-        .trim()
-        .parse()
-        .expect("a number");
+    run_tool("qemu-nbd", &["--fork", "--persistent", "-f", "raw", &pid_text, "-k", text(&nbd), text(&disk)]);
+    let pid = fs::read_to_string(&pid_file).expect("its number").trim().parse().expect("a number");
     let theirs = Nbd(pid);
     let arguments = [text(&disk), "--socket", text(&socket)];
     let named = format!("in use by another process (qemu-nbd, pid {pid})");
-    let said = refused(
-        &arguments,
-        &[&named, "waiting up to 3 s", "stop that first, or pass --share"],
-    );
+    let said = refused(&arguments, &[&named, "waiting up to 3 s", "stop that first, or pass --share"]);
     assert!(!said.contains("share=on"), "that is how others spell it: {said}");
     assert!(!socket.exists());
     drop(theirs);
     // The server waits for the lock of the process that is ending.
     let ours = start_server(&disk, sockets.path(), &[]);
-    let output = Command::new("qemu-io")
-        .args(["-f", "raw", "-c", "write 0 512", text(&disk)])
-        .output()
-        .expect("qemu-io");
+    let output =
+        Command::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", text(&disk)]).output().expect("qemu-io");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("lock"), "qemu-io should have met our lock: {said}");
     let named = format!("in use by another process (larder, pid {})", ours.process.id());
     refused(&arguments, &[&named, "pass --share"]);
-    let said = refused(
-        &[arguments.as_slice(), &["--share"]].concat(),
-        &[&named, "must share it too"],
-    );
+    let said = refused(&[arguments.as_slice(), &["--share"]].concat(), &[&named, "must share it too"]);
     assert!(!said.contains("pass --share"), "it was given: {said}");
     // Two readers can share the disk.
     ours.stop().expect("stops");
@@ -198,18 +167,9 @@ fn unusable_socket_is_left_alone() {
     fs::create_dir(sockets.path().join("again")).expect("a folder");
     let nbd = format!("nbd+unix:///?socket={}", text(&once));
     for (options, words) in [
-        (
-            ["--nbd", &nbd, "--control", text(&once)],
-            "--nbd and --control are the same path",
-        ),
-        (
-            ["--nbd", &nbd, "--socket", text(&again)],
-            "--socket and --nbd are the same path",
-        ),
-        (
-            ["--nbd", &nbd, "--pidfile", text(&once)],
-            "--nbd and --pidfile are the same path",
-        ),
+        (["--nbd", &nbd, "--control", text(&once)], "--nbd and --control are the same path"),
+        (["--nbd", &nbd, "--socket", text(&again)], "--socket and --nbd are the same path"),
+        (["--nbd", &nbd, "--pidfile", text(&once)], "--nbd and --pidfile are the same path"),
     ] {
         refused(&[[text(&disk)].as_slice(), &options].concat(), &[words]);
         assert!(!once.exists());
@@ -247,37 +207,19 @@ fn wrong_option_error_names_valid_values() {
     with(&["--no-such-option"], &["--no-such-option"]);
     with(&["--prefetch", "16TiB"], &["16TiB", "at most 128 MiB"]);
     with(&["--prefetch-ahead", "0"], &["--prefetch-ahead", "4 KiB to 128 MiB"]);
-    with(
-        &["--prefetch-largest-read", "0"],
-        &["--prefetch-largest-read", "4 KiB to 128 MiB"],
-    );
-    with(
-        &["--share", "--prefetch", "8M"],
-        &["--prefetch cannot be combined with share"],
-    );
-    with(
-        &["--share", "--prefetch-ahead", "1M"],
-        &["--prefetch-ahead cannot be combined with share"],
-    );
+    with(&["--prefetch-largest-read", "0"], &["--prefetch-largest-read", "4 KiB to 128 MiB"]);
+    with(&["--share", "--prefetch", "8M"], &["--prefetch cannot be combined with share"]);
+    with(&["--share", "--prefetch-ahead", "1M"], &["--prefetch-ahead cannot be combined with share"]);
     with(
         &["--prefetch", "off", "--prefetch-largest-read", "64k"],
         &["--prefetch-largest-read has no effect with prefetch off"],
     );
     with(&["--throttle", "nonsense"], &["nonsense", "KEY=VALUE"]);
     with(&["--throttle", ""], &["no limit is given"]);
-    with(
-        &["--throttle", "iops=1,iops-total=2"],
-        &["iops-total has a value already"],
-    );
-    with(
-        &["--throttle", "iops-size=4096"],
-        &["together with a limit on requests"],
-    );
+    with(&["--throttle", "iops=1,iops-total=2"], &["iops-total has a value already"]);
+    with(&["--throttle", "iops-size=4096"], &["together with a limit on requests"]);
     with(&["--throttle", "bps=1.5G"], &["bps=1.5G", "smaller unit"]);
-    with(
-        &["--throttle", "bps=99999999999999T"],
-        &["1000000000000000 bytes", "no limit"],
-    );
+    with(&["--throttle", "bps=99999999999999T"], &["1000000000000000 bytes", "no limit"]);
     refused(&[text(&disk)], &["--socket"]);
     refused(&[], &["IMAGE"]);
     // Invalid values are refused even if they would have no effect.
@@ -313,11 +255,9 @@ fn served_disk_logs_pasteable_addresses() {
     let options = ["--nbd", &nbd, "--throttle", limits, "--block-size", "4096"];
     let server = start_server(&disk, &with_space, &options);
     let line = server.process.wait_for("serving", TEST_TIMEOUT).expect("says so");
-    for part in [
-        format!("image={}", text(&disk)),
-        format!("vhost_user_blk='{}'", text(&server.socket)),
-        format!("nbd='{nbd}'"),
-    ] {
+    for part in
+        [format!("image={}", text(&disk)), format!("vhost_user_blk='{}'", text(&server.socket)), format!("nbd='{nbd}'")]
+    {
         assert!(line.contains(&part), "'{part}' is not in: {line}");
     }
     assert_eq!(server.stop().expect("stops"), Some(0));
@@ -333,10 +273,7 @@ fn odd_size_is_reported_and_rounded() {
     fs::write(&disk, &bytes).expect("an image");
     {
         let server = start_server(&disk, sockets.path(), &["--nbd", &uri]);
-        server
-            .process
-            .wait_for("not a multiple of 512", TEST_TIMEOUT)
-            .expect("a warning");
+        server.process.wait_for("not a multiple of 512", TEST_TIMEOUT).expect("a warning");
         let said = server.process.output();
         assert!(said.contains("WARN") && said.contains("120 bytes larger"), "{said}");
         assert!(said.contains("goes through the page cache"), "{said}");
@@ -344,36 +281,21 @@ fn odd_size_is_reported_and_rounded() {
         let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
         assert_eq!(guest.capacity().expect("an answer"), 5120);
         let data = guest.data();
-        let into = [Buffer {
-            address: data,
-            len: 512,
-        }];
+        let into = [Buffer { address: data, len: 512 }];
         assert_eq!(guest.queue().run(&Request::read(9, &into)).expect("reads").status, 0);
         let mut tail = bytes[4608..].to_vec();
         tail.resize(512, 0);
         assert_eq!(guest.memory.read_vec(data, 512), tail, "zeros behind the file's end");
-        assert_eq!(
-            fs::metadata(&disk).expect("is there").len(),
-            5000,
-            "reading changes nothing"
-        );
+        assert_eq!(fs::metadata(&disk).expect("is there").len(), 5000, "reading changes nothing");
         assert_eq!(guest.queue().run(&Request::write(9, &into)).expect("writes").status, 0);
-        assert_eq!(
-            fs::metadata(&disk).expect("is there").len(),
-            5120,
-            "a write fills it up"
-        );
+        assert_eq!(fs::metadata(&disk).expect("is there").len(), 5120, "a write fills it up");
         drop(guest);
         server.stop().expect("stops");
     }
     let socket = sockets.path().join("s");
     refused(
         &[text(&disk), "--socket", text(&socket), "--block-size", "4096"],
-        &[
-            "no multiple of the sectors of 4096 bytes",
-            "1024 bytes",
-            "truncate -s %4096",
-        ],
+        &["no multiple of the sectors of 4096 bytes", "1024 bytes", "truncate -s %4096"],
     );
     assert!(!socket.exists());
     run_tool("truncate", &["-s", "%4096", text(&disk)]);
@@ -396,10 +318,7 @@ fn odd_export_size_is_reported() {
     let uri = format!("nbd+unix:///?socket={}", text(&theirs));
     let server = start_server(Path::new(&uri), sockets.path(), &[]);
     let said = server.process.output();
-    assert!(
-        said.contains("120 bytes larger") && said.contains("other data there fail"),
-        "{said}"
-    );
+    assert!(said.contains("120 bytes larger") && said.contains("other data there fail"), "{said}");
     let guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
     assert_eq!(guest.capacity().expect("an answer"), 5120);
 }
@@ -415,20 +334,11 @@ fn shrinking_image_logs_warning() {
         file.and_then(|file| file.set_len(bytes)).expect("is resized");
     };
     resize(MIB);
-    let line = server
-        .process
-        .wait_for("has shrunk from 2097152 to 1048576 bytes", TEST_TIMEOUT)
-        .expect("says so");
+    let line = server.process.wait_for("has shrunk from 2097152 to 1048576 bytes", TEST_TIMEOUT).expect("says so");
     assert!(line.contains("WARN") && line.contains("is lost"), "{line}");
     resize(3 * MIB + 512);
-    server
-        .process
-        .wait_for("has grown from 1048576 to ", TEST_TIMEOUT)
-        .expect("says so");
-    let line = server
-        .process
-        .wait_for("last 512 bytes", TEST_TIMEOUT)
-        .expect("says so");
+    server.process.wait_for("has grown from 1048576 to ", TEST_TIMEOUT).expect("says so");
+    let line = server.process.wait_for("last 512 bytes", TEST_TIMEOUT).expect("says so");
     assert!(line.contains("WARN"), "{line}");
 }
 
@@ -438,16 +348,10 @@ fn unwritable_pidfile_leaves_nothing_behind() {
     let disk = create_image(folder.path(), MIB);
     let socket = sockets.path().join("s");
     let with = |pidfile: &Path, words: &[&str]| {
-        refused(
-            &[text(&disk), "--socket", text(&socket), "--pidfile", text(pidfile)],
-            words,
-        );
+        refused(&[text(&disk), "--socket", text(&socket), "--pidfile", text(pidfile)], words);
         assert!(!socket.exists(), "no socket is left behind");
     };
-    with(
-        &sockets.path().join("no/such/pid"),
-        &["--pidfile", "its directory does not exist"],
-    );
+    with(&sockets.path().join("no/such/pid"), &["--pidfile", "its directory does not exist"]);
     with(sockets.path(), &["is not a file", "not changed"]);
     with(Path::new("/dev/null"), &["/dev/null", "not changed"]);
     with(&disk, &[text(&disk), "not a pid file", "not changed"]);
@@ -455,10 +359,7 @@ fn unwritable_pidfile_leaves_nothing_behind() {
     // Nothing is left behind either if the disk cannot be served.
     let pidfile = sockets.path().join("pid");
     fs::write(&socket, "mine").expect("a file");
-    refused(
-        &[text(&disk), "--socket", text(&socket), "--pidfile", text(&pidfile)],
-        &["is not a socket"],
-    );
+    refused(&[text(&disk), "--socket", text(&socket), "--pidfile", text(&pidfile)], &["is not a socket"]);
     fs::remove_file(&socket).expect("is removed");
     assert_eq!(fs::read_dir(sockets.path()).expect("a folder").count(), 0);
     let server = start_server(&disk, sockets.path(), &["--pidfile", text(&pidfile)]);
@@ -477,10 +378,7 @@ fn non_utf8_paths_work() {
     fs::write(&disk, vec![0; MIB as usize]).expect("an image");
     let socket = odd(sockets.path(), b"s\xffcket");
     let server = Server::start(larder_path(), &disk, &socket, &[]).expect("serves");
-    assert_io_works(
-        &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
-        1,
-    );
+    assert_io_works(&mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"), 1);
     server.stop().expect("stops");
     let mut command = disk_serve_command(&[text(folder.path()), "--socket", "/tmp/never", "--serial"]);
     command.arg(OsStr::from_bytes(b"S\xff1"));
@@ -530,10 +428,7 @@ fn busy_nbd_server_is_reported() {
     let folder = temp_dir_on_tmpfs();
     let socket = folder.path().join("busy");
     let uri = format!("nbd+unix:///?socket={}", text(&socket));
-    refused(
-        &[&uri, "--socket", "unused"],
-        &["there is no such socket", "check whether the server runs"],
-    );
+    refused(&[&uri, "--socket", "unused"], &["there is no such socket", "check whether the server runs"]);
     // A listener that does not accept, like a server that already has its one client.
     let busy = UnixListener::bind(&socket).expect("listens");
     let mut command = Command::new(larder_path());
@@ -543,8 +438,5 @@ fn busy_nbd_server_is_reported() {
     process.wait_for(told, TEST_TIMEOUT).expect("says so");
     drop(busy);
     assert_eq!(process.wait(TEST_TIMEOUT).expect("ends").code(), Some(2));
-    refused(
-        &[&uri, "--socket", "unused"],
-        &["Connection refused", "no server listens there"],
-    );
+    refused(&[&uri, "--socket", "unused"], &["Connection refused", "no server listens there"]);
 }

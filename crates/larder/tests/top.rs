@@ -89,12 +89,7 @@ fn keys_select_vms_and_disks() {
     terminal.press("Enter");
     terminal.shows(&[&name, "vda"]);
     terminal.press("Enter");
-    terminal.shows(&[
-        &format!("{name} vda"),
-        "image    ",
-        "limits   iops-total=123456",
-        "disk.raw, raw, 8 MiB",
-    ]);
+    terminal.shows(&[&format!("{name} vda"), "image    ", "limits   iops-total=123456", "disk.raw, raw, 8 MiB"]);
     terminal.press("Escape");
     terminal.shows(&["%util"]);
     terminal.press("q");

@@ -89,13 +89,9 @@ fn trace_shows_outage_of_upstream_server() {
     let mut guest = FrontEnd::connect(&path("far"), Options::default()).expect("connects");
     assert_io_works(&mut guest, 1);
     first.kill();
-    wait_until("the loss of the NBD server is known", || {
-        has_event(&control, "upstream-lost")
-    });
+    wait_until("the loss of the NBD server is known", || has_event(&control, "upstream-lost"));
     let _second = export(&image, &upstream);
-    wait_until("the disk is reconnected", || {
-        has_event(&control, "upstream-reconnected")
-    });
+    wait_until("the disk is reconnected", || has_event(&control, "upstream-reconnected"));
     assert_io_works(&mut guest, 2);
     drop(guest);
     wait_until("the session has ended", || has_event(&control, "guest-disconnected"));
@@ -159,17 +155,7 @@ fn trace_shows_changes_and_clients() {
 
     let trace = fetch_trace(&control);
     assert_eq!(trace["name"], Value::Null);
-    assert_in_order(
-        &trace,
-        &[
-            "cache-opened",
-            "serving",
-            "limits",
-            "cache-mode",
-            "nbd-connected",
-            "cache-flush",
-        ],
-    );
+    assert_in_order(&trace, &["cache-opened", "serving", "limits", "cache-mode", "nbd-connected", "cache-flush"]);
     let all = events(&trace);
     assert!(all.contains(&("limits", "limits set: iops-total=1000")), "{all:?}");
     // The control socket has the same answer for other clients.

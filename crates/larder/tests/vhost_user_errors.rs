@@ -54,16 +54,10 @@ fn broken_front_ends_leave_no_resources() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let disk = create_image(folder.path(), MIB);
     let server = start_server(&disk, sockets.path(), &[]);
-    assert_io_works(
-        &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
-        1,
-    );
+    assert_io_works(&mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"), 1);
     // A front-end is served only after the previous one was released.
     let settled = |seed| {
-        assert_io_works(
-            &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
-            seed,
-        );
+        assert_io_works(&mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"), seed);
         let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
         assert_io_works(&mut guest, seed + 1);
         open_descriptor_count(server.process.id())
@@ -84,10 +78,7 @@ fn broken_front_ends_leave_no_resources() {
         let mut guest = FrontEnd::connect(&server.socket, Options::default());
         if let Ok(guest) = &mut guest {
             let data = guest.data();
-            let into = [Buffer {
-                address: data,
-                len: 4096,
-            }];
+            let into = [Buffer { address: data, len: 4096 }];
             (0..20).for_each(|sector| {
                 guest.queue().add(&Request::read(sector * 8, &into));
             });
@@ -110,10 +101,7 @@ fn second_front_end_waits_for_first() {
         assert_io_works(&mut guest, 3);
     });
     assert_io_works(&mut first, 1);
-    server
-        .process
-        .wait_for("another front-end waits", TEST_TIMEOUT)
-        .expect("says so");
+    server.process.wait_for("another front-end waits", TEST_TIMEOUT).expect("says so");
     assert_io_works(&mut first, 2);
     let said = server.process.output();
     assert_eq!(said.matches("another front-end waits").count(), 1, "once: {said}");
@@ -127,10 +115,7 @@ fn second_front_end_waits_for_first() {
 fn busy(image: &Path, sockets: &Path, count: usize) -> (Server, FrontEnd) {
     let server = start_server(image, sockets, &["--throttle", "iops=1"]);
     let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
-    let into = [Buffer {
-        address: guest.data(),
-        len: 512,
-    }];
+    let into = [Buffer { address: guest.data(), len: 512 }];
     for _ in 0..=count {
         guest.queue().add(&Request::read(0, &into));
     }
@@ -180,10 +165,7 @@ fn silent_client_is_reported() {
     let line = server.process.wait_for("sends nothing", TEST_TIMEOUT).expect("says so");
     assert!(line.contains(&format!(", pid {})", std::process::id())), "{line}");
     drop(silent);
-    assert_io_works(
-        &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
-        1,
-    );
+    assert_io_works(&mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"), 1);
     // A silent client does not keep the server from stopping either.
     let _silent = UnixStream::connect(&server.socket).expect("connects");
     assert_eq!(server.stop().expect("stops"), Some(0));
@@ -224,56 +206,23 @@ fn check_full(folder: &Path) {
     let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
     let data = guest.data();
     guest.memory.write(data, &test_pattern(5, 1 << 20));
-    let out = [Buffer {
-        address: data,
-        len: 1 << 20,
-    }];
+    let out = [Buffer { address: data, len: 1 << 20 }];
     let mut statuses = Vec::new();
     for index in 0..64 {
-        statuses.push(
-            guest
-                .queue()
-                .run(&Request::write(index * 2048, &out))
-                .expect("an answer")
-                .status,
-        );
+        statuses.push(guest.queue().run(&Request::write(index * 2048, &out)).expect("an answer").status);
     }
     assert_eq!(statuses[0], 0, "the first fits");
-    let failed = statuses
-        .iter()
-        .position(|status| *status != 0)
-        .expect("the file system is full at some time");
+    let failed = statuses.iter().position(|status| *status != 0).expect("the file system is full at some time");
     assert_eq!(statuses[failed], 1, "an I/O error");
     let told = server.process.wait_for("no space left", TEST_TIMEOUT);
     told.expect("the log says why");
     fs::remove_file(&ballast).expect("room");
-    let again = guest
-        .queue()
-        .run(&Request::write(failed as u64 * 2048, &out))
-        .expect("an answer");
-    assert_eq!(
-        again.status,
-        0,
-        "once there is space it goes on: {}",
-        server.process.output()
-    );
+    let again = guest.queue().run(&Request::write(failed as u64 * 2048, &out)).expect("an answer");
+    assert_eq!(again.status, 0, "once there is space it goes on: {}", server.process.output());
     assert_eq!(guest.queue().run(&Request::flush()).expect("an answer").status, 0);
-    let into = [Buffer {
-        address: data + (2 << 20),
-        len: 1 << 20,
-    }];
-    assert_eq!(
-        guest
-            .queue()
-            .run(&Request::read(failed as u64 * 2048, &into))
-            .expect("an answer")
-            .status,
-        0
-    );
-    assert_eq!(
-        guest.memory.read_vec(data + (2 << 20), 1 << 20),
-        test_pattern(5, 1 << 20)
-    );
+    let into = [Buffer { address: data + (2 << 20), len: 1 << 20 }];
+    assert_eq!(guest.queue().run(&Request::read(failed as u64 * 2048, &into)).expect("an answer").status, 0);
+    assert_eq!(guest.memory.read_vec(data + (2 << 20), 1 << 20), test_pattern(5, 1 << 20));
     drop(guest);
     server.stop().expect("stops");
 }
@@ -287,9 +236,7 @@ fn full_file_system_fails_guest_writes() {
         check_full(&mount.0);
     }
     let file = folder.path().join("ext4");
-    fs::File::create(&file)
-        .and_then(|file| file.set_len(32 * MIB))
-        .expect("a file");
+    fs::File::create(&file).and_then(|file| file.set_len(32 * MIB)).expect("a file");
     run_tool("mkfs.ext4", &["-q", text(&file)]);
     let mount = Mount::new(&folder.path().join("mnt"), &["-o", "loop", text(&file)]);
     check_full(&mount.0);

@@ -40,10 +40,7 @@ fn second_disk(socket: &Path, properties: &str) -> Vec<String> {
 /// Checks two disks in one guest, one on the disk's file system and one on tmpfs.
 fn check_two(first: &str, first_queues: u32, second: &str, second_queues: u32) {
     let (folder, memory, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs(), temp_dir_on_tmpfs());
-    let (one, two) = (
-        create_image(folder.path(), 32 * MIB),
-        create_image(memory.path(), 32 * MIB),
-    );
+    let (one, two) = (create_image(folder.path(), 32 * MIB), create_image(memory.path(), 32 * MIB));
     let serve = |image: &Path, name: &str| Server::start(larder_path(), image, &sockets.path().join(name), &[]);
     let (one, two) = (serve(&one, "one").expect("starts"), serve(&two, "two").expect("starts"));
     let body = format!(
@@ -109,28 +106,15 @@ read -r line
 /usr/sbin/blkdiscard --zeroout --offset 24M --length 4M /dev/vda
 [ "$(dd if=/dev/vda bs=1M skip=24 count=4 | tr -d '\0' | wc -c)" -eq 0 ]
 "#;
-    let options = GuestOptions {
-        qemu: second_disk(&two.socket, "num-queues=1"),
-        ..GuestOptions::default()
-    };
+    let options = GuestOptions { qemu: second_disk(&two.socket, "num-queues=1"), ..GuestOptions::default() };
     let mut guest = Guest::start(&script(body), &one.socket, &options).expect("boots");
     guest.process.wait_for("FILLED", LIMIT).expect("fills the disk");
-    let allocated = || {
-        File::open(&disk)
-            .and_then(|file| file.metadata())
-            .expect("the image")
-            .blocks()
-            * 512
-    };
+    let allocated = || File::open(&disk).and_then(|file| file.metadata()).expect("the image").blocks() * 512;
     let before = allocated();
     guest.process.say("go on").expect("a line");
     guest.finish().expect("all as described");
     assert!(before >= 32 * MIB, "all was written: {before}");
-    assert!(
-        allocated() <= before - 16 * MIB,
-        "what was discarded is free: {} of {before}",
-        allocated()
-    );
+    assert!(allocated() <= before - 16 * MIB, "what was discarded is free: {} of {before}", allocated());
     drop(guest);
     one.stop().expect("stops");
     two.stop().expect("stops");
@@ -151,13 +135,7 @@ echo x | dd of=/dev/vda bs=512 seek=196607 conv=sync oflag=direct
 verify vda
 "#;
     let guest = Guest::start(&script(body), &server.socket, &GuestOptions::default()).expect("boots");
-    let grow = |bytes| {
-        File::options()
-            .write(true)
-            .open(&disk)
-            .and_then(|file| file.set_len(bytes))
-            .expect("grows")
-    };
+    let grow = |bytes| File::options().write(true).open(&disk).and_then(|file| file.set_len(bytes)).expect("grows");
     guest.process.wait_for("READY", LIMIT).expect("boots");
     grow(64 * MIB);
     guest.process.wait_for("GREW", LIMIT).expect("sees it");
@@ -195,9 +173,7 @@ fio --minimal --name=large --filename=/dev/vda --rw=randwrite --bs=1m --iodepth=
     let mut monitor = guest.monitor().expect("a monitor");
     let memory = r#"{"qom-type": "memory-backend-memfd", "id": "more", "size": 268435456, "share": true}"#;
     monitor.run("object-add", memory).expect("memory");
-    monitor
-        .run("device_add", r#"{"driver": "pc-dimm", "id": "dimm", "memdev": "more"}"#)
-        .expect("plugs it in");
+    monitor.run("device_add", r#"{"driver": "pc-dimm", "id": "dimm", "memdev": "more"}"#).expect("plugs it in");
     guest.finish().expect("works on");
     drop(guest);
     server.stop().expect("stops");
@@ -227,21 +203,13 @@ while [ ! -e /stop ]; do round=$((round + 1)); verify vda; echo "ROUND $round"; 
     let stream = sockets.path().join("stream");
     options.qemu = vec!["-incoming".to_owned(), format!("unix:{}", stream.display())];
     let mut to = Guest::start(&script, &destination.socket, &options).expect("waits for the stream");
-    destination
-        .process
-        .wait_for("front-end connected", LIMIT)
-        .expect("has its disk");
+    destination.process.wait_for("front-end connected", LIMIT).expect("has its disk");
     let mut incoming = to.monitor().expect("a monitor");
     let mut monitor = from.monitor().expect("a monitor");
     monitor
-        .run(
-            "migrate-set-capabilities",
-            r#"{"capabilities": [{"capability": "events", "state": true}]}"#,
-        )
+        .run("migrate-set-capabilities", r#"{"capabilities": [{"capability": "events", "state": true}]}"#)
         .expect("events");
-    monitor
-        .run("migrate", &format!(r#"{{"uri": "unix:{}"}}"#, stream.display()))
-        .expect("QEMU agrees to migrate");
+    monitor.run("migrate", &format!(r#"{{"uri": "unix:{}"}}"#, stream.display())).expect("QEMU agrees to migrate");
     loop {
         let event = monitor.wait_for_event("MIGRATION").expect("goes on");
         assert!(!event.contains("failed"), "{event}");
@@ -249,18 +217,11 @@ while [ ! -e /stop ]; do round=$((round + 1)); verify vda; echo "ROUND $round"; 
             break;
         }
     }
-    assert!(
-        incoming
-            .run("query-status", "{}")
-            .expect("a status")
-            .contains("running")
-    );
+    assert!(incoming.run("query-status", "{}").expect("a status").contains("running"));
     drop(from);
     to.process.wait_for("ROUND", LIMIT).expect("works on");
     let seen = to.process.lines();
-    to.process
-        .wait_for_after(seen, "ROUND", LIMIT)
-        .expect("a whole round over there");
+    to.process.wait_for_after(seen, "ROUND", LIMIT).expect("a whole round over there");
     to.process.say("stop").expect("a line");
     to.finish().expect("everything verified");
     drop(to);

@@ -17,11 +17,7 @@ fn killed_server_loses_no_acknowledged_write() {
         (temp_dir_on_tmpfs(), true),
     ] {
         let sockets = temp_dir_on_tmpfs();
-        let options = Options {
-            queues: 2,
-            packed,
-            ..Options::default()
-        };
+        let options = Options { queues: 2, packed, ..Options::default() };
         let image = folder.path().join("disk.raw");
         let report = flush_kills::run(larder_path(), &image, sockets.path(), options, 10, &mut Random::new(1));
         let report = report.expect("survives");
@@ -34,14 +30,8 @@ fn killed_server_loses_no_acknowledged_write() {
 fn killed_qcow2_server_keeps_flushed_writes() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.qcow2");
-    let larder = Victim {
-        format: Format::Qcow2,
-        ..Victim::from(larder_path())
-    };
-    let options = Options {
-        queues: 2,
-        ..Options::default()
-    };
+    let larder = Victim { format: Format::Qcow2, ..Victim::from(larder_path()) };
+    let options = Options { queues: 2, ..Options::default() };
     let report = flush_kills::run(larder, &image, sockets.path(), options, 10, &mut Random::new(4));
     assert_eq!(report.expect("survives").kills, 10);
 }
@@ -50,18 +40,8 @@ fn killed_qcow2_server_keeps_flushed_writes() {
 fn killed_nbd_backend_loses_nothing() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.raw");
-    let nbdkit = Victim {
-        target: Target::Nbdkit,
-        ..Victim::from(larder_path())
-    };
-    let report = flush_kills::run(
-        nbdkit,
-        &image,
-        sockets.path(),
-        Options::default(),
-        5,
-        &mut Random::new(5),
-    );
+    let nbdkit = Victim { target: Target::Nbdkit, ..Victim::from(larder_path()) };
+    let report = flush_kills::run(nbdkit, &image, sockets.path(), Options::default(), 5, &mut Random::new(5));
     assert_eq!(report.expect("survives").kills, 5);
 }
 
@@ -69,15 +49,7 @@ fn killed_nbd_backend_loses_nothing() {
 fn guest_on_disk_survives_kills() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let image = folder.path().join("disk.raw");
-    guest_kills::run(
-        larder_path(),
-        &image,
-        sockets.path(),
-        "num-queues=2",
-        5,
-        &mut Random::new(2),
-    )
-    .expect("survives");
+    guest_kills::run(larder_path(), &image, sockets.path(), "num-queues=2", 5, &mut Random::new(2)).expect("survives");
 }
 
 #[test]

@@ -35,11 +35,7 @@ impl Client {
         let started = device.start().expect("starts");
         let region = device.alloc_mem_region(MEMORY).expect("memory");
         device.map_mem_region(&region).expect("shares it");
-        Self {
-            queues: started.queues,
-            memory: region.addr as *mut u8,
-            _device: device,
-        }
+        Self { queues: started.queues, memory: region.addr as *mut u8, _device: device }
     }
 
     fn finish(&mut self, queue: usize, count: usize) {
@@ -106,10 +102,7 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
                     let into = client.buffer(0, len);
                     client.queues[queue].read(start as u64, into, len, 0, ReqFlags::empty());
                     client.finish(queue, 1);
-                    assert!(
-                        client.fetch(0, len) == model[range],
-                        "step {step}: {len} bytes at {start}"
-                    );
+                    assert!(client.fetch(0, len) == model[range], "step {step}: {len} bytes at {start}");
                     continue;
                 }
             }
@@ -134,9 +127,7 @@ fn check_with_blkio(image: &Path, block: usize, options: &[&str]) {
     }
     assert_eq!(server.stop().expect("stops"), Some(0));
     let mut bytes = vec![0; DISK];
-    File::open(image)
-        .and_then(|file| file.read_exact_at(&mut bytes, 0))
-        .expect("reads the image");
+    File::open(image).and_then(|file| file.read_exact_at(&mut bytes, 0)).expect("reads the image");
     assert!(bytes == model, "the image holds something else");
 }
 
@@ -159,9 +150,7 @@ fn blkio_writes_reach_block_devices() {
     let folder = temp_dir_on_disk();
     for sector in [512, 4096] {
         let file = folder.path().join(format!("{sector}"));
-        File::create(&file)
-            .and_then(|file| file.set_len(8 * MIB))
-            .expect("a file");
+        File::create(&file).and_then(|file| file.set_len(8 * MIB)).expect("a file");
         let device = LoopDevice::new(&file, sector);
         // The device's own sector size, and small sectors on a device with large ones.
         check_with_blkio(&device.0, sector as usize, &[]);
@@ -178,32 +167,17 @@ fn blkio_writes_reach_block_devices() {
 fn unaligned_fragments_are_read_and_written() {
     let (folder, memory, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs(), temp_dir_on_tmpfs());
     let file = folder.path().join("loop");
-    File::create(&file)
-        .and_then(|file| file.set_len(8 * MIB))
-        .expect("a file");
+    File::create(&file).and_then(|file| file.set_len(8 * MIB)).expect("a file");
     let device = LoopDevice::new(&file, 4096);
-    for disk in [
-        create_image(folder.path(), 8 * MIB),
-        create_image(memory.path(), 8 * MIB),
-        device.0.clone(),
-    ] {
+    for disk in [create_image(folder.path(), 8 * MIB), create_image(memory.path(), 8 * MIB), device.0.clone()] {
         for packed in [false, true] {
             let server = start_server(&disk, sockets.path(), &[]);
-            let options = Options {
-                packed,
-                ..Options::default()
-            };
+            let options = Options { packed, ..Options::default() };
             let mut guest = FrontEnd::connect(&server.socket, options).expect("connects");
             let data = guest.data();
-            for (step, cuts) in [
-                vec![4096],
-                vec![1, 4095],
-                vec![100, 412, 3584],
-                vec![511, 2, 3583],
-                vec![1000; 4],
-            ]
-            .into_iter()
-            .enumerate()
+            for (step, cuts) in [vec![4096], vec![1, 4095], vec![100, 412, 3584], vec![511, 2, 3583], vec![1000; 4]]
+                .into_iter()
+                .enumerate()
             {
                 let mut lengths = cuts.clone();
                 let rest = 4096 - cuts.iter().sum::<u32>();
@@ -223,25 +197,13 @@ fn unaligned_fragments_are_read_and_written() {
                     let (out, into) = (place(data), place(data + 65536));
                     let mut done = 0;
                     for buffer in &out {
-                        guest
-                            .memory
-                            .write(buffer.address, &bytes[done..done + buffer.len as usize]);
+                        guest.memory.write(buffer.address, &bytes[done..done + buffer.len as usize]);
                         done += buffer.len as usize;
                     }
                     let written = guest.queue().run(&Request::write(16, &out)).expect("an answer");
-                    assert_eq!(
-                        written.status,
-                        0,
-                        "{}: pieces {lengths:?} from {shift}",
-                        server.process.output()
-                    );
+                    assert_eq!(written.status, 0, "{}: pieces {lengths:?} from {shift}", server.process.output());
                     let read = guest.queue().run(&Request::read(16, &into)).expect("an answer");
-                    assert_eq!(
-                        read.status,
-                        0,
-                        "{}: pieces {lengths:?} from {shift}",
-                        server.process.output()
-                    );
+                    assert_eq!(read.status, 0, "{}: pieces {lengths:?} from {shift}", server.process.output());
                     let got: Vec<u8> = into
                         .iter()
                         .flat_map(|buffer| guest.memory.read_vec(buffer.address, buffer.len as usize))
@@ -260,14 +222,9 @@ fn unaligned_fragments_are_read_and_written() {
 /// Runs a tool of Debian 13's QEMU.
 fn qemu10(socket: &Path, arguments: &[&str]) -> String {
     let disk = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", socket.display());
-    let arguments: Vec<&str> = arguments
-        .iter()
-        .map(|word| if *word == "DISK" { disk.as_str() } else { *word })
-        .collect();
-    let output = Command::new(project().join("testbed/debian13.sh"))
-        .args(&arguments)
-        .output()
-        .expect("debian13.sh");
+    let arguments: Vec<&str> =
+        arguments.iter().map(|word| if *word == "DISK" { disk.as_str() } else { *word }).collect();
+    let output = Command::new(project().join("testbed/debian13.sh")).args(&arguments).output().expect("debian13.sh");
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{arguments:?}: {said}");
     said
@@ -277,28 +234,13 @@ fn qemu10(socket: &Path, arguments: &[&str]) -> String {
 #[test]
 fn qemu_10_tools_work() {
     // Directories that the chroot sees at the same paths.
-    let (folder, sockets) = (
-        tempfile::tempdir().expect("a folder"),
-        tempfile::tempdir().expect("a folder"),
-    );
+    let (folder, sockets) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
     let source = folder.path().join("source.raw");
     fs::write(&source, test_pattern(1, 8 << 20)).expect("a source");
     let disk = create_image(folder.path(), 8 * MIB);
     let server = start_server(&disk, sockets.path(), &[]);
     let source_text = source.to_str().expect("UTF-8");
-    qemu10(
-        &server.socket,
-        &[
-            "qemu-img",
-            "convert",
-            "-n",
-            "-f",
-            "raw",
-            source_text,
-            "--target-image-opts",
-            "DISK",
-        ],
-    );
+    qemu10(&server.socket, &["qemu-img", "convert", "-n", "-f", "raw", source_text, "--target-image-opts", "DISK"]);
     qemu10(
         &server.socket,
         &[
@@ -310,9 +252,7 @@ fn qemu_10_tools_work() {
         ],
     );
     for options in [&["-w"][..], &[], &["-w", "--flush-interval", "64"]] {
-        let mut arguments = vec![
-            "qemu-img", "bench", "-c", "20000", "-d", "64", "-s", "4096", "-t", "none",
-        ];
+        let mut arguments = vec!["qemu-img", "bench", "-c", "20000", "-d", "64", "-s", "4096", "-t", "none"];
         arguments.extend(options);
         arguments.extend(["--image-opts", "DISK"]);
         if options.contains(&"--flush-interval") {
@@ -347,8 +287,6 @@ fn qemu_10_tools_work() {
     assert!(!said.contains("failed") && !said.contains("error"), "{said}");
     assert_eq!(server.stop().expect("stops"), Some(0));
     let mut bytes = vec![0; 4096];
-    File::open(&disk)
-        .and_then(|file| file.read_exact_at(&mut bytes, 4096))
-        .expect("reads");
+    File::open(&disk).and_then(|file| file.read_exact_at(&mut bytes, 4096)).expect("reads");
     assert_eq!(bytes, vec![7; 4096]);
 }

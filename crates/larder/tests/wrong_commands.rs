@@ -21,10 +21,7 @@ const WRONG: [(&str, &str); 51] = [
         "disk serve",
         "error: the following required arguments were not provided:\n  <IMAGE>\n\nUsage: larder disk serve <IMAGE>\n\nFor more information, try '--help'.",
     ),
-    (
-        "disk serve ok.raw",
-        "larder: nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both",
-    ),
+    ("disk serve ok.raw", "larder: nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both"),
     (
         "disk serve nosuch.raw --socket s",
         "larder: cannot open nosuch.raw: No such file or directory (os error 2); check the path, or create the image first",
@@ -45,10 +42,7 @@ const WRONG: [(&str, &str); 51] = [
         "disk serve ok.raw --nbd nbd://0.0.0.0",
         "larder: 0.0.0.0:10809 is open to other hosts and has no TLS: anyone who reaches it could read and write the disk; use nbds:// with ?tls-certificates=DIR, or a loopback address; --nbd-insecure allows it, if the network itself is protected",
     ),
-    (
-        "disk serve ok.raw --socket s --queues 0",
-        "larder: queues 0: a disk has 1 to 64 virtqueues",
-    ),
+    ("disk serve ok.raw --socket s --queues 0", "larder: queues 0: a disk has 1 to 64 virtqueues"),
     (
         "disk serve ok.raw --socket s --queue-size 100",
         "error: invalid value '100' for '--queue-size <N>': give a power of two from 4 to 1024; virtqueues have no other size\n\nFor more information, try '--help'.",
@@ -90,18 +84,9 @@ const WRONG: [(&str, &str); 51] = [
         "larder: ok.raw: it has 1 MiB (1048576 bytes), and shrinking it would discard the data past 512 KiB (524288 bytes): no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
     ),
     ("disk cache info ok.raw", "larder: ok.raw: it is not a Larder cache"),
-    (
-        "status 0",
-        "larder: an interval of 0 s: give more than 0 s, and at most 86400 s",
-    ),
-    (
-        "status web soon",
-        "larder: 'soon' is not an interval in seconds, such as 1 or 0.5",
-    ),
-    (
-        "vm ./nosuch.toml",
-        "larder: ./nosuch.toml: No such file or directory (os error 2); check the path, or write one",
-    ),
+    ("status 0", "larder: an interval of 0 s: give more than 0 s, and at most 86400 s"),
+    ("status web soon", "larder: 'soon' is not an interval in seconds, such as 1 or 0.5"),
+    ("vm ./nosuch.toml", "larder: ./nosuch.toml: No such file or directory (os error 2); check the path, or write one"),
     (
         "vm ./web.toml --check --reload",
         "error: the argument '--check' cannot be used with '--reload'\n\nUsage: larder vm --check <NAME>\n\nFor more information, try '--help'.",

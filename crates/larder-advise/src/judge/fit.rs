@@ -43,11 +43,7 @@ impl WouldFit {
             Fit::OnlyOvercommitted => "fits only with over-commit",
             Fit::CannotTell => "cannot be determined",
         };
-        Self {
-            size: bytes,
-            answer,
-            text: format!("a VM of {}: {verdict}: {why}", size(bytes)),
-        }
+        Self { size: bytes, answer, text: format!("a VM of {}: {verdict}: {why}", size(bytes)) }
     }
 }
 
@@ -75,10 +71,8 @@ fn answer(bytes: u64, measured: &Measured, policy: &AdvicePolicy, room: &Headroo
         let fits_overcommit = u64::try_from(room.spare_overcommit).is_ok_and(|spare| bytes <= spare);
         if !fits_overcommit {
             let limit = size((room.capacity as f64 * policy.overcommit) as u64);
-            let reason = format!(
-                "{facts}; all VMs together may be given at most {limit} ({})",
-                percent(policy.overcommit)
-            );
+            let reason =
+                format!("{facts}; all VMs together may be given at most {limit} ({})", percent(policy.overcommit));
             return (Fit::DoesNotFit, reason);
         }
         let facts_with_active = format!(
@@ -95,10 +89,7 @@ fn answer(bytes: u64, measured: &Measured, policy: &AdvicePolicy, room: &Headroo
         }
         let why = match (stall_text, room.stall) {
             (Some(stall_text), _) => format!("{facts_with_active}; {stall_text}"),
-            (None, Some(stall)) => format!(
-                "{facts_with_active}; tasks wait for memory {} of the time",
-                percent(stall)
-            ),
+            (None, Some(stall)) => format!("{facts_with_active}; tasks wait for memory {} of the time", percent(stall)),
             (None, None) => format!("{facts_with_active}; how long VMs wait for memory is not measured"),
         };
         return (Fit::OnlyOvercommitted, format!("{why}{}", no_swap_warning(measured)));
@@ -108,10 +99,7 @@ fn answer(bytes: u64, measured: &Measured, policy: &AdvicePolicy, room: &Headroo
     }
     let remaining = size(u64::try_from(room.spare_committed).unwrap_or_default() - bytes);
     match stall_text {
-        Some(stall_text) => (
-            Fit::OnlyOvercommitted,
-            format!("{facts}, so it has room; but {stall_text}"),
-        ),
+        Some(stall_text) => (Fit::OnlyOvercommitted, format!("{facts}, so it has room; but {stall_text}")),
         None => (Fit::Fits, format!("{facts}; {remaining} would be left")),
     }
 }
@@ -119,9 +107,7 @@ fn answer(bytes: u64, measured: &Measured, policy: &AdvicePolicy, room: &Headroo
 fn unknown_reason(measured: &Measured, room: &Headroom, facts: &str) -> Option<String> {
     if !room.unknown.is_empty() {
         let vms = room.unknown.join(", ");
-        return Some(format!(
-            "{facts} at least, but the given or the resident memory of {vms} is unknown"
-        ));
+        return Some(format!("{facts} at least, but the given or the resident memory of {vms} is unknown"));
     }
     let unanswered = measured.silent.join(", ");
     (!unanswered.is_empty())
@@ -170,10 +156,7 @@ mod tests {
         }
         // 1 + 60 of 80 GiB are active. A VM of 25 GiB would add 18.75 GiB, and one of 26 GiB 19.5.
         let busy = host(vec![vm(40, 30); 2]);
-        assert_eq!(
-            (fit(25, &busy).0, fit(26, &busy).0),
-            (Fit::OnlyOvercommitted, Fit::DoesNotFit)
-        );
+        assert_eq!((fit(25, &busy).0, fit(26, &busy).0), (Fit::OnlyOvercommitted, Fit::DoesNotFit));
         // Without other VMs there is no typical use, so all of the memory counts as active.
         let empty = host(Vec::new());
         assert_eq!(fit(99, &empty).0, Fit::Fits);
@@ -186,11 +169,7 @@ mod tests {
         let mut waits = host(vec![vm(10, 2)]);
         waits.host.memory_stall = Some(0.051);
         assert_eq!(fit(1, &waits).0, Fit::OnlyOvercommitted);
-        assert!(
-            fit(1, &waits).1.contains("fits only at a stall above the accepted one"),
-            "{}",
-            fit(1, &waits).1
-        );
+        assert!(fit(1, &waits).1.contains("fits only at a stall above the accepted one"), "{}", fit(1, &waits).1);
         waits.host.memory_stall = Some(0.05);
         assert_eq!(fit(1, &waits).0, Fit::Fits);
         // Without over-commit no VM waits for memory that another VM occupies.
@@ -204,12 +183,7 @@ mod tests {
     /// Unknown values make the answer unknown, unless the VM does not fit in any case.
     #[test]
     fn unknown_values_make_fit_unknown() {
-        let unread = MeasuredVm {
-            name: "db".to_owned(),
-            pid: 9,
-            ram: Some(10 * GIB),
-            ..MeasuredVm::default()
-        };
+        let unread = MeasuredVm { name: "db".to_owned(), pid: 9, ram: Some(10 * GIB), ..MeasuredVm::default() };
         let unsized_vm = MeasuredVm { ram: None, ..vm(0, 70) };
         assert_eq!(fit(1, &host(vec![unread.clone()])).0, Fit::CannotTell);
         assert!(fit(1, &host(vec![unread])).1.contains("of db (PID 9) is unknown"));
@@ -221,10 +195,7 @@ mod tests {
     fn silent_server_makes_fit_unknown() {
         let mut measured = host(vec![vm(10, 2)]);
         measured.silent.push("/run/m.sock".to_owned());
-        assert_eq!(
-            (fit(1, &measured).0, fit(200, &measured).0),
-            (Fit::CannotTell, Fit::DoesNotFit)
-        );
+        assert_eq!((fit(1, &measured).0, fit(200, &measured).0), (Fit::CannotTell, Fit::DoesNotFit));
         assert!(fit(1, &measured).1.contains("Larder does not answer at /run/m.sock"));
     }
 

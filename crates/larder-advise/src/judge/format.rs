@@ -66,24 +66,13 @@ mod tests {
 
     #[test]
     fn numbers_have_useful_digits() {
-        let shares = [
-            (0.0, "0 %"),
-            (0.0004, "0.0 %"),
-            (0.05, "5.0 %"),
-            (0.0999, "10 %"),
-            (0.333, "33 %"),
-            (1.0, "100 %"),
-        ];
+        let shares =
+            [(0.0, "0 %"), (0.0004, "0.0 %"), (0.05, "5.0 %"), (0.0999, "10 %"), (0.333, "33 %"), (1.0, "100 %")];
         for (share, text) in shares {
             assert_eq!(percent(share), text);
         }
-        let sizes = [
-            (0, "0 KiB"),
-            (512 << 20, "512 MiB"),
-            (3 << 29, "1.5 GiB"),
-            (1 << 30, "1 GiB"),
-            (1023 << 20, "1 GiB"),
-        ];
+        let sizes =
+            [(0, "0 KiB"), (512 << 20, "512 MiB"), (3 << 29, "1.5 GiB"), (1 << 30, "1 GiB"), (1023 << 20, "1 GiB")];
         for (bytes, text) in sizes {
             assert_eq!(size(bytes), text);
         }
@@ -91,9 +80,6 @@ mod tests {
         for (seconds, text) in times {
             assert_eq!(time(seconds), text);
         }
-        assert_eq!(
-            (count(1_u32, "vCPU"), count(4_u32, "vCPU")),
-            ("1 vCPU".into(), "4 vCPUs".into())
-        );
+        assert_eq!((count(1_u32, "vCPU"), count(4_u32, "vCPU")), ("1 vCPU".into(), "4 vCPUs".into()));
     }
 }

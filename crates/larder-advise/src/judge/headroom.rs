@@ -68,10 +68,7 @@ impl Headroom {
         let sum =
             |value_of: &dyn Fn(&MeasuredVm) -> u64| measured.vms.iter().map(value_of).fold(0, u64::saturating_add);
         let footprints = sum(&|vm| vm.footprint().unwrap_or_default());
-        let others = host
-            .memory_total
-            .saturating_sub(host.memory_available)
-            .saturating_sub(footprints);
+        let others = host.memory_total.saturating_sub(host.memory_available).saturating_sub(footprints);
         let committed = sum(&committed);
         let active = sum(&|vm| active(vm, measured.window_seconds, policy));
         let is_unknown = |vm: &&MeasuredVm| vm.ram.is_none() || vm.memory.is_none();
@@ -91,9 +88,7 @@ impl Headroom {
             typical: typical(measured, policy),
             more: None,
         };
-        headroom.more = headroom
-            .typical
-            .map(|typical| headroom.additional_vms(&typical, measured, policy));
+        headroom.more = headroom.typical.map(|typical| headroom.additional_vms(&typical, measured, policy));
         headroom
     }
 
@@ -102,9 +97,9 @@ impl Headroom {
         let without = times(self.spare_committed, typical.ram);
         let with = self.stall.map(|stall| match stall > policy.stall {
             true => 0,
-            false => times(self.spare_active, typical.active)
-                .min(times(self.spare_overcommit, typical.ram))
-                .max(without),
+            false => {
+                times(self.spare_active, typical.active).min(times(self.spare_overcommit, typical.ram)).max(without)
+            }
         });
         let by_cpus = match (measured.host.cpus, measured.host.cpu_busy) {
             _ if mean_ready_time(measured).is_some_and(|ready| ready > READY_LOW) => Some(0),
@@ -114,11 +109,7 @@ impl Headroom {
             }
             _ => None,
         };
-        AdditionalVms {
-            without_overcommit: without,
-            with_overcommit: with,
-            by_cpus,
-        }
+        AdditionalVms { without_overcommit: without, with_overcommit: with, by_cpus }
     }
 
     /// Returns the active share of the memory that VMs were given, at most.
@@ -133,11 +124,7 @@ impl Headroom {
             0 => String::new(),
             reserve => format!(", without a reserve of {}", size(reserve)),
         };
-        format!(
-            "the host has {} for VMs{reserve}; others use {} of it",
-            size(self.capacity),
-            size(self.others)
-        )
+        format!("the host has {} for VMs{reserve}; others use {} of it", size(self.capacity), size(self.others))
     }
 }
 
@@ -174,19 +161,11 @@ fn active(vm: &MeasuredVm, seconds: f64, policy: &AdvicePolicy) -> u64 {
 }
 
 fn typical(measured: &Measured, policy: &AdvicePolicy) -> Option<TypicalVm> {
-    let known: Vec<(u64, &MeasuredVm)> = measured
-        .vms
-        .iter()
-        .filter(|vm| vm.memory.is_some())
-        .filter_map(|vm| Some((vm.ram?, vm)))
-        .collect();
+    let known: Vec<(u64, &MeasuredVm)> =
+        measured.vms.iter().filter(|vm| vm.memory.is_some()).filter_map(|vm| Some((vm.ram?, vm))).collect();
     let number = known.len() as u64;
     let mean = |value_of: &dyn Fn(&(u64, &MeasuredVm)) -> u64| {
-        known
-            .iter()
-            .map(value_of)
-            .fold(0, u64::saturating_add)
-            .checked_div(number)
+        known.iter().map(value_of).fold(0, u64::saturating_add).checked_div(number)
     };
     let used = |(_, vm): &(u64, &MeasuredVm)| vm.cpu.as_ref().map_or(0.0, |cpu| cpu.used);
     Some(TypicalVm {
@@ -198,11 +177,7 @@ fn typical(measured: &Measured, policy: &AdvicePolicy) -> Option<TypicalVm> {
 
 /// Returns the mean ready time of all vCPUs.
 pub(super) fn mean_ready_time(measured: &Measured) -> Option<f64> {
-    let vcpus = measured
-        .vms
-        .iter()
-        .filter_map(|vm| vm.cpu.as_ref())
-        .flat_map(|cpu| &cpu.vcpus);
+    let vcpus = measured.vms.iter().filter_map(|vm| vm.cpu.as_ref()).flat_map(|cpu| &cpu.vcpus);
     let all: Vec<f64> = vcpus.map(|vcpu| vcpu.ready).collect();
     (!all.is_empty()).then(|| all.iter().sum::<f64>() / all.len() as f64)
 }
@@ -219,10 +194,7 @@ pub(super) mod tests {
     pub(crate) fn vm(ram: u64, resident: u64) -> MeasuredVm {
         MeasuredVm {
             ram: Some(ram * GIB),
-            memory: Some(MeasuredMemory {
-                resident: resident * GIB,
-                swapped: 0,
-            }),
+            memory: Some(MeasuredMemory { resident: resident * GIB, swapped: 0 }),
             ..MeasuredVm::default()
         }
     }
@@ -338,10 +310,7 @@ pub(super) mod tests {
         waits.host.memory_stall = None;
         assert_eq!(more(&waits).1, None);
         assert_eq!(codes(&waits), ["fit-without-overcommit", "stall-not-measured"]);
-        assert_eq!(
-            codes(&host(vec![vm(60, 2); 2])),
-            ["overcommitted", "fit-with-overcommit"]
-        );
+        assert_eq!(codes(&host(vec![vm(60, 2); 2])), ["overcommitted", "fit-with-overcommit"]);
         assert_eq!(codes(&host(Vec::new())), ["left-without-overcommit"]);
     }
 
@@ -350,14 +319,7 @@ pub(super) mod tests {
     fn room_by_cpus_needs_idle_cpus() {
         let with_cpus = |used: f64, busy: f64, ready: f64| {
             let mut one = vm(10, 2);
-            one.cpu = Some(VmCpu {
-                used,
-                vcpus: vec![Vcpu {
-                    ready,
-                    ..Vcpu::default()
-                }],
-                ..VmCpu::default()
-            });
+            one.cpu = Some(VmCpu { used, vcpus: vec![Vcpu { ready, ..Vcpu::default() }], ..VmCpu::default() });
             let mut measured = host(vec![one]);
             (measured.host.cpus, measured.host.cpu_busy) = (Some(10), Some(busy));
             room(&measured).more.expect("there is a VM").by_cpus
@@ -374,10 +336,8 @@ pub(super) mod tests {
     fn sentences_contain_evidence() {
         let policy = AdvicePolicy::default();
         let measured = host(vec![vm(10, 2); 4]);
-        let texts: Vec<_> = findings(&measured, &policy, &room(&measured))
-            .into_iter()
-            .map(|finding| finding.text)
-            .collect();
+        let texts: Vec<_> =
+            findings(&measured, &policy, &room(&measured)).into_iter().map(|finding| finding.text).collect();
         assert_eq!(
             texts,
             [

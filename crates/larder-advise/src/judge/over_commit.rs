@@ -28,34 +28,19 @@ pub(super) fn findings(measured: &Measured, policy: &AdvicePolicy, room: &Headro
 
 fn judge_without_overcommit(policy: &AdvicePolicy, room: &Headroom) -> Finding {
     let host = |level, code, text| Finding::for_host(Practice::OverCommit, level, code, text);
-    let facts = format!(
-        "{}, and VMs were given {}",
-        room.capacity_text(policy),
-        size(room.committed)
-    );
+    let facts = format!("{}, and VMs were given {}", room.capacity_text(policy), size(room.committed));
     let Ok(spare) = u64::try_from(room.spare_committed) else {
         let excess = size(room.spare_committed.unsigned_abs());
-        return host(
-            Level::Advice,
-            "overcommitted",
-            format!("{facts}: that is {excess} more than there is"),
-        );
+        return host(Level::Advice, "overcommitted", format!("{facts}: that is {excess} more than there is"));
     };
     match (room.typical, room.more) {
         (Some(typical), Some(more)) => {
             let number = count(more.without_overcommit, "more VM");
-            let text = format!(
-                "{facts}: without over-commit {number} of {} fit, {} are left",
-                size(typical.ram),
-                size(spare)
-            );
+            let text =
+                format!("{facts}: without over-commit {number} of {} fit, {} are left", size(typical.ram), size(spare));
             host(Level::Fine, "fit-without-overcommit", text)
         }
-        _ => host(
-            Level::Fine,
-            "left-without-overcommit",
-            format!("{facts}: {} are left", size(spare)),
-        ),
+        _ => host(Level::Fine, "left-without-overcommit", format!("{facts}: {} are left", size(spare))),
     }
 }
 
@@ -64,10 +49,9 @@ fn judge_with_overcommit(measured: &Measured, policy: &AdvicePolicy, room: &Head
     let unmanaged = measured.vms.iter().filter(|vm| vm.managed.is_none()).count() as u64;
     let unmanaged_text = match unmanaged {
         0 => String::new(),
-        _ => format!(
-            " (for {}, all resident memory counts, because the active part is unknown)",
-            count(unmanaged, "VM")
-        ),
+        _ => {
+            format!(" (for {}, all resident memory counts, because the active part is unknown)", count(unmanaged, "VM"))
+        }
     };
     let facts = format!(
         "VMs and others have at most {} active{unmanaged_text}, {} of the host's memory",
@@ -87,11 +71,8 @@ fn judge_with_overcommit(measured: &Measured, policy: &AdvicePolicy, room: &Head
         );
         return host(Level::Warning, "stall-too-high", text);
     }
-    let stall_text = format!(
-        "tasks wait for memory {} of the time ({} accepted)",
-        percent(stall),
-        percent(policy.stall)
-    );
+    let stall_text =
+        format!("tasks wait for memory {} of the time ({} accepted)", percent(stall), percent(policy.stall));
     match (room.typical, room.more.and_then(|more| more.with_overcommit)) {
         (Some(typical), Some(number)) => {
             let text = format!(

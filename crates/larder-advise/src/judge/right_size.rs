@@ -62,34 +62,22 @@ fn judge_cpus(vm: &MeasuredVm, cpu: &VmCpu, measured: &Measured) -> Option<Findi
         return finding(level, code, text);
     }
     if measured.window_seconds < WINDOW_SECONDS_MIN {
-        let text = format!(
-            "its {vcpus_text} ran for {} of the time, and {ready_text}",
-            percent(busy)
-        );
+        let text = format!("its {vcpus_text} ran for {} of the time, and {ready_text}", percent(busy));
         return finding(Level::Unknown, "vcpus-not-judged", text);
     }
     let peak_text = format!("{} at most in any {}", cpus(peak), time(measured.slice_seconds));
-    let facts = format!(
-        "its {vcpus_text} used {} CPUs on average, {peak_text}, and {ready_text}",
-        cpus(used)
-    );
+    let facts = format!("its {vcpus_text} used {} CPUs on average, {peak_text}, and {ready_text}", cpus(used));
     if cpu.vcpus.iter().any(|vcpu| is_all_vcpus(&vcpu.thread)) {
         return finding(Level::Fine, "vcpus-take-turns", facts);
     }
     let needed = needed_vcpus(peak);
     if busy >= CPU_TARGET {
-        let text = format!(
-            "{facts}: it could use more{}",
-            with_separator(host_text(&measured.host))
-        );
+        let text = format!("{facts}: it could use more{}", with_separator(host_text(&measured.host)));
         return finding(Level::Advice, "vcpus-too-few", text);
     }
     if needed < number {
-        let text = format!(
-            "{facts}: {} would be enough, busy to {} at most",
-            count(needed, "vCPU"),
-            percent(CPU_TARGET)
-        );
+        let text =
+            format!("{facts}: {} would be enough, busy to {} at most", count(needed, "vCPU"), percent(CPU_TARGET));
         return finding(Level::Advice, "vcpus-too-many", text);
     }
     finding(Level::Fine, "vcpus-right", facts)
@@ -106,10 +94,7 @@ fn ready_time_text(vcpus: &[Vcpu], worst: &Vcpu) -> String {
     let mean = vcpus.iter().map(|vcpu| vcpu.ready).sum::<f64>() / vcpus.len() as f64;
     let thread = crate::qemu::printable(&worst.thread);
     match vcpus.len() {
-        1 => format!(
-            "for {} of the time was ready but had no CPU (ready time of {thread})",
-            percent(mean)
-        ),
+        1 => format!("for {} of the time was ready but had no CPU (ready time of {thread})", percent(mean)),
         _ => format!(
             "for {} of the time were ready but had no CPU (ready time: {thread} most, {})",
             percent(mean),
@@ -146,11 +131,9 @@ fn host_text(host: &MeasuredHost) -> String {
         _ => String::new(),
     };
     match (host.cpus, host.cpu_busy) {
-        (Some(number), Some(busy)) => format!(
-            "the host's {} are busy to {}{stolen}",
-            count(number, "CPU"),
-            percent(busy)
-        ),
+        (Some(number), Some(busy)) => {
+            format!("the host's {} are busy to {}{stolen}", count(number, "CPU"), percent(busy))
+        }
         _ => String::new(),
     }
 }
@@ -163,11 +146,7 @@ fn judge_memory(vm: &MeasuredVm, policy: &AdvicePolicy) -> Option<Finding> {
         0 => String::new(),
         swapped => format!(", of that {} swapped out", size(swapped)),
     };
-    let facts = format!(
-        "it has {} and takes {} of the host's memory{swapped}",
-        size(ram),
-        size(touched)
-    );
+    let facts = format!("it has {} and takes {} of the host's memory{swapped}", size(ram), size(touched));
     // A zero share makes the quotient infinite, so that no size is enough.
     let enough = (touched as f64 / policy.active_share) as u64;
     let enough = enough.div_ceil(RAM_STEP_BYTES).saturating_mul(RAM_STEP_BYTES);
@@ -198,11 +177,7 @@ fn judge_budget(vm: &MeasuredVm, managed: &PagedMemory, policy: &AdvicePolicy) -
         rate(managed.refaults_per_second)
     );
     if let Some(problem) = &managed.problem {
-        return finding(
-            Level::Warning,
-            "budget-not-kept",
-            format!("{facts}; the budget is exceeded: {problem}"),
-        );
+        return finding(Level::Warning, "budget-not-kept", format!("{facts}; the budget is exceeded: {problem}"));
     }
     if managed.stall > policy.stall {
         let text = format!(
@@ -213,11 +188,7 @@ fn judge_budget(vm: &MeasuredVm, managed: &PagedMemory, policy: &AdvicePolicy) -
         return finding(Level::Warning, "budget-too-small", text);
     }
     if managed.budget >= managed.size {
-        return finding(
-            Level::Fine,
-            "budget-without-effect",
-            format!("{facts}: all of its memory fits"),
-        );
+        return finding(Level::Fine, "budget-without-effect", format!("{facts}: all of its memory fits"));
     }
     finding(Level::Fine, "budget-enough", format!("{facts}: the budget is enough"))
 }
@@ -259,12 +230,7 @@ mod tests {
 
     /// Returns a VM of four vCPUs, each with the given load, peak load and ready time.
     fn vm(busy: f64, peak: f64, ready: f64) -> MeasuredVm {
-        let vcpu = |number| Vcpu {
-            thread: format!("CPU {number}/KVM"),
-            busy,
-            ready,
-            ready_peak: ready,
-        };
+        let vcpu = |number| Vcpu { thread: format!("CPU {number}/KVM"), busy, ready, ready_peak: ready };
         MeasuredVm {
             name: "web".to_owned(),
             pid: 7,
@@ -283,11 +249,7 @@ mod tests {
         Measured {
             window_seconds: seconds,
             slice_seconds: seconds / 10.0,
-            host: MeasuredHost {
-                cpus: Some(8),
-                cpu_busy: Some(0.5),
-                ..MeasuredHost::default()
-            },
+            host: MeasuredHost { cpus: Some(8), cpu_busy: Some(0.5), ..MeasuredHost::default() },
             vms: vec![vm],
             ..Measured::default()
         }
@@ -317,11 +279,7 @@ mod tests {
             ((0.0, 0.0, 0.0), "vcpus-too-many"),
         ];
         for ((busy, peak, ready), code) in cases {
-            assert_eq!(
-                codes(&measured(10.0, vm(busy, peak, ready))),
-                [code],
-                "{busy} {peak} {ready}"
-            );
+            assert_eq!(codes(&measured(10.0, vm(busy, peak, ready))), [code], "{busy} {peak} {ready}");
         }
     }
 
@@ -353,10 +311,7 @@ mod tests {
         let short = measured(2.0, vm(0.1, 0.1, 0.01));
         assert_eq!(codes(&short), ["window-too-short", "vcpus-not-judged"]);
         // A present wait is reported even by a short window.
-        assert_eq!(
-            codes(&measured(2.0, vm(0.1, 0.1, 0.5))),
-            ["window-too-short", "cpu-contended"]
-        );
+        assert_eq!(codes(&measured(2.0, vm(0.1, 0.1, 0.5))), ["window-too-short", "cpu-contended"]);
         assert_eq!(codes(&measured(5.0, vm(0.1, 0.1, 0.01))), ["vcpus-too-many"]);
     }
 
@@ -371,10 +326,7 @@ mod tests {
         let mut full = measured(10.0, vm(0.2, 0.3, 0.34));
         full.host.cpu_busy = Some(0.97);
         let none = "97 %: more vCPUs would make it worse, fewer VMs or vCPUs on this host would help";
-        assert_eq!(
-            findings(&full, &AdvicePolicy::default())[0].text,
-            format!("{waits}{none}")
-        );
+        assert_eq!(findings(&full, &AdvicePolicy::default())[0].text, format!("{waits}{none}"));
         let all = findings(&measured(10.0, vm(0.1, 0.15, 0.004)), &AdvicePolicy::default());
         assert_eq!(
             all[0].text,
@@ -387,18 +339,11 @@ mod tests {
     #[test]
     fn indistinguishable_vcpus_are_not_judged() {
         let mut vm = vm(0.1, 0.1, 0.5);
-        vm.cpu = Some(VmCpu {
-            used: 0.5,
-            waiting: 1.25,
-            ..VmCpu::default()
-        });
+        vm.cpu = Some(VmCpu { used: 0.5, waiting: 1.25, ..VmCpu::default() });
         let measured = measured(10.0, vm);
         assert_eq!(codes(&measured), ["vcpus-not-told-apart"]);
         let text = &findings(&measured, &AdvicePolicy::default())[0].text;
-        assert_eq!(
-            text,
-            "all its threads together used 0.5 CPUs, and 1.2 of them on average waited for one"
-        );
+        assert_eq!(text, "all its threads together used 0.5 CPUs, and 1.2 of them on average waited for one");
     }
 
     /// Memory is too large if the touched amount is at most 80 % of three quarters of it.
@@ -417,17 +362,11 @@ mod tests {
             let of = |gib: f64| (gib * GIB as f64) as u64;
             let vm = MeasuredVm {
                 ram: Some(8 * GIB),
-                memory: Some(MeasuredMemory {
-                    resident: of(resident),
-                    swapped: of(swapped),
-                }),
+                memory: Some(MeasuredMemory { resident: of(resident), swapped: of(swapped) }),
                 ..MeasuredVm::default()
             };
             assert_eq!(codes(&measured(10.0, vm.clone())), [code], "{resident}");
-            let none = AdvicePolicy {
-                active_share: 0.0,
-                ..AdvicePolicy::default()
-            };
+            let none = AdvicePolicy { active_share: 0.0, ..AdvicePolicy::default() };
             assert_eq!(findings(&measured(10.0, vm), &none)[0].code, "memory-touched");
         }
     }
@@ -435,10 +374,7 @@ mod tests {
     /// The advice for a budget shows the fault rates of larger budgets.
     #[test]
     fn larger_budget_is_advised_with_faults() {
-        let at = |gib: f64, faults_per_second| FaultRatePoint {
-            budget: (gib * GIB as f64) as u64,
-            faults_per_second,
-        };
+        let at = |gib: f64, faults_per_second| FaultRatePoint { budget: (gib * GIB as f64) as u64, faults_per_second };
         let managed = |curve| PagedMemory {
             size: 4 * GIB,
             budget: GIB,
@@ -455,13 +391,7 @@ mod tests {
                      budget";
         assert_eq!(text(Vec::new()), facts);
         // A quarter of the faults stall for 5 %.
-        let curve = vec![
-            at(1.0, 100.0),
-            at(1.25, 60.0),
-            at(1.5, 26.0),
-            at(2.0, 25.0),
-            at(3.0, 0.0),
-        ];
+        let curve = vec![at(1.0, 100.0), at(1.25, 60.0), at(1.5, 26.0), at(2.0, 25.0), at(3.0, 0.0)];
         assert_eq!(
             text(curve),
             format!(
@@ -477,16 +407,8 @@ mod tests {
 
     #[test]
     fn budget_is_judged_by_stall() {
-        let managed = |stall, budget| PagedMemory {
-            size: 4 * GIB,
-            budget,
-            stall,
-            ..PagedMemory::default()
-        };
-        let failing = PagedMemory {
-            problem: Some("its swap cache is full".to_owned()),
-            ..managed(0.0, GIB)
-        };
+        let managed = |stall, budget| PagedMemory { size: 4 * GIB, budget, stall, ..PagedMemory::default() };
+        let failing = PagedMemory { problem: Some("its swap cache is full".to_owned()), ..managed(0.0, GIB) };
         let cases = [
             (managed(0.05, GIB), "budget-enough"),
             (managed(0.051, GIB), "budget-too-small"),
@@ -494,10 +416,7 @@ mod tests {
             (failing, "budget-not-kept"),
         ];
         for (managed, code) in cases {
-            let vm = MeasuredVm {
-                managed: Some(managed.clone()),
-                ..MeasuredVm::default()
-            };
+            let vm = MeasuredVm { managed: Some(managed.clone()), ..MeasuredVm::default() };
             assert_eq!(codes(&measured(10.0, vm)), [code], "{managed:?}");
         }
     }

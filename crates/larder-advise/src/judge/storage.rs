@@ -32,20 +32,13 @@ pub(super) fn findings(measured: &Measured, policy: &AdvicePolicy) -> Vec<Findin
 fn judge_vm(vm: &MeasuredVm, measured: &Measured, policy: &AdvicePolicy) -> Finding {
     let finding = |level, code, text| Finding::for_vm(vm, Practice::Storage, level, code, text);
     let disks = disks(vm, measured);
-    let Some(slowest) = disks
-        .iter()
-        .max_by(|one, other| one.await_seconds.total_cmp(&other.await_seconds))
-    else {
+    let Some(slowest) = disks.iter().max_by(|one, other| one.await_seconds.total_cmp(&other.await_seconds)) else {
         let text = "no activity of it on a disk is visible here".to_owned();
         return finding(Level::Unknown, "no-disk-seen", text);
     };
     let facts = disk_facts(slowest);
     if slowest.await_seconds <= policy.latency_seconds {
-        return finding(
-            Level::Fine,
-            "disk-fine",
-            format!("{facts}: the disk is not the bottleneck"),
-        );
+        return finding(Level::Fine, "disk-fine", format!("{facts}: the disk is not the bottleneck"));
     }
     let limit = time(policy.latency_seconds);
     let stall = largest_stall(slowest, vm, measured);
@@ -88,11 +81,7 @@ fn disks<'a>(vm: &'a MeasuredVm, measured: &'a Measured) -> Vec<UsedDisk<'a>> {
             limits: disk.limits.as_deref(),
         })
     });
-    let devices = measured
-        .host
-        .devices
-        .iter()
-        .filter(|device| vm.devices.contains(&device.name));
+    let devices = measured.host.devices.iter().filter(|device| vm.devices.contains(&device.name));
     let devices = devices.filter_map(|device| {
         Some(UsedDisk {
             name: &device.name,
@@ -127,17 +116,9 @@ fn disk_facts(disk: &UsedDisk<'_>) -> String {
 /// Returns the share of the time in which some task or request waited, with a description. It is the largest of: the
 /// VM's own disk, its managed memory, and the whole host.
 fn largest_stall(disk: &UsedDisk<'_>, vm: &MeasuredVm, measured: &Measured) -> Option<(f64, &'static str)> {
-    let served = disk
-        .is_served
-        .then_some((disk.utilization, "a request to it was in flight"));
-    let memory = vm
-        .managed
-        .as_ref()
-        .map(|managed| (managed.stall, "it waited for its memory"));
-    let host = measured
-        .host
-        .io_stall
-        .map(|share| (share, "some task of the host waited for a disk"));
+    let served = disk.is_served.then_some((disk.utilization, "a request to it was in flight"));
+    let memory = vm.managed.as_ref().map(|managed| (managed.stall, "it waited for its memory"));
+    let host = measured.host.io_stall.map(|share| (share, "some task of the host waited for a disk"));
     let all = [served, memory, host].into_iter().flatten();
     all.max_by(|one, other| one.0.total_cmp(&other.0))
 }
@@ -146,10 +127,7 @@ fn largest_stall(disk: &UsedDisk<'_>, vm: &MeasuredVm, measured: &Measured) -> O
 fn judge_swap(vm: &MeasuredVm, policy: &AdvicePolicy) -> Option<Finding> {
     let managed = vm.managed.as_ref()?;
     let fault_seconds = managed.disk_fault_seconds?;
-    let facts = format!(
-        "a page of its memory that is on a disk takes {} to be paged in",
-        time(fault_seconds)
-    );
+    let facts = format!("a page of its memory that is on a disk takes {} to be paged in", time(fault_seconds));
     let stall_text = format!("it waits {} of the time for its memory", percent(managed.stall));
     let (level, code, text) = match (fault_seconds > policy.latency_seconds, managed.stall > policy.stall) {
         (true, true) => (
@@ -200,17 +178,11 @@ mod tests {
     /// Returns a VM with the given ready time, and with a disk of Larder's with the given request time and
     /// utilization.
     fn vm(ready: f64, await_seconds: f64, utilization: f64) -> MeasuredVm {
-        let vcpu = Vcpu {
-            ready,
-            ..Vcpu::default()
-        };
+        let vcpu = Vcpu { ready, ..Vcpu::default() };
         MeasuredVm {
             name: "web".to_owned(),
             pid: 7,
-            cpu: Some(VmCpu {
-                vcpus: vec![vcpu],
-                ..VmCpu::default()
-            }),
+            cpu: Some(VmCpu { vcpus: vec![vcpu], ..VmCpu::default() }),
             disks: vec![MeasuredDisk {
                 name: "vda".to_owned(),
                 requests_per_second: 50.0,
@@ -224,17 +196,9 @@ mod tests {
     }
 
     fn judged(vm: MeasuredVm, host: MeasuredHost) -> Vec<(&'static str, String)> {
-        let measured = Measured {
-            window_seconds: 10.0,
-            host,
-            vms: vec![vm],
-            ..Measured::default()
-        };
+        let measured = Measured { window_seconds: 10.0, host, vms: vec![vm], ..Measured::default() };
         let findings = findings(&measured, &AdvicePolicy::default());
-        findings
-            .into_iter()
-            .map(|finding| (finding.code, finding.text))
-            .collect()
+        findings.into_iter().map(|finding| (finding.code, finding.text)).collect()
     }
 
     fn code(vm: MeasuredVm, host: MeasuredHost) -> &'static str {
@@ -319,11 +283,7 @@ mod tests {
         ];
         for (disk_fault_seconds, stall, expected) in cases {
             let mut one = vm(0.0, 0.001, 0.1);
-            one.managed = Some(PagedMemory {
-                disk_fault_seconds,
-                stall,
-                ..PagedMemory::default()
-            });
+            one.managed = Some(PagedMemory { disk_fault_seconds, stall, ..PagedMemory::default() });
             let all = judged(one, MeasuredHost::default());
             assert_eq!(all.get(1).map(|it| it.0), expected, "{disk_fault_seconds:?} {stall}");
         }

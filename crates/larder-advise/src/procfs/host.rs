@@ -116,18 +116,14 @@ impl Procfs {
         let text = match self.text(resource.file()) {
             // The kernel was started with psi=0.
             Err(ReadError::Os { path, .. }) => {
-                return Err(malformed(
-                    path,
-                    "it cannot be read; the kernel may be started with psi=0",
-                ));
+                return Err(malformed(path, "it cannot be read; the kernel may be started with psi=0"));
             }
             text => text?,
         };
         let some = text.lines().find_map(|line| line.strip_prefix("some "));
         let total = some.and_then(|line| line.split_whitespace().find_map(|field| field.strip_prefix("total=")));
         let us = total.and_then(|us| us.parse().ok());
-        us.map(Duration::from_micros)
-            .ok_or_else(|| malformed(self.path(resource.file()), "no total of `some`"))
+        us.map(Duration::from_micros).ok_or_else(|| malformed(self.path(resource.file()), "no total of `some`"))
     }
 
     /// Returns the number of pages that were read back from the kernel's swap.
@@ -152,9 +148,7 @@ fn is_cpu(line: &str) -> bool {
 
 /// Returns the bytes of a line `NAME:   123 kB`.
 pub(super) fn kib_of(text: &str, name: &str) -> Option<u64> {
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -163,10 +157,7 @@ pub(super) fn kib_of(text: &str, name: &str) -> Option<u64> {
 /// in flight; ms busy.
 fn device(line: &str) -> Option<(DeviceNumber, DeviceCounts)> {
     let mut fields = line.split_whitespace();
-    let number = DeviceNumber {
-        major: fields.next()?.parse().ok()?,
-        minor: fields.next()?.parse().ok()?,
-    };
+    let number = DeviceNumber { major: fields.next()?.parse().ok()?, minor: fields.next()?.parse().ok()? };
     let name = fields.next()?.to_owned();
     let counts: Vec<u64> = fields.map_while(|field| field.parse().ok()).take(10).collect();
     let [reads, _, _, reading, writes, _, _, writing, _, busy_ms] = counts[..] else {
@@ -201,23 +192,14 @@ mod tests {
     #[test]
     fn kernel_counters_are_parsed() {
         let (_directory, procfs) = procfs(&[
-            (
-                "stat",
-                "cpu  10 1 5 70 4 2 3 5 9 0\ncpu0 1 2 3\ncpu1 1 2 3\nctxt 5\ncpufreq 1\n",
-            ),
+            ("stat", "cpu  10 1 5 70 4 2 3 5 9 0\ncpu0 1 2 3\ncpu1 1 2 3\nctxt 5\ncpufreq 1\n"),
             (
                 "meminfo",
                 "MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    600 kB\nSwapTotal: 8 kB\nSwapFree: 2 kB\n",
             ),
-            (
-                "pressure/memory",
-                "some avg10=1.00 avg60=0.00 avg300=0.00 total=2500\nfull avg10=0.00 total=7\n",
-            ),
+            ("pressure/memory", "some avg10=1.00 avg60=0.00 avg300=0.00 total=2500\nfull avg10=0.00 total=7\n"),
             ("vmstat", "pswpinx 4\npswpin 12\npswpout 3\n"),
-            (
-                "diskstats",
-                " 8 0 sda 100 0 800 250 50 0 400 750 0 600 900 0 0 0 0 0 0\n 8 1 sda1 1 2\n",
-            ),
+            ("diskstats", " 8 0 sda 100 0 800 250 50 0 400 750 0 600 900 0 0 0 0 0 0\n 8 1 sda1 1 2\n"),
         ]);
         let cpu = procfs.cpu_times().expect("is read");
         assert_eq!((cpu.cpus, cpu.idle, cpu.stolen, cpu.all), (2, 74, 5, 100));
@@ -234,31 +216,15 @@ mod tests {
 
     #[test]
     fn missing_kernel_files_are_named() {
-        let (directory, procfs) = procfs(&[
-            ("stat", "nonsense\n"),
-            ("meminfo", "MemTotal: 4 kB\n"),
-            ("pressure/io", "x\n"),
-        ]);
-        let why = |unread: ReadError| {
-            unread
-                .to_string()
-                .replace(&directory.path().display().to_string(), "/proc")
-        };
-        assert_eq!(
-            why(procfs.pressure(Resource::Cpu).unwrap_err()),
-            "this kernel has no /proc/pressure/cpu"
-        );
+        let (directory, procfs) =
+            procfs(&[("stat", "nonsense\n"), ("meminfo", "MemTotal: 4 kB\n"), ("pressure/io", "x\n")]);
+        let why = |unread: ReadError| unread.to_string().replace(&directory.path().display().to_string(), "/proc");
+        assert_eq!(why(procfs.pressure(Resource::Cpu).unwrap_err()), "this kernel has no /proc/pressure/cpu");
         assert_eq!(
             why(procfs.pressure(Resource::Io).unwrap_err()),
             "/proc/pressure/io cannot be parsed: no total of `some`"
         );
-        assert_eq!(
-            why(procfs.cpu_times().unwrap_err()),
-            "/proc/stat cannot be parsed: no line for all CPUs"
-        );
-        assert_eq!(
-            why(procfs.memory().unwrap_err()),
-            "/proc/meminfo cannot be parsed: MemAvailable is missing"
-        );
+        assert_eq!(why(procfs.cpu_times().unwrap_err()), "/proc/stat cannot be parsed: no line for all CPUs");
+        assert_eq!(why(procfs.memory().unwrap_err()), "/proc/meminfo cannot be parsed: MemAvailable is missing");
     }
 }

@@ -59,10 +59,7 @@ impl Procfs {
             // A zombie has ended, although its parent has not reaped it yet.
             return Err(ReadError::Exited);
         }
-        let started = after_name
-            .split_whitespace()
-            .nth(19)
-            .and_then(|ticks| ticks.parse().ok());
+        let started = after_name.split_whitespace().nth(19).and_then(|ticks| ticks.parse().ok());
         let started = started.ok_or_else(|| malformed(directory.join("stat"), "the start time"))?;
         Ok(ProcessId { pid, started })
     }
@@ -168,10 +165,7 @@ impl Procfs {
                 rustix::fs::FileType::RegularFile => file.dev(),
                 _ => return None,
             };
-            Some(DeviceNumber {
-                major: rustix::fs::major(device),
-                minor: rustix::fs::minor(device),
-            })
+            Some(DeviceNumber { major: rustix::fs::major(device), minor: rustix::fs::minor(device) })
         };
         Ok(entries.flatten().filter_map(number).collect())
     }
@@ -185,9 +179,7 @@ fn name_in(procfs: &Procfs, directory: &Path) -> ReadResult<String> {
 /// Returns the entries of a directory whose names are numbers, in order.
 fn numbers(directory: &Path) -> Vec<i32> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut numbers: Vec<i32> = entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect();
+    let mut numbers: Vec<i32> = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     numbers.sort_unstable();
     numbers
 }
@@ -216,9 +208,7 @@ mod tests {
 
         /// Returns the message, with `/proc` in place of the directory.
         fn message(&self, unread: ReadError) -> String {
-            unread
-                .to_string()
-                .replace(&self.directory.path().display().to_string(), "/proc")
+            unread.to_string().replace(&self.directory.path().display().to_string(), "/proc")
         }
     }
 
@@ -236,21 +226,15 @@ mod tests {
         }
         let fixture = Fixture::new(&[("7/comm", b"a\nb\xff\n"), ("7/stat", b"7 (a) S 1\n")]);
         assert_eq!(fixture.procfs.name(7).as_deref(), Ok("a\nb\u{fffd}"));
-        assert_eq!(
-            fixture.message(fixture.procfs.id(7).unwrap_err()),
-            "/proc/7/stat cannot be parsed: the start time"
-        );
+        assert_eq!(fixture.message(fixture.procfs.id(7).unwrap_err()), "/proc/7/stat cannot be parsed: the start time");
     }
 
     #[test]
     fn ended_process_differs_from_missing_file() {
         let zombie = AFTER_NAME.replacen('S', "Z", 1);
         let zombie = format!("5 (a) {zombie}");
-        let fixture = Fixture::new(&[
-            ("7/task/8/comm", b"CPU 0/KVM\n"),
-            ("7/comm", b"x\n"),
-            ("5/stat", zombie.as_bytes()),
-        ]);
+        let fixture =
+            Fixture::new(&[("7/task/8/comm", b"CPU 0/KVM\n"), ("7/comm", b"x\n"), ("5/stat", zombie.as_bytes())]);
         let procfs = &fixture.procfs;
         assert_eq!(procfs.thread_times(7, 9), Err(ReadError::Exited));
         assert_eq!(procfs.threads(6), Err(ReadError::Exited));
@@ -287,17 +271,9 @@ mod tests {
         let status = b"Name:\tVmRSS: 1 kB\nVmRSS:\t     100 kB\nVmSwap:\t 3 kB\nHugetlbPages:\t 8 kB\n";
         let fixture = Fixture::new(&[("7/smaps_rollup", rollup), ("7/status", status), ("8/status", status)]);
         let kib = |kib: u64| kib << 10;
-        let expected = Footprint {
-            resident: kib(130),
-            proportional: Some(kib(110)),
-            swapped: kib(4),
-        };
+        let expected = Footprint { resident: kib(130), proportional: Some(kib(110)), swapped: kib(4) };
         assert_eq!(fixture.procfs.footprint(7), Ok(expected));
-        let expected = Footprint {
-            resident: kib(108),
-            proportional: None,
-            swapped: kib(3),
-        };
+        let expected = Footprint { resident: kib(108), proportional: None, swapped: kib(3) };
         assert_eq!(fixture.procfs.footprint(8), Ok(expected));
     }
 }

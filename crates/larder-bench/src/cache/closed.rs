@@ -57,19 +57,14 @@ pub(super) fn run(
     let mut start_request = |drives: &mut [Drive], client_index: usize, now: Nanos| {
         let request = next(client_index);
         let legs = request.accesses.iter().flatten();
-        let client = Client {
-            started_at: now,
-            write: request.write,
-            accesses_left: legs.clone().count(),
-        };
+        let client = Client { started_at: now, write: request.write, accesses_left: legs.clone().count() };
         for leg in legs {
             drives[leg.drive].request(client_index as Token, leg.write, leg.address);
         }
         client
     };
-    let mut in_flight: Vec<Client> = (0..clients)
-        .map(|client_index| start_request(&mut drives, client_index, 0))
-        .collect();
+    let mut in_flight: Vec<Client> =
+        (0..clients).map(|client_index| start_request(&mut drives, client_index, 0)).collect();
     let mut completed = Vec::new();
     while let Some(now) = drives.iter().filter_map(Drive::next).min()
         && now < span.end
@@ -84,11 +79,7 @@ pub(super) fn run(
                 continue;
             }
             if now >= span.start {
-                let latencies = if client.write {
-                    &mut outcome.write_latencies
-                } else {
-                    &mut outcome.read_latencies
-                };
+                let latencies = if client.write { &mut outcome.write_latencies } else { &mut outcome.read_latencies };
                 latencies.push(now - client.started_at);
             }
             in_flight[client_index] = start_request(&mut drives, client_index, now);
@@ -104,15 +95,8 @@ pub(super) fn run_on_one_drive(model: Model, clients: usize, disk: u64, span: Me
     let mut requests: Vec<Requests> = (0..clients).map(|number| Requests::of(number, disk)).collect();
     run(&[model], clients, span, |number| {
         let (write, block) = requests[number].next_request();
-        let leg = DriveAccess {
-            drive: 0,
-            write,
-            address: address(number, block),
-        };
-        Request {
-            accesses: [Some(leg), None],
-            write,
-        }
+        let leg = DriveAccess { drive: 0, write, address: address(number, block) };
+        Request { accesses: [Some(leg), None], write }
     })
 }
 
@@ -131,16 +115,9 @@ pub(super) fn cached(
     run(&[fast, slow], clients, span, |number| {
         let (write, block) = requests[number].next_request();
         let hit = is_hit(number, block);
-        let leg = |drive| DriveAccess {
-            drive,
-            write,
-            address: address(number, block),
-        };
+        let leg = |drive| DriveAccess { drive, write, address: address(number, block) };
         let slow = (write || !hit).then(|| leg(1));
-        Request {
-            accesses: [hit.then(|| leg(0)), slow],
-            write,
-        }
+        Request { accesses: [hit.then(|| leg(0)), slow], write }
     })
 }
 

@@ -123,10 +123,7 @@ impl Drive {
     pub(super) fn new(model: Model) -> Self {
         assert!(model.units > 0, "a drive without units");
         if let Writes::Buffered(buffer) = model.writes {
-            assert!(
-                buffer.writes_max >= buffer.writes_per_program,
-                "the buffer never fills a program"
-            );
+            assert!(buffer.writes_max >= buffer.writes_per_program, "the buffer never fills a program");
         }
         Self {
             model,
@@ -209,19 +206,12 @@ impl Drive {
 
     /// Suspends the unit's current program if the model allows it. Returns the time that suspending takes.
     fn suspend(&mut self, unit: usize) -> Nanos {
-        let Writes::Buffered(Buffer {
-            suspend_time: Some(suspend),
-            ..
-        }) = self.model.writes
-        else {
+        let Writes::Buffered(Buffer { suspend_time: Some(suspend), .. }) = self.model.writes else {
             return 0;
         };
         let unit_state = &mut self.units[unit];
         match unit_state.running {
-            Some(Doing {
-                work: work @ (Work::Program | Work::Collect),
-                until,
-            }) => {
+            Some(Doing { work: work @ (Work::Program | Work::Collect), until }) => {
                 unit_state.pending_background.push_front((work, until - self.now));
                 unit_state.running = None;
                 suspend
@@ -236,10 +226,8 @@ impl Drive {
         if unit_state.running.is_some() {
             return;
         }
-        let Some((work, takes)) = unit_state
-            .pending_requests
-            .pop_front()
-            .or_else(|| unit_state.pending_background.pop_front())
+        let Some((work, takes)) =
+            unit_state.pending_requests.pop_front().or_else(|| unit_state.pending_background.pop_front())
         else {
             return;
         };
@@ -320,12 +308,7 @@ mod tests {
     const US: Nanos = 1000;
 
     fn flash(units: usize, buffer: Buffer) -> Drive {
-        Drive::new(Model {
-            units,
-            read_time: 50 * US,
-            overhead_time: 10 * US,
-            writes: Writes::Buffered(buffer),
-        })
+        Drive::new(Model { units, read_time: 50 * US, overhead_time: 10 * US, writes: Writes::Buffered(buffer) })
     }
 
     const BUFFER: Buffer = Buffer {
@@ -355,14 +338,10 @@ mod tests {
             let uniform = (mixed(token) as f64 + 1.0) / (u64::MAX as f64 + 2.0);
             now += -uniform.ln() * (50 * US) as f64 / load;
             arrivals.push(now as Nanos);
-            drive.run_until(now as Nanos, |at, token| {
-                total_wait += at - arrivals[token as usize] - 60 * US
-            });
+            drive.run_until(now as Nanos, |at, token| total_wait += at - arrivals[token as usize] - 60 * US);
             drive.request(token, false, token);
         }
-        drive.run_until(Nanos::MAX / 2, |at, token| {
-            total_wait += at - arrivals[token as usize] - 60 * US
-        });
+        drive.run_until(Nanos::MAX / 2, |at, token| total_wait += at - arrivals[token as usize] - 60 * US);
         total_wait as f64 / READS as f64
     }
 
@@ -373,10 +352,7 @@ mod tests {
             // M/D/1: mean wait = load × service time / (2 (1 - load)).
             let theory = load * (50 * US) as f64 / (2.0 * (1.0 - load));
             let measured = mean_wait(load);
-            assert!(
-                (measured / theory - 1.0).abs() < 0.03,
-                "load {load}: {measured} ns, {theory} in theory"
-            );
+            assert!((measured / theory - 1.0).abs() < 0.03, "load {load}: {measured} ns, {theory} in theory");
         }
     }
 
@@ -402,14 +378,7 @@ mod tests {
     #[test]
     /// A program that a read has suspended takes no longer in sum than one that runs through.
     fn suspended_program_keeps_its_total_time() {
-        let mut drive = flash(
-            1,
-            Buffer {
-                writes_max: 4,
-                suspend_time: Some(30 * US),
-                ..BUFFER
-            },
-        );
+        let mut drive = flash(1, Buffer { writes_max: 4, suspend_time: Some(30 * US), ..BUFFER });
         for token in 0..5 {
             drive.request(token, true, token);
         }
@@ -455,12 +424,7 @@ mod tests {
         let plain = writes_per_second(8, BUFFER);
         // 8 units, each 4 writes in 400 us.
         assert!((plain / 80_000.0 - 1.0).abs() < 0.02, "{plain}");
-        let costly = Buffer {
-            writes_max: 512,
-            gc_programs_per_program: 1.5,
-            read_modify_write: true,
-            ..BUFFER
-        };
+        let costly = Buffer { writes_max: 512, gc_programs_per_program: 1.5, read_modify_write: true, ..BUFFER };
         // 4 writes take 4 reads and 2.5 programs: 1,200 us of a unit.
         let measured = writes_per_second(8, costly);
         assert!((measured / 26_667.0 - 1.0).abs() < 0.03, "{measured}");
@@ -468,12 +432,8 @@ mod tests {
 
     #[test]
     fn in_place_writes_alternate_with_reads() {
-        let mut drive = Drive::new(Model {
-            units: 1,
-            read_time: 7 * US,
-            overhead_time: 3 * US,
-            writes: Writes::InPlace(8 * US),
-        });
+        let mut drive =
+            Drive::new(Model { units: 1, read_time: 7 * US, overhead_time: 3 * US, writes: Writes::InPlace(8 * US) });
         drive.request(0, true, 0);
         drive.request(1, false, 0);
         drive.request(2, true, 0);

@@ -66,18 +66,9 @@ fn measure(arguments: &Arguments, series: &mut SeriesByDepth) -> anyhow::Result<
     let file = memory.raw_image(DISK_BYTES)?;
     let (_remote, uri) = slow_nbd(&memory, &file, LATENCY)?;
     let cache = memory.unused("cache");
-    let options = format!(
-        "--cache {} --cache-size {CACHE_SIZE} --cache-line {}",
-        text(&cache)?,
-        arguments.line
-    );
-    let serve = |image, options| Serve {
-        image,
-        format: "raw",
-        prefetch: Prefetch::Off,
-        export: Export::VhostUser,
-        options,
-    };
+    let options = format!("--cache {} --cache-size {CACHE_SIZE} --cache-line {}", text(&cache)?, arguments.line);
+    let serve =
+        |image, options| Serve { image, format: "raw", prefetch: Prefetch::Off, export: Export::VhostUser, options };
     let direct = serve(text(&file)?, "--read-only").start(&memory)?;
     let cached = serve(&uri, &options).start(&memory)?;
     warm(&cached)?;
@@ -104,11 +95,7 @@ fn measure(arguments: &Arguments, series: &mut SeriesByDepth) -> anyhow::Result<
             sum.requests += outcome.requests;
             sum.elapsed += outcome.elapsed;
             let missed = self::misses(larder, reader)? - misses;
-            ensure!(
-                missed == 0,
-                "{missed} of {} reads were not cache hits",
-                outcome.requests
-            );
+            ensure!(missed == 0, "{missed} of {} reads were not cache hits", outcome.requests);
         }
         for (series, (outcome, cpu_time)) in row.iter_mut().zip(sums) {
             series.push(outcome, cpu_time);
@@ -131,11 +118,7 @@ fn misses(larder: &Larder, reader: Reader) -> anyhow::Result<u64> {
     }
     let status = larder.status()?;
     let cache = &status["disks"][0]["cache"];
-    let counter = |name: &str| {
-        cache[name]
-            .as_u64()
-            .with_context(|| format!("no cache counter {name} in {status}"))
-    };
+    let counter = |name: &str| cache[name].as_u64().with_context(|| format!("no cache counter {name} in {status}"));
     Ok(counter("misses")? + counter("partial_hits")?)
 }
 
@@ -145,12 +128,7 @@ fn warm(larder: &Larder) -> anyhow::Result<()> {
     let mut client = connect(larder, Reader::Cache, depth)?;
     let mut offsets: Vec<u64> = (0..DISK_BYTES).step_by(BLOCK).collect();
     Random::default().shuffle(&mut offsets);
-    let workload = Workload {
-        write: false,
-        block: BLOCK,
-        depth,
-        duration: Duration::ZERO,
-    };
+    let workload = Workload { write: false, block: BLOCK, depth, duration: Duration::ZERO };
     for _ in 0..WARMUP_PASSES_MAX {
         let before = misses(larder, Reader::Cache)?;
         client.run_at(&workload, &offsets)?;

@@ -62,10 +62,7 @@ impl Vm {
             export: Export::VhostUser,
             options: &format!("--poll-us 0 --cache {} --cache-size {CACHE}", text(&cache)?),
         };
-        Ok(Self {
-            larder: serve.start(scratch)?,
-            _store: store,
-        })
+        Ok(Self { larder: serve.start(scratch)?, _store: store })
     }
 
     fn told(&self) -> anyhow::Result<Told> {
@@ -86,21 +83,14 @@ impl Vm {
 
 /// A read of a random block of the working set.
 fn working_set_read(random: &mut Random) -> Request {
-    Request {
-        write: false,
-        start: random.below(HOT / BLOCK) * BLOCK,
-        len: BLOCK as usize,
-        due: None,
-    }
+    Request { write: false, start: random.below(HOT / BLOCK) * BLOCK, len: BLOCK as usize, due: None }
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let scratch = Place::new(&arguments.folder)?;
     let scanning_max = SCANNING_VMS_BY_PHASE.into_iter().max().unwrap_or(0);
     let hot = Vm::start(&scratch)?;
-    let scanners: Vec<Vm> = (0..scanning_max)
-        .map(|_| Vm::start(&scratch))
-        .collect::<anyhow::Result<_>>()?;
+    let scanners: Vec<Vm> = (0..scanning_max).map(|_| Vm::start(&scratch)).collect::<anyhow::Result<_>>()?;
     let mut client = Client::connect_with(hot.larder.socket(), false, WARM_DEPTH * BLOCK as usize)?;
     warm_up(&hot, &mut client)?;
     println!(
@@ -174,10 +164,7 @@ fn warm_up(vm: &Vm, client: &mut Client) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    ensure!(
-        vm.told()?.cached_bytes >= HOT,
-        "the cache does not hold the working set"
-    );
+    ensure!(vm.told()?.cached_bytes >= HOT, "the cache does not hold the working set");
     Ok(())
 }
 
@@ -193,10 +180,7 @@ struct Seen {
 fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random) -> anyhow::Result<Seen> {
     let (stop, scanned) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
-        let scans: Vec<_> = scanning
-            .iter()
-            .map(|vm| scope.spawn(|| scan(vm, &stop, &scanned)))
-            .collect();
+        let scans: Vec<_> = scanning.iter().map(|vm| scope.spawn(|| scan(vm, &stop, &scanned))).collect();
         let end = Instant::now() + Duration::from_secs_f64(seconds);
         let mut reads = std::iter::from_fn(|| (Instant::now() < end).then(|| working_set_read(random)));
         let replayed = client.replay(&mut reads, 1, BLOCK as usize);
@@ -204,10 +188,7 @@ fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random
         for scan in scans {
             scan.join().ok().context("a scanning thread panicked")??;
         }
-        Ok(Seen {
-            read_latencies: replayed?.latencies,
-            scanned_bytes: scanned.load(Ordering::Relaxed),
-        })
+        Ok(Seen { read_latencies: replayed?.latencies, scanned_bytes: scanned.load(Ordering::Relaxed) })
     })
 }
 
@@ -217,12 +198,7 @@ fn scan(vm: &Vm, stop: &AtomicBool, scanned: &AtomicU64) -> anyhow::Result<()> {
     let mut chunks = (0..DISK / SCAN_BYTES as u64).cycle();
     let reads = std::iter::from_fn(|| {
         let chunk = chunks.next().filter(|_| !stop.load(Ordering::Relaxed))?;
-        Some(Request {
-            write: false,
-            start: chunk * SCAN_BYTES as u64,
-            len: SCAN_BYTES,
-            due: None,
-        })
+        Some(Request { write: false, start: chunk * SCAN_BYTES as u64, len: SCAN_BYTES, due: None })
     });
     let replayed = client.replay(reads, SCAN_DEPTH, SCAN_BYTES)?;
     scanned.fetch_add(replayed.read_bytes, Ordering::Relaxed);

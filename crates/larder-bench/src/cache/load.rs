@@ -17,11 +17,7 @@ pub(super) struct Requests {
 impl Requests {
     /// Creates the request stream of VM `number` on a disk of `disk` bytes.
     pub(super) fn of(number: usize, disk: u64) -> Self {
-        Self {
-            seed: mixed(number as u64),
-            count: 0,
-            blocks: disk / BLOCK,
-        }
+        Self { seed: mixed(number as u64), count: 0, blocks: disk / BLOCK }
     }
 
     /// Returns the next request: whether it is a write, and its block.

@@ -20,19 +20,10 @@ pub(super) fn run(arguments: &Arguments) {
     for programs in ReadDuringProgram::value_variants() {
         print!(" QLC {programs:?}, cached | gain, average | gain, P80 |");
     }
-    println!(
-        "\n|{}",
-        " --- |".repeat(2 + 3 * ReadDuringProgram::value_variants().len())
-    );
+    println!("\n|{}", " --- |".repeat(2 + 3 * ReadDuringProgram::value_variants().len()));
     let cell = |outcome: &closed::Outcome| {
-        let (reads, writes) = (
-            Latency::of(&outcome.read_latencies),
-            Latency::of(&outcome.write_latencies),
-        );
-        (
-            format!("{:.0}, {:.0} ({:.0})", reads.mean_us, reads.p80_us, writes.mean_us),
-            reads,
-        )
+        let (reads, writes) = (Latency::of(&outcome.read_latencies), Latency::of(&outcome.write_latencies));
+        (format!("{:.0}, {:.0} ({:.0})", reads.mean_us, reads.p80_us, writes.mean_us), reads)
     };
     for tlc_behaviour in ReadDuringProgram::value_variants() {
         let (text, tlc) = cell(&closed::run_on_one_drive(TLC.model(*tlc_behaviour), vms, disk, SPAN));
@@ -42,11 +33,7 @@ pub(super) fn run(arguments: &Arguments) {
             let fast = OPTANE.model(*qlc_behaviour);
             let cached = closed::cached(fast, slow, vms, disk, arguments.hits / 100.0, SPAN);
             let (text, cached) = cell(&cached);
-            print!(
-                " {text} | {:.2} | {:.2} |",
-                tlc.mean_us / cached.mean_us,
-                tlc.p80_us / cached.p80_us
-            );
+            print!(" {text} | {:.2} | {:.2} |", tlc.mean_us / cached.mean_us, tlc.p80_us / cached.p80_us);
         }
         println!();
     }

@@ -44,12 +44,7 @@ const UNCHECKPOINTED_LINES_MAX: u64 = 10_000;
 const UNCHECKPOINTED_LINES_DIVISOR: u64 = 200;
 
 /// Writes before a server is killed.
-const WRITES: Workload = Workload {
-    write: true,
-    block: BLOCK as usize,
-    depth: 32,
-    duration: Duration::from_secs(40),
-};
+const WRITES: Workload = Workload { write: true, block: BLOCK as usize, depth: 32, duration: Duration::from_secs(40) };
 
 /// Interval at which the loaded bytes are polled.
 const ASKED_EVERY: Duration = Duration::from_millis(20);
@@ -122,9 +117,8 @@ pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
     for (name, curve) in curves {
         let step = curve.len().div_ceil(12).max(1);
         let points = curve.iter().step_by(step).chain(curve.last());
-        let points: Vec<String> = points
-            .map(|(at, share)| format!("{:.0}: {:.0}", at.as_secs_f64() * 1e3, share * 100.0))
-            .collect();
+        let points: Vec<String> =
+            points.map(|(at, share)| format!("{:.0}: {:.0}", at.as_secs_f64() * 1e3, share * 100.0)).collect();
         println!("{name}: {}", points.join(", "));
     }
     Ok(())
@@ -148,9 +142,7 @@ impl Opened {
     fn print(&self, stopped_how: &str) {
         let percentile_us = |part: usize, of: usize| {
             let at = (self.read_latencies.len() * part / of).min(self.read_latencies.len().saturating_sub(1));
-            self.read_latencies
-                .get(at)
-                .map_or(0.0, |elapsed| elapsed.as_secs_f64() * 1e6)
+            self.read_latencies.get(at).map_or(0.0, |elapsed| elapsed.as_secs_f64() * 1e6)
         };
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         println!(
@@ -176,12 +168,7 @@ fn opened(drives: &Drives, scratch: &Place, bytes: u64) -> anyhow::Result<Opened
     let mut random = Random::default();
     let mut read = |count: u64| {
         let requests: Vec<Request> = (0..count)
-            .map(|_| Request {
-                write: false,
-                start: random.below(bytes / BLOCK) * BLOCK,
-                len: block,
-                due: None,
-            })
+            .map(|_| Request { write: false, start: random.below(bytes / BLOCK) * BLOCK, len: block, due: None })
             .collect();
         client.replay(requests, 1, block).map(|reads| reads.latencies)
     };
@@ -227,11 +214,7 @@ fn watch(larder: &Larder, bytes: u64, begin: Instant) -> anyhow::Result<(Vec<(Du
         if share >= 0.999 {
             return Ok((curve, memory_max));
         }
-        ensure!(
-            begin.elapsed() < LOADED_MAX,
-            "only {:.1} % of the cache was loaded in time",
-            share * 100.0
-        );
+        ensure!(begin.elapsed() < LOADED_MAX, "only {:.1} % of the cache was loaded in time", share * 100.0);
         std::thread::sleep(ASKED_EVERY);
     }
 }
@@ -321,11 +304,7 @@ impl Drives {
         commands.write_all(&[FILL_COMMAND])?;
         let mut answer = [0; 8];
         commands.read_exact(&mut answer).context("the cache was not filled")?;
-        Ok(Filled {
-            capacity,
-            bytes: u64::from_le_bytes(answer) * BLOCK,
-            duration: begin.elapsed(),
-        })
+        Ok(Filled { capacity, bytes: u64::from_le_bytes(answer) * BLOCK, duration: begin.elapsed() })
     }
 }
 
@@ -343,10 +322,8 @@ impl Drop for Drives {
 fn serve(size: u64, listeners: [UnixListener; 2], mut orders: UnixStream) -> anyhow::Result<()> {
     let event_loop = Loop::new(Duration::ZERO)?;
     // A cache's metadata takes less than a hundredth of its size.
-    let fast: Rc<dyn BlockDevice> = Rc::new(PrefixDevice::new(
-        size,
-        (size / 100).next_multiple_of(1 << 20) + (32 << 20),
-    ));
+    let fast: Rc<dyn BlockDevice> =
+        Rc::new(PrefixDevice::new(size, (size / 100).next_multiple_of(1 << 20) + (32 << 20)));
     let disk: Rc<dyn BlockDevice> = Rc::new(PrefixDevice::new(size / 4 * 5, 1 << 20));
     let mut servers = Vec::new();
     for (device, listener) in [&fast, &disk].into_iter().zip(listeners) {
@@ -440,10 +417,7 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
     let lines = cache.statistics().lines;
     layer.close().await.map_err(said)?;
     ensure!(cache.is_working(), "the cache has failed");
-    ensure!(
-        lines * 100 >= lines_wanted * 98,
-        "only {lines} lines of {lines_wanted} are in the cache"
-    );
+    ensure!(lines * 100 >= lines_wanted * 98, "only {lines} lines of {lines_wanted} are in the cache");
     Ok(lines)
 }
 
@@ -455,10 +429,7 @@ struct PrefixDevice {
 
 impl PrefixDevice {
     fn new(size: u64, stored_bytes: u64) -> Self {
-        Self {
-            lower: Rc::new(MemoryDevice::new(ByteLen::new(stored_bytes), 512)),
-            size: ByteLen::new(size),
-        }
+        Self { lower: Rc::new(MemoryDevice::new(ByteLen::new(stored_bytes), 512)), size: ByteLen::new(size) }
     }
 
     fn keeps(&self, start: ByteOffset) -> bool {
@@ -472,11 +443,7 @@ impl Filter for PrefixDevice {
     }
 
     fn geometry(&self) -> Geometry {
-        Geometry {
-            size: self.size,
-            physical_block_size: BLOCK as u32,
-            ..self.lower.geometry()
-        }
+        Geometry { size: self.size, physical_block_size: BLOCK as u32, ..self.lower.geometry() }
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {

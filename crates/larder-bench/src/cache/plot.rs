@@ -48,11 +48,7 @@ pub(super) fn svg(panels: &[Panel]) -> String {
 fn step(value_max: f64) -> f64 {
     let rough = value_max / STEPS;
     let power = 10f64.powf(rough.log10().floor());
-    [1.0, 2.0, 5.0, 10.0]
-        .into_iter()
-        .map(|digit| digit * power)
-        .find(|step| *step >= rough)
-        .unwrap_or(rough)
+    [1.0, 2.0, 5.0, 10.0].into_iter().map(|digit| digit * power).find(|step| *step >= rough).unwrap_or(rough)
 }
 
 impl Panel {
@@ -65,20 +61,12 @@ impl Panel {
         let x = |vms: f64| LEFT + vms / right * (WIDTH - LEFT - RIGHT);
         let y = |value: f64| HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM);
         let mut text = |x: f64, y: f64, anchor: &str, label: &str| {
-            let _ = writeln!(
-                out,
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>"
-            );
+            let _ = writeln!(out, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>");
         };
         text(LEFT, 16.0, "start", self.title);
         text(x(right / 2.0), HEIGHT - 10.0, "middle", "VMs");
         for vms in 0..=(right / 16.0) as u32 {
-            text(
-                x(f64::from(vms) * 16.0),
-                HEIGHT - BOTTOM + 15.0,
-                "middle",
-                &(vms * 16).to_string(),
-            );
+            text(x(f64::from(vms) * 16.0), HEIGHT - BOTTOM + 15.0, "middle", &(vms * 16).to_string());
         }
         let ticks = (0..=(top / step).round() as u32).map(|tick| f64::from(tick) * step);
         for tick in ticks.clone() {
@@ -94,16 +82,11 @@ impl Panel {
         for (number, line) in self.lines.iter().enumerate() {
             let colour = line.colour;
             let (from, at) = (LEFT + NAME_WIDTH * number as f64, NAMES - 4.0);
-            let _ = writeln!(
-                out,
-                "<path d=\"M{from:.1} {at:.1}h18\" stroke=\"{colour}\" stroke-width=\"2\"/>"
-            );
+            let _ = writeln!(out, "<path d=\"M{from:.1} {at:.1}h18\" stroke=\"{colour}\" stroke-width=\"2\"/>");
             let at = |(vms, value): &(f64, f64)| format!("{:.1},{:.1}", x(*vms), y(*value));
             let polyline = line.points.iter().map(at).collect::<Vec<_>>().join(" ");
-            let _ = writeln!(
-                out,
-                "<polyline points=\"{polyline}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>"
-            );
+            let _ =
+                writeln!(out, "<polyline points=\"{polyline}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>");
         }
     }
 }

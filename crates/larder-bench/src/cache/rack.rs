@@ -216,9 +216,7 @@ impl TimedDrive {
     fn catch_up(&self) {
         let now = self.now();
         let mut done = Vec::new();
-        self.drive
-            .borrow_mut()
-            .run_until(now, |at, token| done.push((at, token)));
+        self.drive.borrow_mut().run_until(now, |at, token| done.push((at, token)));
         for (at, token) in done {
             let Some(request) = self.pending.borrow_mut().remove(&token) else {
                 continue;
@@ -238,9 +236,7 @@ impl TimedDrive {
         loop {
             self.catch_up();
             let (next, asked) = (self.drive.borrow().next(), self.request_count.get());
-            let another = self
-                .request_arrived
-                .until(|| (self.request_count.get() != asked).then_some(()));
+            let another = self.request_arrived.until(|| (self.request_count.get() != asked).then_some(()));
             match next {
                 Some(at) => first_of(self.event_loop.sleep_until(self.deadline(at)), another).await,
                 None => another.await,
@@ -266,10 +262,7 @@ impl TimedDrive {
         }
         self.request_count.set(self.request_count.get() + 1);
         self.request_arrived.raise();
-        request
-            .completed
-            .until(|| (request.blocks_left.get() == 0).then_some(()))
-            .await;
+        request.completed.until(|| (request.blocks_left.get() == 0).then_some(())).await;
     }
 }
 
@@ -294,10 +287,7 @@ impl Filter for Partition {
     }
 
     fn geometry(&self) -> Geometry {
-        Geometry {
-            physical_block_size: BLOCK as u32,
-            ..self.lower.geometry()
-        }
+        Geometry { physical_block_size: BLOCK as u32, ..self.lower.geometry() }
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
@@ -340,10 +330,8 @@ mod tests {
     /// A write changes its own partition alone, untimed and timed, at offsets inside blocks.
     fn write_changes_only_its_own_partition() {
         let scratch = Place::new(&std::env::temp_dir()).expect("a place");
-        let bays = [OPTANE, QLC].map(|drive| DriveConfig {
-            model: drive.model(ReadDuringProgram::Suspended),
-            partition_bytes: 1 << 20,
-        });
+        let bays = [OPTANE, QLC]
+            .map(|drive| DriveConfig { model: drive.model(ReadDuringProgram::Suspended), partition_bytes: 1 << 20 });
         let rack = SimulatedDrives::start(&scratch, &bays, 2, 1.0).expect("the drives");
         for (pattern, timed) in [(1, false), (2, true)] {
             rack.set_timed(timed);
@@ -352,10 +340,7 @@ mod tests {
             assert!(written.contains("wrote 9728/9728"), "{written}");
             for (drive, vm, expected) in [(1, 1, pattern), (1, 0, 0), (0, 1, 0)] {
                 let read = qemu_io(rack.uri(drive, vm), &format!("read -P {expected} 3584 9728"));
-                assert!(
-                    read.contains("read 9728/9728") && !read.contains("verification failed"),
-                    "{read}"
-                );
+                assert!(read.contains("read 9728/9728") && !read.contains("verification failed"), "{read}");
             }
         }
         // Only the timed write is counted.

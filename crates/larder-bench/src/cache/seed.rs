@@ -23,10 +23,7 @@ const READS: f64 = 0.7;
 const FAST: usize = 0;
 
 /// Measured interval of the simulation that gives the bound, after a second of warm-up.
-pub(super) const SPAN: MeasuredInterval = MeasuredInterval {
-    start: 1_000_000_000,
-    end: 3_000_000_000,
-};
+pub(super) const SPAN: MeasuredInterval = MeasuredInterval { start: 1_000_000_000, end: 3_000_000_000 };
 
 /// Seconds of one VM's reads from drives that answer at once, which measure the latency of the programs alone.
 const BASELINE_SECONDS: f64 = 1.0;
@@ -47,23 +44,14 @@ impl Latency {
         let Some(p80) = values.get(values.len() * 4 / 5) else {
             return Self::default();
         };
-        Self {
-            mean_us: values.iter().sum::<Nanos>() as f64 / values.len() as f64 / 1e3,
-            p80_us: *p80 as f64 / 1e3,
-        }
+        Self { mean_us: values.iter().sum::<Nanos>() as f64 / values.len() as f64 / 1e3, p80_us: *p80 as f64 / 1e3 }
     }
 
     /// Summarizes latencies measured by the host's clock, which runs `dilation` times faster than the drives'.
     fn measured(values: &[Duration], dilation: f64) -> Self {
         let nanos: Vec<Nanos> = values.iter().map(|value| value.as_nanos() as Nanos).collect();
-        let Self {
-            mean_us: mean,
-            p80_us: p80,
-        } = Self::of(&nanos);
-        Self {
-            mean_us: mean / dilation,
-            p80_us: p80 / dilation,
-        }
+        let Self { mean_us: mean, p80_us: p80 } = Self::of(&nanos);
+        Self { mean_us: mean / dilation, p80_us: p80 / dilation }
     }
 }
 
@@ -139,9 +127,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(path) = &arguments.plot {
         let chart = plot::svg(&[
             panel("average read latency, us", &lines, |latency| latency.mean_us),
-            panel("80th percentile of read latencies, us", &lines, |latency| {
-                latency.p80_us
-            }),
+            panel("80th percentile of read latencies, us", &lines, |latency| latency.p80_us),
         ]);
         std::fs::write(path, chart).with_context(|| format!("writing {}", path.display()))?;
     }
@@ -175,11 +161,7 @@ fn measure(arguments: &Arguments, scratch: &Place, contender: Contender) -> anyh
         Contender::Cached => vms.hits(),
         Contender::Tlc | Contender::Qlc => Ok(Hits::default()),
     };
-    let passes = if contender == Contender::Cached {
-        arguments.warm
-    } else {
-        0
-    };
+    let passes = if contender == Contender::Cached { arguments.warm } else { 0 };
     for pass in 0..passes {
         let counters_before = cache_hits()?;
         vms.read_all(pass)?;
@@ -286,13 +268,7 @@ fn panel(title: &'static str, lines: &[Vec<Point>], value: fn(&Latency) -> f64) 
     let line = |(contender, points): (Contender, &Vec<Point>)| Line {
         name: contender.name(),
         colour: contender.colour(),
-        points: points
-            .iter()
-            .map(|point| (point.vms as f64, value(&point.measured)))
-            .collect(),
+        points: points.iter().map(|point| (point.vms as f64, value(&point.measured))).collect(),
     };
-    Panel {
-        title,
-        lines: Contender::ALL.into_iter().zip(lines).map(line).collect(),
-    }
+    Panel { title, lines: Contender::ALL.into_iter().zip(lines).map(line).collect() }
 }

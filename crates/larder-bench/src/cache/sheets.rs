@@ -83,11 +83,7 @@ pub(super) const OPTANE: Drive = Drive {
         depth: 16,
         mixed_iops: Some(500_000.0),
     },
-    assumed: AssumedValues {
-        units: 5,
-        overhead_us: 1.15,
-        writes: AssumedWrites::InPlace,
-    },
+    assumed: AssumedValues { units: 5, overhead_us: 1.15, writes: AssumedWrites::InPlace },
 };
 
 /// The drive that cached QLC is compared with. A word line is three pages of 16 KiB.
@@ -178,12 +174,7 @@ impl Drive {
                 })
             }
         };
-        Model {
-            units: assumed.units,
-            read_time: nanos(read_us),
-            overhead_time: nanos(assumed.overhead_us),
-            writes,
-        }
+        Model { units: assumed.units, read_time: nanos(read_us), overhead_time: nanos(assumed.overhead_us), writes }
     }
 }
 
@@ -196,10 +187,7 @@ pub(super) struct CalibrationRow {
 }
 
 /// Measured interval, long enough for a buffer to fill.
-const SPAN: MeasuredInterval = MeasuredInterval {
-    start: 1_000_000_000,
-    end: 2_000_000_000,
-};
+const SPAN: MeasuredInterval = MeasuredInterval { start: 1_000_000_000, end: 2_000_000_000 };
 
 /// Compares a drive's model with its published data.
 pub(super) fn calibrate(drive: &Drive) -> Vec<CalibrationRow> {
@@ -211,15 +199,8 @@ pub(super) fn calibrate(drive: &Drive) -> Vec<CalibrationRow> {
             count += 1;
             let random = mixed(count);
             let write = random % 10 < writes_of_ten;
-            let leg = DriveAccess {
-                drive: 0,
-                write,
-                address: random,
-            };
-            Request {
-                accesses: [Some(leg), None],
-                write,
-            }
+            let leg = DriveAccess { drive: 0, write, address: random };
+            Request { accesses: [Some(leg), None], write }
         })
     };
     let sheet = drive.sheet;

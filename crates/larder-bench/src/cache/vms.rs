@@ -177,12 +177,8 @@ fn client(
     let mut client = Client::connect_with(socket, false, block)?;
     while let Ok(order) = orders.recv() {
         let mut replay = |requests: &mut dyn Iterator<Item = (bool, u64)>| {
-            let requests = requests.map(|(write, number)| Request {
-                write,
-                start: number * BLOCK,
-                len: block,
-                due: None,
-            });
+            let requests =
+                requests.map(|(write, number)| Request { write, start: number * BLOCK, len: block, due: None });
             client.replay(requests, 1, block)
         };
         let reads = match order {
@@ -193,9 +189,7 @@ fn client(
             }
             Order::Run { from, to } => {
                 let mut replay_until = |end: Instant| {
-                    replay(&mut std::iter::from_fn(|| {
-                        (Instant::now() < end).then(|| requests.next_request())
-                    }))
+                    replay(&mut std::iter::from_fn(|| (Instant::now() < end).then(|| requests.next_request())))
                 };
                 replay_until(from)?;
                 replay_until(to)?

@@ -67,9 +67,7 @@ impl ExpectedDisk {
 
     /// Returns the last completed write of each of these sectors.
     pub fn completed(&self, sectors: impl Iterator<Item = u64>) -> Completed {
-        sectors
-            .map(|sector| (sector, self.0[sector as usize].completed))
-            .collect()
+        sectors.map(|sector| (sector, self.0[sector as usize].completed)).collect()
     }
 
     /// Records that a flush has made these writes durable.
@@ -91,11 +89,7 @@ impl ExpectedDisk {
             let write_number = write_number_in(*sector, got);
             let is_allowed = match write_number {
                 Some(number) => book.has(number, *before),
-                None => is_mixed(
-                    *sector,
-                    got,
-                    &[*before, book.completed, book.in_flight.unwrap_or(*before)],
-                ),
+                None => is_mixed(*sector, got, &[*before, book.completed, book.in_flight.unwrap_or(*before)]),
             };
             if !is_allowed {
                 return self.complain("returned", *sector, write_number);
@@ -133,11 +127,7 @@ impl ExpectedDisk {
     }
 
     fn complain(&self, verb: &str, sector: u64, found: Option<u64>) -> anyhow::Result<()> {
-        let ExpectedSector {
-            completed,
-            flushed,
-            in_flight: under_way,
-        } = self.0[sector as usize];
+        let ExpectedSector { completed, flushed, in_flight: under_way } = self.0[sector as usize];
         let found_text = match found {
             Some(number) => format!("write {number}"),
             None => "no write to this sector".to_owned(),
@@ -171,9 +161,7 @@ fn is_mixed(sector: u64, got: &[u8], numbers: &[u64]) -> bool {
 fn words(sector: u64, number: u64) -> impl Iterator<Item = u64> {
     let mut filler = sector ^ number.rotate_left(17);
     let filled = std::iter::repeat_with(move || {
-        filler = filler
-            .wrapping_mul(0x5851_f42d_4c95_7f2d)
-            .wrapping_add(0x1405_7b7e_f767_814f);
+        filler = filler.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         filler
     });
     let is_written = number != 0;
@@ -207,10 +195,7 @@ mod tests {
         let before = books.completed(all.clone());
         books.complete(&all, 1);
         assert!(books.compare(&zeros).is_err() && books.compare_flushed(&zeros).is_ok());
-        assert!(
-            books.compare_read(&before, &zeros).is_ok(),
-            "the read began before the write completed"
-        );
+        assert!(books.compare_read(&before, &zeros).is_ok(), "the read began before the write completed");
         books.flush(books.completed(all.clone()));
         assert!(books.compare_flushed(&zeros).is_err() && books.compare_flushed(&first).is_ok());
         let mut elsewhere = first.clone();
@@ -224,15 +209,9 @@ mod tests {
         let second = contents(&all, 2);
         assert!(books.compare_read(&before, &second).is_ok() && books.compare_read(&before, &zeros).is_err());
         let overlapped = [&first[..64], &second[64..]].concat();
-        assert!(
-            books.compare_read(&before, &overlapped).is_ok(),
-            "a write overlapped the read"
-        );
+        assert!(books.compare_read(&before, &overlapped).is_ok(), "a write overlapped the read");
         books.complete(&all, 2);
-        assert!(
-            books.compare_read(&before, &overlapped).is_ok(),
-            "a write overlapped the read"
-        );
+        assert!(books.compare_read(&before, &overlapped).is_ok(), "a write overlapped the read");
         let before = books.completed(all.clone());
         assert!(books.compare_read(&before, &overlapped).is_err() && books.compare(&overlapped).is_err());
     }

@@ -60,10 +60,7 @@ pub fn run(
         report.boots += 1;
         let images = [Format::Raw, Format::Qcow2].map(|format| (format, directory.join(format!("disk-{format:?}"))));
         for (format, image) in &images {
-            let victim = Victim {
-                format: *format,
-                ..Victim::from(larder)
-            };
+            let victim = Victim { format: *format, ..Victim::from(larder) };
             disk::create(&victim, image, DISK)?;
         }
         let mut command = Command::new(larder);
@@ -139,11 +136,7 @@ fn kill_servers(run: &mut Process, kills: &mut u32, random: &mut Random) -> anyh
         }
     };
     let guest_succeeded = run.output().contains("LARDER-GUEST-EXIT 0");
-    ensure!(
-        status.success() && guest_succeeded,
-        "larder run exited with {status}:\n{}",
-        run.output()
-    );
+    ensure!(status.success() && guest_succeeded, "larder run exited with {status}:\n{}", run.output());
     Ok(())
 }
 

@@ -154,8 +154,7 @@ impl CacheRetention {
             self.of_all.push(share(before.cached_bytes));
         }
         if before.cached_bytes > before.uncheckpointed_bytes {
-            self.of_settled
-                .push(share(before.cached_bytes - before.uncheckpointed_bytes).min(1.0));
+            self.of_settled.push(share(before.cached_bytes - before.uncheckpointed_bytes).min(1.0));
         }
     }
 
@@ -201,11 +200,7 @@ impl fmt::Display for CacheRetention {
         )?;
         match self.reread.is_empty() {
             true => Ok(()),
-            false => write!(
-                f,
-                "; share of cached bytes hit by a read of the disk: {}",
-                format_shares(&self.reread)
-            ),
+            false => write!(f, "; share of cached bytes hit by a read of the disk: {}", format_shares(&self.reread)),
         }
     }
 }
@@ -217,20 +212,14 @@ mod tests {
     #[test]
     /// Lines without checkpointed metadata do not lower the share of checkpointed ones.
     fn unsettled_lines_are_counted_separately() {
-        let stats = |bytes, unsettled| Holds {
-            cached_bytes: bytes,
-            uncheckpointed_bytes: unsettled,
-            ..Holds::default()
-        };
+        let stats =
+            |bytes, unsettled| Holds { cached_bytes: bytes, uncheckpointed_bytes: unsettled, ..Holds::default() };
         let mut retention = CacheRetention::default();
         retention.killed(stats(0, 0), stats(0, 0));
         assert_eq!(retention.of_settled(), None);
         retention.killed(stats(100, 20), stats(80, 0));
         retention.killed(stats(100, 20), stats(90, 0));
-        assert_eq!(
-            (retention.of_all.as_slice(), retention.of_settled()),
-            (&[0.8, 0.9][..], Some(1.0))
-        );
+        assert_eq!((retention.of_all.as_slice(), retention.of_settled()), (&[0.8, 0.9][..], Some(1.0)));
         retention.killed(stats(100, 20), stats(40, 0));
         assert_eq!(median_and_min(&retention.of_settled), Some((1.0, 0.5)));
     }

@@ -120,20 +120,13 @@ impl Client {
         let len = bytes.len() as u32;
         let out = [Buffer { address, len }];
         let id = self.guest.queues[queue].add(&Request::write(sectors.start, &out));
-        let task = Task::Write {
-            sectors,
-            number,
-            buffer,
-        };
+        let task = Task::Write { sectors, number, buffer };
         self.tasks.insert((queue, id), task);
     }
 
     fn submit_read(&mut self, queue: usize, sectors: Range<u64>) {
         let buffer = self.buffers.pop().expect("a buffer for each request in flight");
-        let (address, len) = (
-            self.buffer_address(buffer),
-            (sectors.end - sectors.start) as u32 * SECTOR as u32,
-        );
+        let (address, len) = (self.buffer_address(buffer), (sectors.end - sectors.start) as u32 * SECTOR as u32);
         let into = [Buffer { address, len }];
         let id = self.guest.queues[queue].add(&Request::read(sectors.start, &into));
         let before = self.books.completed(sectors);
@@ -153,11 +146,7 @@ impl Client {
         for queue in 0..self.guest.queues.len() {
             while let Some(completion) = self.guest.queues[queue].try_complete() {
                 any = true;
-                ensure!(
-                    completion.status == 0,
-                    "a request failed with status {}",
-                    completion.status
-                );
+                ensure!(completion.status == 0, "a request failed with status {}", completion.status);
                 let task = self.tasks.remove(&(queue, completion.id));
                 self.complete(task.context("a completion of an unknown request")?)?;
             }
@@ -167,11 +156,7 @@ impl Client {
 
     fn complete(&mut self, task: Task) -> anyhow::Result<()> {
         match task {
-            Task::Write {
-                sectors,
-                number,
-                buffer,
-            } => {
+            Task::Write { sectors, number, buffer } => {
                 self.books.complete(&sectors, number);
                 self.buffers.push(buffer);
                 self.since_flush.extend(sectors);

@@ -53,13 +53,7 @@ pub struct Victim<'a> {
 impl<'a> From<&'a Path> for Victim<'a> {
     /// Kills Larder itself, without a cache.
     fn from(larder: &'a Path) -> Self {
-        Self {
-            larder,
-            target: Target::Larder,
-            format: Format::Raw,
-            cache: None,
-            whole: false,
-        }
+        Self { larder, target: Target::Larder, format: Format::Raw, cache: None, whole: false }
     }
 }
 
@@ -508,18 +502,10 @@ fn start_store(victim: &Victim<'_>, places: &Places<'_>) -> anyhow::Result<Optio
         Target::Larder => return Ok(None),
         Target::Nbdkit => ("nbdkit", &["-f", "-U"], &["file"]),
         Target::NbdkitCache => ("nbdkit", &["-f", "--filter=cache", "-U"], &["file"]),
-        Target::QemuNbd => (
-            "qemu-nbd",
-            &["-f", "raw", "--persistent", "--cache=writeback", "-k"],
-            &[],
-        ),
+        Target::QemuNbd => ("qemu-nbd", &["-f", "raw", "--persistent", "--cache=writeback", "-k"], &[]),
     };
     let mut command = Command::new(program);
-    command
-        .args(options)
-        .arg(&places.store)
-        .args(image_arguments)
-        .arg(places.image);
+    command.args(options).arg(&places.store).args(image_arguments).arg(places.image);
     Process::start(command).map(Some)
 }
 

@@ -94,13 +94,9 @@ pub fn run<'a>(
     while rounds.report.kills < count {
         let kill = rounds.report.kills;
         let is_stop = random.below(12) == 0;
-        rounds
-            .round(is_stop, random)
-            .with_context(|| format!("at kill {kill}"))?;
+        rounds.round(is_stop, random).with_context(|| format!("at kill {kill}"))?;
     }
-    let Rounds {
-        disk, mut report, seen, ..
-    } = rounds;
+    let Rounds { disk, mut report, seen, .. } = rounds;
     report.warmth = disk.warmth.clone();
     disk.stop()?;
     // In every cache mode, a stopped server leaves all data on the disk.
@@ -211,16 +207,8 @@ impl Rounds<'_> {
     /// Reads the whole disk and checks that it has not changed. In the region that a job was writing, each sector may
     /// instead hold the job's data. Newly written regions may hold anything.
     fn look(&mut self, writing: Option<(usize, u64, &[u8])>) -> anyhow::Result<()> {
-        let copy_output = Command::new("nbdcopy")
-            .arg(self.disk.uri())
-            .arg(self.copy)
-            .output()
-            .context("nbdcopy")?;
-        ensure!(
-            copy_output.status.success(),
-            "nbdcopy: {}",
-            String::from_utf8_lossy(&copy_output.stderr)
-        );
+        let copy_output = Command::new("nbdcopy").arg(self.disk.uri()).arg(self.copy).output().context("nbdcopy")?;
+        ensure!(copy_output.status.success(), "nbdcopy: {}", String::from_utf8_lossy(&copy_output.stderr));
         let found = std::fs::read(self.copy)?;
         std::fs::remove_file(self.copy)?;
         ensure!(found.len() as u64 == DISK, "the disk has {} bytes", found.len());

@@ -94,15 +94,9 @@ pub fn run<'a>(
     disk::create(&victim, image, DISK)?;
     let disk = Disk::start(victim, image, directory)?;
     let guest = FrontEnd::connect(disk.socket(), options)?;
-    let mut rounds = Rounds {
-        client: Client::new(guest),
-        disk,
-        report: Report::default(),
-    };
+    let mut rounds = Rounds { client: Client::new(guest), disk, report: Report::default() };
     while rounds.report.kills < count {
-        rounds
-            .client
-            .work(Duration::from_micros(random.below(SERVER_LIFETIME_US_MAX)), random)?;
+        rounds.client.work(Duration::from_micros(random.below(SERVER_LIFETIME_US_MAX)), random)?;
         let kill = rounds.report.kills;
         rounds.round(random).with_context(|| format!("at kill {kill}"))?;
     }
@@ -184,8 +178,7 @@ impl Rounds<'_> {
         match self.disk.victim().cache {
             Some(cache) if random.below(8) == 0 => {
                 let others = cache.mode.others();
-                self.disk
-                    .restart_with_mode(others[random.below(others.len() as u64) as usize])
+                self.disk.restart_with_mode(others[random.below(others.len() as u64) as usize])
             }
             _ => self.disk.restart(),
         }
@@ -234,8 +227,7 @@ impl Rounds<'_> {
         self.client.collect()?;
         self.disk.restart_without_cache()?;
         self.reconnect()?;
-        self.client
-            .work(Duration::from_micros(random.below(SERVER_LIFETIME_US_MAX)), random)?;
+        self.client.work(Duration::from_micros(random.below(SERVER_LIFETIME_US_MAX)), random)?;
         self.client.settle()?;
         self.disk.end()?;
         if is_killed {
@@ -244,9 +236,7 @@ impl Rounds<'_> {
         self.disk.restart()?;
         self.disk.assert_logged_any(&CACHE_EMPTIED_TEXTS)?;
         self.reconnect()?;
-        self.client
-            .read_all(random)
-            .context("reading a disk that was changed without its cache")?;
+        self.client.read_all(random).context("reading a disk that was changed without its cache")?;
         self.disk.end()?;
         self.disk.shift_image_mtime(Duration::ZERO)?;
         self.disk.restart()?;

@@ -141,18 +141,8 @@ impl Guest {
             .arg("-m")
             .arg(format!("{}k,slots=4,maxmem=4G", options.memory_kib))
             .arg("-object")
-            .arg(format!(
-                "memory-backend-memfd,id=m,size={}k,share=on",
-                options.memory_kib
-            ))
-            .args([
-                "-machine",
-                "q35,memory-backend=m",
-                "-nodefaults",
-                "-display",
-                "none",
-                "-no-reboot",
-            ])
+            .arg(format!("memory-backend-memfd,id=m,size={}k,share=on", options.memory_kib))
+            .args(["-machine", "q35,memory-backend=m", "-nodefaults", "-display", "none", "-no-reboot"])
             .args(["-serial", "stdio", "-kernel"])
             .arg(test_bed("vmlinuz")?)
             .arg("-initrd")
@@ -161,19 +151,11 @@ impl Guest {
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", monitor.display()))
             .arg("-chardev")
-            .arg(format!(
-                "socket,id=c,path={},reconnect={}",
-                socket.display(),
-                u8::from(options.reconnects)
-            ))
+            .arg(format!("socket,id=c,path={},reconnect={}", socket.display(), u8::from(options.reconnects)))
             .arg("-device")
             .arg(format!("vhost-user-blk-pci,chardev=c,{}", options.disk))
             .args(&options.qemu);
-        Ok(Self {
-            process: Process::start(command)?,
-            monitor,
-            _folder: directory,
-        })
+        Ok(Self { process: Process::start(command)?, monitor, _folder: directory })
     }
 
     /// Waits until the script has succeeded, and returns the console's output.
@@ -222,12 +204,7 @@ impl Monitor {
     pub fn patient(path: &Path, limit: Duration) -> anyhow::Result<Self> {
         let stream = UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))?;
         stream.set_read_timeout(Some(limit))?;
-        let mut this = Self {
-            reader: BufReader::new(stream.try_clone()?),
-            stream,
-            events: Vec::new(),
-            unanswered: 0,
-        };
+        let mut this = Self { reader: BufReader::new(stream.try_clone()?), stream, events: Vec::new(), unanswered: 0 };
         this.line()?;
         this.run("qmp_capabilities", "{}")?;
         Ok(this)
@@ -278,10 +255,7 @@ impl Monitor {
     /// If QEMU has exited.
     pub fn begin(&mut self, command: &str, arguments: &str) -> anyhow::Result<()> {
         self.unanswered += 1;
-        Ok(writeln!(
-            self.stream,
-            "{{\"execute\": \"{command}\", \"arguments\": {arguments}}}"
-        )?)
+        Ok(writeln!(self.stream, "{{\"execute\": \"{command}\", \"arguments\": {arguments}}}")?)
     }
 
     /// Returns the events, in JSON, that arrived while commands were run.

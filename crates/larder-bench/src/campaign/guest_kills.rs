@@ -45,10 +45,7 @@ pub fn run<'a>(
     let victim = victim.into();
     disk::create(&victim, image, WORKING_SET_BYTES * 2)?;
     let mut disk = Disk::start(victim, image, directory)?;
-    let options = GuestOptions {
-        disk: properties.to_owned(),
-        ..GuestOptions::default()
-    };
+    let options = GuestOptions { disk: properties.to_owned(), ..GuestOptions::default() };
     let mut guest = Guest::start(&[ROUNDS, KERNEL_ERROR_CHECK_SCRIPT].concat(), disk.socket(), &options)?;
     guest.process.wait_for("ROUND 1", LIMIT)?;
     let (mut reconnects, mut interrupted) = (DurationSample::default(), 0);
@@ -80,11 +77,5 @@ pub fn run<'a>(
     if is_checked {
         disk::qcow2_contents(image)?;
     }
-    Ok(Report {
-        kills: count,
-        rounds,
-        reconnects,
-        interrupted,
-        warmth,
-    })
+    Ok(Report { kills: count, rounds, reconnects, interrupted, warmth })
 }

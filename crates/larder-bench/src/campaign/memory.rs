@@ -80,11 +80,7 @@ impl Attach {
     pub fn start(&self) -> anyhow::Result<Pager> {
         let process = Process::start(self.command())?;
         let output = process.wait_for(ATTACHED_TEXT, LIMIT)?;
-        Ok(Pager {
-            process,
-            control: self.control.clone(),
-            stood_still: stood_still(&output),
-        })
+        Ok(Pager { process, control: self.control.clone(), stood_still: stood_still(&output) })
     }
 }
 
@@ -139,10 +135,7 @@ impl Pager {
                 return Ok(state);
             }
             if Instant::now() > deadline {
-                bail!(
-                    "the memory does not reach the expected state: {state:#?}\n{}",
-                    self.process.output()
-                );
+                bail!("the memory does not reach the expected state: {state:#?}\n{}", self.process.output());
             }
             std::thread::sleep(LOOK);
         }
@@ -224,11 +217,7 @@ impl Verifier {
         self.process.say("report")?;
         let line = self.process.wait_for_after(before, "report ", LIMIT)?;
         let report = parse(&line).with_context(|| format!("unexpected report: {line}"))?;
-        ensure!(
-            report.mismatches == 0,
-            "the memory has wrong content: {}",
-            self.process.output()
-        );
+        ensure!(report.mismatches == 0, "the memory has wrong content: {}", self.process.output());
         Ok(report)
     }
 
@@ -248,11 +237,7 @@ impl Verifier {
         let goal = self.report()?.accesses + 1000;
         let deadline = Instant::now() + LIMIT;
         while self.report()?.accesses < goal {
-            ensure!(
-                Instant::now() < deadline,
-                "the verifier makes no progress: {}",
-                self.process.output()
-            );
+            ensure!(Instant::now() < deadline, "the verifier makes no progress: {}", self.process.output());
             std::thread::sleep(LOOK);
         }
         Ok(())
@@ -268,8 +253,7 @@ impl Verifier {
         let output = self.process.output();
         ensure!(ended.success() && output.contains("mismatches=0"), "{ended}: {output}");
         let line = output.lines().find(|line| line.starts_with("verified "));
-        line.and_then(|line| number(line, "accesses"))
-            .context("no access count in the verifier's output")
+        line.and_then(|line| number(line, "accesses")).context("no access count in the verifier's output")
     }
 }
 
@@ -284,9 +268,7 @@ fn parse(line: &str) -> Option<Verified> {
 
 fn number(line: &str, name: &str) -> Option<u64> {
     let fields = line.split_whitespace().filter_map(|word| word.split_once('='));
-    fields
-        .filter(|(key, _)| *key == name)
-        .find_map(|(_, value)| value.parse().ok())
+    fields.filter(|(key, _)| *key == name).find_map(|(_, value)| value.parse().ok())
 }
 
 #[cfg(test)]

@@ -77,10 +77,7 @@ pub fn of_verifier(
         std::thread::sleep(Duration::from_micros(random.below(50_000)));
     }
     let after = descriptors(verifier.pid())?;
-    ensure!(
-        before == after,
-        "the process had {before} open descriptors before, and has {after} now"
-    );
+    ensure!(before == after, "the process had {before} open descriptors before, and has {after} now");
     report.done = verifier.stop()?;
     Ok(report)
 }
@@ -96,10 +93,7 @@ pub fn of_guest(
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
-    let options = Options {
-        disk: Some(io),
-        ..Options::default()
-    };
+    let options = Options { disk: Some(io), ..Options::default() };
     let guest = MemoryGuest::start(options, directory)?;
     let budget = (guest.used()? / 2).to_string();
     let attach = Attach::new(larder, directory, guest.pid(), &["--budget", &budget]);
@@ -124,11 +118,8 @@ impl Report {
         let started = Instant::now();
         let mut pager = attach.start()?;
         self.attaches.push(started.elapsed());
-        self.pauses.push(
-            pager
-                .stood_still
-                .context("the pager reports no pause, although it took over from no other pager")?,
-        );
+        self.pauses
+            .push(pager.stood_still.context("the pager reports no pause, although it took over from no other pager")?);
         // Some pagers have evicted nothing when they detach, some all that they should. If the process has files open
         // for direct I/O, the first pages are evicted after their quarantine.
         let (waits_for_pages, micros) = match random.below(4) {
@@ -139,10 +130,7 @@ impl Report {
         };
         let deadline = started + FIRST_EVICTION_TIMEOUT;
         while waits_for_pages && pager.state()?.evicted_pages == 0 {
-            ensure!(
-                Instant::now() < deadline,
-                "no page was evicted within {FIRST_EVICTION_TIMEOUT:?}"
-            );
+            ensure!(Instant::now() < deadline, "no page was evicted within {FIRST_EVICTION_TIMEOUT:?}");
             std::thread::sleep(Duration::from_millis(20));
         }
         std::thread::sleep(Duration::from_micros(random.below(micros + 1)));
@@ -171,19 +159,10 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let (report, progress_unit) = match arguments.load {
         Load::Verifier => {
             let command = verifier(VERIFIER_MIB)?;
-            (
-                of_verifier(&larder, command, &directory, count, &mut random)?,
-                "accesses",
-            )
+            (of_verifier(&larder, command, &directory, count, &mut random)?, "accesses")
         }
-        Load::Threads => (
-            of_guest(&larder, DiskIo::Threads, &directory, count, &mut random)?,
-            progress_unit,
-        ),
-        Load::Uring => (
-            of_guest(&larder, DiskIo::Uring, &directory, count, &mut random)?,
-            progress_unit,
-        ),
+        Load::Threads => (of_guest(&larder, DiskIo::Threads, &directory, count, &mut random)?, progress_unit),
+        Load::Uring => (of_guest(&larder, DiskIo::Uring, &directory, count, &mut random)?, progress_unit),
     };
     println!(
         "attached and detached {count} times; {} pages evicted; {} {progress_unit} without a mismatch",

@@ -108,14 +108,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self {
-            mib: 512,
-            old_mib: 64,
-            new_mib: 32,
-            disk: None,
-            sandbox: false,
-            pluggable: false,
-        }
+        Self { mib: 512, old_mib: 64, new_mib: 32, disk: None, sandbox: false, pluggable: false }
     }
 }
 
@@ -143,9 +136,8 @@ impl MemoryGuest {
     /// If the test bed is not set up.
     pub fn boot(options: Options, images: &Path) -> anyhow::Result<Self> {
         let directory = tempfile::tempdir()?;
-        let script = ROUNDS
-            .replace("OLD", &options.old_mib.to_string())
-            .replace("NEW", &(options.new_mib / 2).to_string());
+        let script =
+            ROUNDS.replace("OLD", &options.old_mib.to_string()).replace("NEW", &(options.new_mib / 2).to_string());
         let initrd = initramfs(&[&script, KERNEL_ERROR_CHECK_SCRIPT].concat(), directory.path())?;
         let mut command = killed_with_parent("qemu-system-x86_64");
         let memory = format!("memory-backend-memfd,id=m,size={}M,share=on", options.mib);
@@ -166,15 +158,9 @@ impl MemoryGuest {
             .arg("-initrd")
             .arg(&initrd)
             // On a busy host the kernel's timer check may fail.
-            .args([
-                "-append",
-                "console=ttyS0 quiet panic=0 no_timer_check memhp_default_state=online_movable",
-            ])
+            .args(["-append", "console=ttyS0 quiet panic=0 no_timer_check memhp_default_state=online_movable"])
             .arg("-qmp")
-            .arg(format!(
-                "unix:{},server=on,wait=off",
-                directory.path().join("qmp").display()
-            ));
+            .arg(format!("unix:{},server=on,wait=off", directory.path().join("qmp").display()));
         if let Some(io) = options.disk {
             let drive_arguments = |io: &str| {
                 let image = disk_image(images);
@@ -196,10 +182,7 @@ impl MemoryGuest {
             let all = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
             command.args(["-sandbox", all]);
         }
-        Ok(Self {
-            process: Process::start(command)?,
-            folder: directory,
-        })
+        Ok(Self { process: Process::start(command)?, folder: directory })
     }
 
     /// Returns QEMU's process number.
@@ -226,14 +209,8 @@ impl MemoryGuest {
     /// If QEMU has exited.
     pub fn used(&self) -> anyhow::Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()))?;
-        let kib = status
-            .lines()
-            .find_map(|line| line.strip_prefix("RssShmem:")?.strip_suffix("kB"));
-        Ok(kib
-            .context("no RssShmem in the status of QEMU's process")?
-            .trim()
-            .parse::<u64>()?
-            << 10)
+        let kib = status.lines().find_map(|line| line.strip_prefix("RssShmem:")?.strip_suffix("kB"));
+        Ok(kib.context("no RssShmem in the status of QEMU's process")?.trim().parse::<u64>()? << 10)
     }
 
     /// Returns the number of rounds so far.
@@ -251,10 +228,7 @@ impl MemoryGuest {
         let deadline = Instant::now() + LIMIT;
         while self.rounds() < goal {
             let (output, has_ended) = (self.process.output(), self.process.has_ended());
-            ensure!(
-                !has_ended && !output.contains("LARDER-GUEST-EXIT"),
-                "the guest exited: {output}"
-            );
+            ensure!(!has_ended && !output.contains("LARDER-GUEST-EXIT"), "the guest exited: {output}");
             ensure!(Instant::now() < deadline, "the guest makes no progress: {output}");
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -276,11 +250,7 @@ impl MemoryGuest {
     pub fn finish_within(mut self, limit: Duration) -> anyhow::Result<usize> {
         self.process.say("stop")?;
         let end = self.process.wait_for("LARDER-GUEST-EXIT", limit)?;
-        ensure!(
-            end.trim() == "LARDER-GUEST-EXIT 0",
-            "the guest failed: {}",
-            self.process.output()
-        );
+        ensure!(end.trim() == "LARDER-GUEST-EXIT 0", "the guest failed: {}", self.process.output());
         let ended = self.process.wait(limit)?;
         ensure!(ended.success(), "QEMU exited with {ended}: {}", self.process.output());
         Ok(self.rounds())

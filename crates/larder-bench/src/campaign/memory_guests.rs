@@ -64,12 +64,7 @@ const OVER: u64 = 16;
 /// Returns the guests' configuration. They fill nearly all memory that a balloon leaves; the rest is for their
 /// system.
 fn options(mib: u64) -> Options {
-    Options {
-        mib,
-        old_mib: mib / 3,
-        new_mib: mib / 5,
-        ..Options::default()
-    }
+    Options { mib, old_mib: mib / 3, new_mib: mib / 5, ..Options::default() }
 }
 
 /// A balloon that alternates between two sizes.
@@ -166,11 +161,7 @@ fn wait_within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result
     let deadline = Instant::now() + patience;
     for one in all.iter_mut() {
         while one.last.used > one.last.budget + one.last.budget / OVER {
-            ensure!(
-                Instant::now() < deadline,
-                "memory use stays above its budget: {:#?}",
-                one.last
-            );
+            ensure!(Instant::now() < deadline, "memory use stays above its budget: {:#?}", one.last);
             std::thread::sleep(LOOK / 10);
             one.last = one.pager.state()?;
         }
@@ -188,9 +179,7 @@ fn end(all: Vec<Watched>, patience: Duration) -> anyhow::Result<()> {
         let threads = all.into_iter().map(|one| scope.spawn(move || one.end(patience)));
         let threads: Vec<_> = threads.collect();
         let joined = threads.into_iter().map(|one| one.join());
-        joined
-            .map(|ended| ended.unwrap_or_else(|_| bail!("a thread panicked")))
-            .collect()
+        joined.map(|ended| ended.unwrap_or_else(|_| bail!("a thread panicked"))).collect()
     });
     let mut failed = 0;
     for (number, ended) in ended.iter().enumerate() {
@@ -257,11 +246,7 @@ impl Watched {
 
     fn see(&mut self, patience: Duration) -> anyhow::Result<()> {
         let console = || self.guest.process.output();
-        ensure!(
-            !self.guest.process.has_ended() && self.mismatches() == 0,
-            "the guest failed: {}",
-            console()
-        );
+        ensure!(!self.guest.process.has_ended() && self.mismatches() == 0, "the guest failed: {}", console());
         let rounds = self.guest.rounds();
         if rounds > self.rounds {
             self.longest_round = self.longest_round.max(self.progress.elapsed());
@@ -311,8 +296,7 @@ impl Balloon {
             Some(_) => {
                 let deflated = memory - memory / BALLOON_DIVISOR;
                 self.target = if self.target == memory { deflated } else { memory };
-                self.monitor
-                    .run("balloon", &format!("{{\"value\": {}}}", self.target))?;
+                self.monitor.run("balloon", &format!("{{\"value\": {}}}", self.target))?;
                 (self.since, self.reached) = (Instant::now(), None);
             }
             None => {}
@@ -326,10 +310,7 @@ impl Balloon {
             self.turns += 1;
         }
         let (waited, target) = (self.since.elapsed(), self.target);
-        ensure!(
-            waited < patience,
-            "the balloon leaves {actual} bytes instead of {target} after {waited:.0?}"
-        );
+        ensure!(waited < patience, "the balloon leaves {actual} bytes instead of {target} after {waited:.0?}");
         Ok(())
     }
 }
@@ -383,9 +364,7 @@ fn print(all: &[Watched]) {
             one.used_most as f64 * 100.0 / budget,
             one.files_most as f64 * 100.0 / budget,
             state.given_up_pages,
-            one.balloon
-                .as_ref()
-                .map_or("none".to_owned(), |balloon| balloon.turns.to_string()),
+            one.balloon.as_ref().map_or("none".to_owned(), |balloon| balloon.turns.to_string()),
             one.mismatches(),
         );
     }

@@ -101,12 +101,7 @@ pub fn of_verifier(
 ) -> anyhow::Result<Report> {
     let mut verifier = Verifier::start(command)?;
     let budget = VERIFIER_BUDGET.to_string();
-    let attach = Attach::new(
-        larder,
-        directory,
-        verifier.pid(),
-        &[&["--budget", &budget], attach_options].concat(),
-    );
+    let attach = Attach::new(larder, directory, verifier.pid(), &[&["--budget", &budget], attach_options].concat());
     let mut report = Report::default();
     let mut pager = attach.start()?;
     pager.wait_for_budget()?;
@@ -147,19 +142,11 @@ pub fn of_guest(
     kills: KillPlan,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
-    let options = Options {
-        disk: Some(io),
-        ..Options::default()
-    };
+    let options = Options { disk: Some(io), ..Options::default() };
     let guest = MemoryGuest::start(options, directory)?;
     let budget = guest.used()? / 2;
     let text = budget.to_string();
-    let attach = Attach::new(
-        larder,
-        directory,
-        guest.pid(),
-        &[&["--budget", &text], attach_options].concat(),
-    );
+    let attach = Attach::new(larder, directory, guest.pid(), &[&["--budget", &text], attach_options].concat());
     let mut report = Report::default();
     let mut pager = attach.start()?;
     pager.wait_until(|state| state.evicted_pages > 0)?;
@@ -193,10 +180,7 @@ impl Report {
     ) -> anyhow::Result<Pager> {
         self.count(&pager)?;
         if kill.is_multiple_of(kills.burst_every) {
-            let patch = MemoryPatch {
-                budget: Some(budget / 4 * 3),
-                ..MemoryPatch::default()
-            };
+            let patch = MemoryPatch { budget: Some(budget / 4 * 3), ..MemoryPatch::default() };
             limit_memory(attach.control(), patch)?;
             std::thread::sleep(Duration::from_micros(random.below(20_000)));
             self.bursts += 1;
@@ -233,10 +217,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::find_larder(arguments.larder.as_deref())?;
     let directory = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the disk")?;
     let directory = directory.path().canonicalize()?;
-    let kills = KillPlan {
-        count: arguments.count,
-        burst_every: if arguments.burst { 1 } else { 6 },
-    };
+    let kills = KillPlan { count: arguments.count, burst_every: if arguments.burst { 1 } else { 6 } };
     let swap = directory.join("swap").display().to_string();
     let attach_options = match arguments.swap {
         true => vec!["--swap-cache", &swap, "--swap-size", "1GiB", "--compressed", "4MiB"],
@@ -248,14 +229,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
             let command = verifier(VERIFIER_MIB)?;
             of_verifier(&larder, command, &attach_options, &directory, kills, &mut random)?
         }
-        Load::Threads => of_guest(
-            &larder,
-            DiskIo::Threads,
-            &attach_options,
-            &directory,
-            kills,
-            &mut random,
-        )?,
+        Load::Threads => of_guest(&larder, DiskIo::Threads, &attach_options, &directory, kills, &mut random)?,
         Load::Uring => of_guest(&larder, DiskIo::Uring, &attach_options, &directory, kills, &mut random)?,
     };
     let progress_unit = match arguments.load {
@@ -267,10 +241,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
          in by faults; {} {progress_unit} without a mismatch",
         report.kills, report.bursts, report.early, report.evicted, report.faults, report.done
     );
-    println!(
-        "time from the kill until the successor served faults, {}",
-        report.served
-    );
+    println!("time from the kill until the successor served faults, {}", report.served);
     if !report.stalls.is_empty() {
         println!("longest access after each kill, {}", report.stalls);
     }

@@ -132,9 +132,7 @@ pub fn campaign(
     let mut boot = || {
         let disks = disk.map(|disk| disk.disk(larder, guests)).transpose()?;
         guests += 1;
-        let guest = disks
-            .as_ref()
-            .map_or_else(|| machine.boot(), |disks| disks.here().boot(&machine))?;
+        let guest = disks.as_ref().map_or_else(|| machine.boot(), |disks| disks.here().boot(&machine))?;
         anyhow::Ok((disks, guest))
     };
     let (mut disks, mut source) = boot()?;
@@ -279,19 +277,14 @@ impl<'a> Move<'a> {
                     std::thread::sleep(Duration::from_millis(2));
                 }
             });
-            let place = self
-                .wait(&watched, random)
-                .and_then(|()| self.carry_out(fault))
-                .and_then(|()| self.mend(fault));
+            let place =
+                self.wait(&watched, random).and_then(|()| self.carry_out(fault)).and_then(|()| self.mend(fault));
             watched.over.store(true, Ordering::Relaxed);
             place
         })
         .and_then(|place| {
             ensure!(!watched.both.load(Ordering::Relaxed), "the guest ran on both hosts");
-            ensure!(
-                !watched.both_open.load(Ordering::Relaxed),
-                "the disk was open on both hosts"
-            );
+            ensure!(!watched.both_open.load(Ordering::Relaxed), "the disk was open on both hosts");
             Ok(place)
         })
     }
@@ -382,13 +375,7 @@ impl<'a> Move<'a> {
     }
 
     fn start_mover(&mut self) -> anyhow::Result<()> {
-        let command = mover(
-            self.larder,
-            self.disks.as_deref(),
-            self.source,
-            &self.relay,
-            &self.words,
-        );
+        let command = mover(self.larder, self.disks.as_deref(), self.source, &self.relay, &self.words);
         self.mover = Process::start(command)?;
         Ok(())
     }
@@ -407,9 +394,8 @@ impl<'a> Move<'a> {
     fn record_mover_output(&mut self) {
         let output = self.mover.output();
         // Omits the statistics.
-        let lines = output
-            .lines()
-            .filter(|line| !line.starts_with([' ', '{', '}']) || line.starts_with("  \"failed\""));
+        let lines =
+            output.lines().filter(|line| !line.starts_with([' ', '{', '}']) || line.starts_with("  \"failed\""));
         self.log.extend(lines.map(|line| format!("mover: {line}")));
     }
 
@@ -422,9 +408,7 @@ impl<'a> Move<'a> {
             if self.mover.wait(remaining.min(UNREACHABLE_TIMEOUT)).is_err() && self.destination.process.has_ended() {
                 // The mover queries a destination that will never answer.
                 self.mover.signal(libc::SIGTERM);
-                self.mover
-                    .wait(Duration::from_secs(30))
-                    .context("the mover does not stop")?;
+                self.mover.wait(Duration::from_secs(30)).context("the mover does not stop")?;
             }
             if !self.mover.has_ended() {
                 continue;
@@ -453,11 +437,7 @@ impl<'a> Move<'a> {
                     );
                     // The mover has told QEMU to quit. QEMU 7.2 with multifd sometimes hangs if the connection breaks
                     // then.
-                    if self
-                        .mover
-                        .output()
-                        .contains("received the command to quit and still runs: kill it")
-                    {
+                    if self.mover.output().contains("received the command to quit and still runs: kill it") {
                         self.source.process.kill();
                     }
                     let ended = self.source.process.wait(QEMU_HANG_TIMEOUT).map(drop);
@@ -477,10 +457,7 @@ impl<'a> Move<'a> {
                 }
                 _ if source_is_dead => bail!("the source's QEMU has exited"),
                 Some("here") => {
-                    ensure!(
-                        self.runs_at_source()?,
-                        "the guest is reported at the source, but does not run there"
-                    );
+                    ensure!(self.runs_at_source()?, "the guest is reported at the source, but does not run there");
                     // QEMU 7.2 with multifd sometimes hangs and answers no command when its incoming migration breaks
                     // off.
                     self.destination.monitor().set_timeout(QEMU_HANG_TIMEOUT)?;
@@ -514,10 +491,7 @@ impl<'a> Move<'a> {
         }
         // In post-copy there is no way back, and a destination's QEMU without the whole device state exits.
         let postcopy = self.words.contains(&"--postcopy");
-        ensure!(
-            postcopy || fault.kills_destination(),
-            "the guest cannot be resumed at the source"
-        );
+        ensure!(postcopy || fault.kills_destination(), "the guest cannot be resumed at the source");
         Ok(Place::Lost)
     }
 
@@ -586,11 +560,7 @@ fn take_back(larder: &Path, disks: Option<&Disks>, source: &Vm) -> Command {
 /// If a guest's state or a report is wrong, or something is missing.
 pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::find_larder(arguments.larder.as_deref())?;
-    let release = if arguments.debian13 {
-        Release::Debian13
-    } else {
-        Release::Host
-    };
+    let release = if arguments.debian13 { Release::Debian13 } else { Release::Host };
     let mut random = Random::new(arguments.seed);
     let disk = arguments.disks.then(|| DiskOptions {
         format: arguments.format,

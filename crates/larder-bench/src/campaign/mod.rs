@@ -111,11 +111,7 @@ pub fn find_larder(given: Option<&Path>) -> anyhow::Result<PathBuf> {
         Some(path) => path.to_owned(),
         None => std::env::current_exe()?.with_file_name("larder"),
     };
-    ensure!(
-        larder.exists(),
-        "{} is missing: cargo build --release -p larder",
-        larder.display()
-    );
+    ensure!(larder.exists(), "{} is missing: cargo build --release -p larder", larder.display());
     Ok(larder)
 }
 
@@ -132,23 +128,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let victim = arguments.victim(&larder)?;
     match arguments.load {
         Load::Guest => {
-            let properties = if arguments.packed {
-                "num-queues=2,packed=on"
-            } else {
-                "num-queues=2"
-            };
-            let report = guest_kills::run(
-                victim,
-                &image,
-                socket_directory.path(),
-                properties,
-                arguments.count,
-                &mut random,
-            )?;
-            println!(
-                "{} kills; the guest wrote and verified {} rounds without an error",
-                report.kills, report.rounds
-            );
+            let properties = if arguments.packed { "num-queues=2,packed=on" } else { "num-queues=2" };
+            let report =
+                guest_kills::run(victim, &image, socket_directory.path(), properties, arguments.count, &mut random)?;
+            println!("{} kills; the guest wrote and verified {} rounds without an error", report.kills, report.rounds);
             println!("{} kills interrupted requests in flight", report.interrupted);
             println!("time from the kill until reconnected, {}", report.reconnects);
             print_retention(victim, &report.warmth);
@@ -201,12 +184,7 @@ fn boot(arguments: &Arguments, victim: Victim<'_>, directory: &Path, random: &mu
     for failure in &report.failures {
         println!("{failure}");
     }
-    println!(
-        "{} guests booted under {} kills, {} of them failed",
-        report.boots,
-        report.kills,
-        report.failures.len()
-    );
+    println!("{} guests booted under {} kills, {} of them failed", report.boots, report.kills, report.failures.len());
     ensure!(report.failures.is_empty(), "some guests failed");
     Ok(())
 }
@@ -218,11 +196,7 @@ fn flush(
     sockets: &Path,
     random: &mut Random,
 ) -> anyhow::Result<()> {
-    let options = front_end::Options {
-        queues: 2,
-        packed: arguments.packed,
-        ..front_end::Options::default()
-    };
+    let options = front_end::Options { queues: 2, packed: arguments.packed, ..front_end::Options::default() };
     let kills_per_image = match victim.format {
         Format::Raw => arguments.count,
         Format::Qcow2 => 10,
@@ -245,10 +219,7 @@ fn flush(
     }
     print_dirty_kills(victim, report.dirty);
     if report.flushed > 0 {
-        println!(
-            "{} caches were flushed to their disks before the next server started",
-            report.flushed
-        );
+        println!("{} caches were flushed to their disks before the next server started", report.flushed);
     }
     print_retention(victim, &report.warmth);
     Ok(())

@@ -40,11 +40,7 @@ impl DurationSample {
 impl fmt::Display for DurationSample {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [p50, p99, max] = [50, 99, 100].map(|percent| self.percentile(percent));
-        write!(
-            f,
-            "{} pauses: P50 {p50:.1?}, P99 {p99:.1?}, longest {max:.1?}",
-            self.len()
-        )
+        write!(f, "{} pauses: P50 {p50:.1?}, P99 {p99:.1?}, longest {max:.1?}", self.len())
     }
 }
 
@@ -57,9 +53,7 @@ mod tests {
     fn percentiles_are_nearest_rank() {
         let mut pauses = DurationSample::default();
         assert_eq!(pauses.percentile(50), Duration::ZERO);
-        (1..=200)
-            .rev()
-            .for_each(|millis| pauses.push(Duration::from_millis(millis)));
+        (1..=200).rev().for_each(|millis| pauses.push(Duration::from_millis(millis)));
         assert_eq!(pauses.percentile(50), Duration::from_millis(100));
         assert_eq!(pauses.percentile(99), Duration::from_millis(198));
         assert_eq!(pauses.percentile(100), Duration::from_millis(200));

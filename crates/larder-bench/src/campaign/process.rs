@@ -22,10 +22,7 @@ pub fn killed_with_parent(program: &str) -> Command {
 /// # Panics
 /// If the copy fails.
 pub fn install_program(from: &Path, path: &Path) {
-    let status = Command::new("install")
-        .args(["-m", "755", "--"])
-        .args([from, path])
-        .status();
+    let status = Command::new("install").args(["-m", "755", "--"]).args([from, path]).status();
     assert!(
         status.as_ref().is_ok_and(std::process::ExitStatus::success),
         "{} was not installed: {status:?}",
@@ -100,10 +97,7 @@ impl Process {
     /// If the program is missing, or cannot be started.
     pub fn start(mut command: Command) -> anyhow::Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
-        command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command
             .spawn()
             .with_context(|| format!("starting {name}; testbed/setup.sh installs what the tests need"))?;
@@ -114,12 +108,7 @@ impl Process {
         if let Some(stream) = child.stderr.take() {
             output.collect(stream);
         }
-        Ok(Self {
-            name,
-            input: child.stdin.take(),
-            child,
-            output,
-        })
+        Ok(Self { name, input: child.stdin.take(), child, output })
     }
 
     /// Returns the process number.
@@ -203,11 +192,7 @@ impl Process {
             let left = deadline.saturating_duration_since(Instant::now());
             if state.open == 0 || left.is_zero() {
                 let outcome = if state.open == 0 { "exited" } else { "timed out" };
-                bail!(
-                    "{} {outcome} without printing '{text}':\n{}",
-                    self.name,
-                    state.lines.join("\n")
-                );
+                bail!("{} {outcome} without printing '{text}':\n{}", self.name, state.lines.join("\n"));
             }
             let waited = self.output.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -239,11 +224,7 @@ impl Process {
         // Both outputs are closed: the process is exiting.
         match self.wait_exit_until(deadline)? {
             Some(status) => Ok(status),
-            None => bail!(
-                "{} has closed its outputs, and does not exit:\n{}",
-                self.name,
-                self.output()
-            ),
+            None => bail!("{} has closed its outputs, and does not exit:\n{}", self.name, self.output()),
         }
     }
 

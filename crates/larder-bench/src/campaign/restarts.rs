@@ -77,10 +77,7 @@ pub struct Report {
 pub fn vm(larder: &Path, directory: &Path) -> anyhow::Result<Vec<OsString>> {
     let image = directory.join("disk.qcow2");
     let mut create = std::process::Command::new("qemu-img");
-    create
-        .args(["create", "-q", "-f", "qcow2"])
-        .arg(&image)
-        .arg(DISK.to_string());
+    create.args(["create", "-q", "-f", "qcow2"]).arg(&image).arg(DISK.to_string());
     ensure!(create.status().context("qemu-img")?.success(), "qemu-img failed");
     let file = directory.join("web.toml");
     let text = "control = \"control\"\n\n[[disk]]\nname = \"vda\"\nimage = \"disk.qcow2\"\nformat = \"qcow2\"\nsocket = \"vda\"\n\
@@ -97,10 +94,7 @@ pub fn vm(larder: &Path, directory: &Path) -> anyhow::Result<Vec<OsString>> {
 /// If the guest sees an error or wrong data, or hangs.
 pub fn run(larder: &Path, directory: &Path, method: How, count: u32, random: &mut Random) -> anyhow::Result<Report> {
     let mut service = Service::start(&vm(larder, directory)?, &directory.join("notify"))?;
-    let options = GuestOptions {
-        reconnects: false,
-        ..GuestOptions::default()
-    };
+    let options = GuestOptions { reconnects: false, ..GuestOptions::default() };
     let pauses = LONGEST_READS_SCRIPT.replace("COUNT", &count.to_string());
     let script = [READ_PROBE_SCRIPT, ROUNDS, &pauses, KERNEL_ERROR_CHECK_SCRIPT].concat();
     let mut guest = Guest::start(&script, &directory.join("vda"), &options)?;
@@ -127,9 +121,8 @@ pub fn run(larder: &Path, directory: &Path, method: How, count: u32, random: &mu
     let console = guest.finish()?;
     let mut pauses = DurationSample::default();
     let console_line = console.lines().find_map(|line| Some(line.split_once("PAUSES ")?.1));
-    for pause in console_line
-        .with_context(|| format!("no line PAUSES on the guest's console: {console}"))?
-        .split_whitespace()
+    for pause in
+        console_line.with_context(|| format!("no line PAUSES on the guest's console: {console}"))?.split_whitespace()
     {
         pauses.push(Duration::from_nanos(pause.parse()?));
     }
@@ -137,11 +130,7 @@ pub fn run(larder: &Path, directory: &Path, method: How, count: u32, random: &mu
     drop(guest);
     let ended = service.end(libc::SIGTERM)?;
     ensure!(ended.success(), "the last server failed: {}", service.process.output());
-    Ok(Report {
-        rounds,
-        servers,
-        guest: pauses,
-    })
+    Ok(Report { rounds, servers, guest: pauses })
 }
 
 /// Runs the campaign and prints its results.
@@ -152,21 +141,12 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     let larder = super::find_larder(arguments.larder.as_deref())?;
     let directory = tempfile::tempdir_in(&arguments.folder).context("creating a directory for the image")?;
     let how = if arguments.kill { How::Killed } else { How::Asked };
-    let report = run(
-        &larder,
-        directory.path(),
-        how,
-        arguments.count,
-        &mut Random::new(arguments.seed),
-    )?;
+    let report = run(&larder, directory.path(), how, arguments.count, &mut Random::new(arguments.seed))?;
     println!(
         "{} restarts under a guest that cannot reconnect; it wrote and verified {} rounds without an error",
         arguments.count, report.rounds
     );
-    println!(
-        "time from the signal until the next server was ready, {}",
-        report.servers
-    );
+    println!("time from the signal until the next server was ready, {}", report.servers);
     println!("the guest's longest reads, {}", report.guest);
     Ok(())
 }

@@ -23,12 +23,7 @@ impl Server {
     /// If the server exits instead; with its output.
     pub fn start(binary: &Path, image: &Path, socket: &Path, options: &[&str]) -> anyhow::Result<Self> {
         let mut command = Command::new(binary);
-        command
-            .args(["disk", "serve"])
-            .arg(image)
-            .arg("--socket")
-            .arg(socket)
-            .args(options);
+        command.args(["disk", "serve"]).arg(image).arg("--socket").arg(socket).args(options);
         Self::from_command(command, socket)
     }
 
@@ -39,10 +34,7 @@ impl Server {
     pub fn from_command(command: Command, socket: &Path) -> anyhow::Result<Self> {
         let process = Process::start(command)?;
         process.wait_for("serving", LIMIT)?;
-        Ok(Self {
-            process,
-            socket: socket.to_owned(),
-        })
+        Ok(Self { process, socket: socket.to_owned() })
     }
 
     /// Stops the server. Returns its exit code.

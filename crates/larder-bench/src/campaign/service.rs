@@ -68,12 +68,7 @@ impl Service {
             }
         });
         let process = launch(command_line, notify, &[])?;
-        let this = Self {
-            words: command_line.to_vec(),
-            inbox,
-            notify: notify.to_owned(),
-            process,
-        };
+        let this = Self { words: command_line.to_vec(), inbox, notify: notify.to_owned(), process };
         this.wait_until_ready(1)?;
         Ok(this)
     }
@@ -162,11 +157,7 @@ impl Inbox {
         while !condition(&heard) {
             let left = deadline.saturating_duration_since(Instant::now());
             ensure!(!left.is_zero(), "the expected messages did not arrive within {LIMIT:?}");
-            heard = self
-                .changed
-                .wait_timeout(heard, left.min(LOOK_AGAIN))
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            heard = self.changed.wait_timeout(heard, left.min(LOOK_AGAIN)).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
     }

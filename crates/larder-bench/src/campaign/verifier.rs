@@ -94,13 +94,11 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
                 copied: File::from(rustix::fs::memfd_create("copied", MemfdFlags::CLOEXEC)?),
             };
             let ready = Arc::clone(&ready);
-            std::thread::Builder::new()
-                .name(format!("worker-{index}"))
-                .spawn(move || {
-                    (0..pages).for_each(|page| worker.write(page));
-                    ready.wait();
-                    worker.work()
-                })
+            std::thread::Builder::new().name(format!("worker-{index}")).spawn(move || {
+                (0..pages).for_each(|page| worker.write(page));
+                ready.wait();
+                worker.work()
+            })
         })
         .collect::<Result<_, _>>()?;
     ready.wait();
@@ -132,10 +130,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     let mismatches = findings.mismatches.load(Ordering::Relaxed);
-    println!(
-        "\nverified accesses={} mismatches={mismatches}",
-        findings.accesses.load(Ordering::Relaxed)
-    );
+    println!("\nverified accesses={} mismatches={mismatches}", findings.accesses.load(Ordering::Relaxed));
     ensure!(mismatches == 0, "{mismatches} pages had wrong content");
     Ok(())
 }
@@ -149,10 +144,7 @@ impl Memory {
             let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
             rustix::mm::mmap(std::ptr::null_mut(), bytes, prot, flags, &file, 0)?
         };
-        Ok(Self {
-            file,
-            base: base.cast(),
-        })
+        Ok(Self { file, base: base.cast() })
     }
 
     /// Returns the page with this number.

@@ -44,11 +44,7 @@ impl Client {
                 connected => break connected.with_context(|| format!("connecting to {}", socket.display()))?,
             }
         };
-        let mut client = Self {
-            stream,
-            cookie: 0,
-            size: 0,
-        };
+        let mut client = Self { stream, cookie: 0, size: 0 };
         client.bytes::<GREETING_LEN>()?;
         let flags = u32::from(FIXED_NEWSTYLE | NO_ZEROES);
         client.stream.write_all(&flags.to_be_bytes())?;
@@ -83,10 +79,7 @@ impl Client {
         request.extend(data);
         self.stream.write_all(&request)?;
         loop {
-            ensure!(
-                u64::from_be_bytes(self.bytes()?) == OPTION_REPLY_MAGIC,
-                "not an option reply"
-            );
+            ensure!(u64::from_be_bytes(self.bytes()?) == OPTION_REPLY_MAGIC, "not an option reply");
             ensure!(u32::from_be_bytes(self.bytes()?) == option, "a reply to another option");
             let kind = u32::from_be_bytes(self.bytes()?);
             let len = u64::from(u32::from_be_bytes(self.bytes()?));
@@ -124,13 +117,8 @@ impl Client {
         let mut found = Vec::new();
         loop {
             let header = self.bytes::<{ FRAMING.chunk_header_len() }>()?;
-            let ReplyHeader::Chunk {
-                done,
-                kind,
-                cookie,
-                offset: Some(_),
-                len: payload_len,
-            } = ReplyHeader::parse(&header)?
+            let ReplyHeader::Chunk { done, kind, cookie, offset: Some(_), len: payload_len } =
+                ReplyHeader::parse(&header)?
             else {
                 bail!("not an extended reply");
             };

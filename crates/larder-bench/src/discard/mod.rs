@@ -99,21 +99,12 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     );
     println!("| image | cache | line | mode | cached, KiB | request | duration | CPU | longest read | longest write |");
     println!("|{}", " --- |".repeat(10));
-    print_row(
-        "raw file, no server | none | | ",
-        "punched in pieces of 1 GiB",
-        &measure_kernel(arguments)?,
-    );
+    print_row("raw file, no server | none | | ", "punched in pieces of 1 GiB", &measure_kernel(arguments)?);
     for format in &arguments.formats {
         for cache in &arguments.caches {
             for line in &arguments.lines {
                 for mode in &arguments.modes {
-                    let setup = Setup {
-                        format,
-                        cache,
-                        line,
-                        mode,
-                    };
+                    let setup = Setup { format, cache, line, mode };
                     for command in [Command::Trim, Command::WriteZeroes] {
                         let outcome = measure(arguments, setup, command)?;
                         print_row(&setup.to_string(), &format!("{command:?}"), &outcome);
@@ -165,27 +156,15 @@ fn measure_kernel(arguments: &Arguments) -> anyhow::Result<Outcome> {
     let (_, quiet) = beside(size.get(), connect, QUIET, || Ok(()))?;
     let before = cpu_time();
     let (elapsed, beside) = beside(size.get(), connect, BESIDE, || disk.clear(size.get()))?;
-    Ok(Outcome {
-        cached_bytes: 0,
-        took: elapsed,
-        cpu: cpu_time() - before,
-        quiet,
-        beside,
-    })
+    Ok(Outcome { cached_bytes: 0, took: elapsed, cpu: cpu_time() - before, quiet, beside })
 }
 
 fn measure(arguments: &Arguments, setup: Setup<'_>, command: Command) -> anyhow::Result<Outcome> {
     let scratch = Place::new(&arguments.folder)?;
     let image = scratch.unused("image");
     let mut create = Program::new("qemu-img");
-    create
-        .args(["create", "-q", "-f", setup.format])
-        .arg(&image)
-        .arg(&arguments.size);
-    ensure!(
-        create.status().context("starting qemu-img")?.success(),
-        "{create:?} failed"
-    );
+    create.args(["create", "-q", "-f", setup.format]).arg(&image).arg(&arguments.size);
+    ensure!(create.status().context("starting qemu-img")?.success(), "{create:?} failed");
     let options = match setup.cache {
         "0" => String::new(),
         size => format!(
@@ -217,18 +196,10 @@ fn measure(arguments: &Arguments, setup: Setup<'_>, command: Command) -> anyhow:
     let (_, quiet) = beside(size, connect, QUIET, || Ok(()))?;
     let cached_bytes = larder.status()?["disks"][0]["cache"]["occupancy"].as_u64().unwrap_or(0);
     let before = larder.server().cpu_time()?.0;
-    let (elapsed, beside) = beside(size, connect, BESIDE, || {
-        client.request(command, 0, size, &[]).map(drop)
-    })?;
+    let (elapsed, beside) = beside(size, connect, BESIDE, || client.request(command, 0, size, &[]).map(drop))?;
     let cpu = larder.server().cpu_time()?.0 - before;
     check_discarded(&mut client, arguments.blocks)?;
-    Ok(Outcome {
-        cached_bytes,
-        took: elapsed,
-        cpu,
-        quiet,
-        beside,
-    })
+    Ok(Outcome { cached_bytes, took: elapsed, cpu, quiet, beside })
 }
 
 /// Returns the offsets of the blocks that are written before the discard.
@@ -253,10 +224,7 @@ fn fill(client: &mut Client, count: u64) -> anyhow::Result<()> {
 fn check_discarded(client: &mut Client, count: u64) -> anyhow::Result<()> {
     for at in blocks(client.size, count) {
         let found = client.request(Command::Read, at, BLOCK, &[])?;
-        ensure!(
-            !found.contains(&OLD),
-            "data written before the discard is still at offset {at}"
-        );
+        ensure!(!found.contains(&OLD), "data written before the discard is still at offset {at}");
     }
     Ok(())
 }

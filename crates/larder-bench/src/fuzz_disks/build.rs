@@ -47,12 +47,7 @@ pub(super) fn build(shape: &Shape, seed: u64, directory: &Path) -> Result<BuiltI
     std::fs::write(directory.join(PATTERN_FILE), pattern)?;
     create(shape, &mut files, &mut random)?;
     if shape.content {
-        write(
-            shape,
-            &files.image,
-            &mut random,
-            shape.compression != super::shape::Compression::None,
-        )?;
+        write(shape, &files.image, &mut random, shape.compression != super::shape::Compression::None)?;
     }
     let mut snapshots = Vec::new();
     for index in 0..shape.snapshots {
@@ -73,29 +68,17 @@ pub(super) fn build(shape: &Shape, seed: u64, directory: &Path) -> Result<BuiltI
     if shape.dirty {
         let command = format!("write -P 85 0 {}", shape.size.min(3 << shape.cluster_bits));
         // The process kills itself: its output and exit status are meaningless.
-        qemu(
-            "qemu-io",
-            &["-f", "qcow2", "-c", &command, "-c", "sigraise 9", text(&files.image)],
-        )?;
+        qemu("qemu-io", &["-f", "qcow2", "-c", &command, "-c", "sigraise 9", text(&files.image)])?;
     }
     let bytes = contents(&files.image, "qcow2", None, directory)?;
     if shape.device {
         fill_device(shape, &files)?;
     }
-    let flagged = if shape.zero_flag {
-        set_zero_flag(&files.image, &mut random)?
-    } else {
-        None
-    };
+    let flagged = if shape.zero_flag { set_zero_flag(&files.image, &mut random)? } else { None };
     if shape.corrupt {
         set_incompatible(&files.image, 2)?;
     }
-    Ok(BuiltImage {
-        files,
-        bytes,
-        snapshots,
-        flagged,
-    })
+    Ok(BuiltImage { files, bytes, snapshots, flagged })
 }
 
 fn text(path: &Path) -> &str {
@@ -109,11 +92,7 @@ fn create(shape: &Shape, files: &mut Files, dice: &mut SeededRandom) -> Result<(
     let backing;
     if let Some(spec) = &shape.backing {
         backing = create_backing(spec, files, dice)?;
-        let format = if spec.format == BackingFormat::Raw {
-            "raw"
-        } else {
-            "qcow2"
-        };
+        let format = if spec.format == BackingFormat::Raw { "raw" } else { "qcow2" };
         arguments.extend(["-b", text(&backing), "-F", format]);
     }
     arguments.extend([text(&files.image), &size]);
@@ -188,10 +167,7 @@ pub(super) fn apply(shape: &Shape, image: &Path, size: u64, steps: &[QemuStep]) 
                 let len = shape.cluster_len().min(size.saturating_sub(*at));
                 match byte % 2 {
                     0 => format!("write -c -P {byte} {at} {len}"),
-                    _ => format!(
-                        "write -c -s {} {at} {len}",
-                        image.with_file_name(PATTERN_FILE).display()
-                    ),
+                    _ => format!("write -c -s {} {at} {len}", image.with_file_name(PATTERN_FILE).display()),
                 }
             }
             QemuStep::Zeroes(true, range) => format!("write -z -u {} {}", range.start, range.end - range.start),
@@ -249,12 +225,8 @@ fn set_incompatible(image: &Path, bits: u8) -> Result<(), Fault> {
 fn set_zero_flag(image: &Path, dice: &mut SeededRandom) -> Result<Option<(u64, u64)>, Fault> {
     let mut bytes = Vec::new();
     File::open(image)?.read_to_end(&mut bytes)?;
-    let read_u64 = |at: usize| {
-        bytes
-            .get(at..at + 8)
-            .and_then(|word| word.try_into().ok())
-            .map_or(0, u64::from_be_bytes)
-    };
+    let read_u64 =
+        |at: usize| bytes.get(at..at + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_be_bytes);
     let cluster_bits = read_u64(16) & 0xffff_ffff;
     let size = read_u64(24);
     let l2 = read_u64(read_u64(40) as usize) & 0x00ff_ffff_ffff_fe00;

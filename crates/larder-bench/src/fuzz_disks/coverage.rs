@@ -45,35 +45,21 @@ impl FeatureCoverage {
         for seed in 0..SHAPES {
             possible.add(&Shape::random(&mut SeededRandom::new(seed, 0), wanted).features());
         }
-        Table {
-            coverage: self,
-            possible,
-        }
+        Table { coverage: self, possible }
     }
 
     fn pair(&self, left: &str, right: &str) -> u64 {
         let key = if left <= right { (left, right) } else { (right, left) };
-        self.pairs
-            .get(&(key.0.to_owned(), key.1.to_owned()))
-            .copied()
-            .unwrap_or(0)
+        self.pairs.get(&(key.0.to_owned(), key.1.to_owned())).copied().unwrap_or(0)
     }
 }
 
 /// Returns the kind of a feature; a case has at most one feature of certain kinds.
 fn kind(feature: &str) -> &str {
-    [
-        "version",
-        "cluster",
-        "refcount bits",
-        "compressed",
-        "data file",
-        "backing",
-        "preallocation",
-    ]
-    .into_iter()
-    .find(|kind| feature.starts_with(kind))
-    .unwrap_or(feature)
+    ["version", "cluster", "refcount bits", "compressed", "data file", "backing", "preallocation"]
+        .into_iter()
+        .find(|kind| feature.starts_with(kind))
+        .unwrap_or(feature)
 }
 
 impl Table<'_> {
@@ -92,25 +78,13 @@ impl fmt::Display for Table<'_> {
         let mut never = Vec::new();
         for (name, count) in features {
             let others: Vec<&String> = features.keys().filter(|other| self.is_possible(name, other)).collect();
-            let unseen: Vec<&String> = others
-                .iter()
-                .copied()
-                .filter(|other| self.coverage.pair(name, other) == 0)
-                .collect();
+            let unseen: Vec<&String> =
+                others.iter().copied().filter(|other| self.coverage.pair(name, other) == 0).collect();
             let seen = format!("{} of {}", others.len() - unseen.len(), others.len());
             writeln!(f, "{name:28} {count:>7} {seen:>18}")?;
-            never.extend(
-                unseen
-                    .iter()
-                    .filter(|other| **other > name)
-                    .map(|other| format!("{name} + {other}")),
-            );
+            never.extend(unseen.iter().filter(|other| **other > name).map(|other| format!("{name} + {other}")));
         }
-        let missing = self
-            .possible
-            .features
-            .keys()
-            .filter(|name| !features.contains_key(*name));
+        let missing = self.possible.features.keys().filter(|name| !features.contains_key(*name));
         let missing: Vec<&str> = missing.map(String::as_str).collect();
         if !missing.is_empty() {
             writeln!(f, "features that did not occur: {}", missing.join(", "))?;
@@ -121,11 +95,6 @@ impl fmt::Display for Table<'_> {
         for (count, (left, right)) in rarest.into_iter().take(RAREST_PAIRS_MAX) {
             writeln!(f, "  {count:>5}  {left} + {right}")?;
         }
-        write!(
-            f,
-            "{} possible pairs that did not occur: {}",
-            never.len(),
-            never.join("; ")
-        )
+        write!(f, "{} possible pairs that did not occur: {}", never.len(), never.join("; "))
     }
 }

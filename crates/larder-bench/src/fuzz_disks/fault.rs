@@ -18,11 +18,7 @@ pub struct Fault {
 
 impl Fault {
     pub(super) fn new(kind: &'static str, what: impl Into<String>) -> Self {
-        Self {
-            kind,
-            what: what.into(),
-            step: None,
-        }
+        Self { kind, what: what.into(), step: None }
     }
 }
 

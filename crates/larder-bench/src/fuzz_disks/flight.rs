@@ -59,12 +59,7 @@ impl Request {
     }
 
     fn change(&self, is_acknowledged: bool) -> Option<Change> {
-        Some(Change {
-            range: self.range.clone(),
-            effect: self.effect()?,
-            is_acknowledged,
-            fua: self.fua,
-        })
+        Some(Change { range: self.range.clone(), effect: self.effect()?, is_acknowledged, fua: self.fua })
     }
 
     fn is_sector_aligned(&self) -> bool {
@@ -107,10 +102,7 @@ impl Flight {
             }
             false => send_guest(live.guest()?, request),
         };
-        self.pending.push(Pending {
-            request: request.clone(),
-            name,
-        });
+        self.pending.push(Pending { request: request.clone(), name });
         Ok(())
     }
 
@@ -146,10 +138,7 @@ impl Flight {
             let index = index.ok_or_else(|| Fault::new("protocol", "a reply over NBD to an unknown request"))?;
             let request = &self.pending[index].request;
             if reply.error != 0 {
-                let what = format!(
-                    "{request:?} failed over NBD with error {}: {}",
-                    reply.error, reply.message
-                );
+                let what = format!("{request:?} failed over NBD with error {}: {}", reply.error, reply.message);
                 return Err(Fault::new("failed request", what));
             }
             answers[index] = Some(Answer::Nbd(reply));
@@ -164,10 +153,7 @@ impl Flight {
                 .ok_or_else(|| Fault::new("protocol", "a completion over vhost-user-blk of an unknown request"))?;
             let pending = &self.pending[index];
             if done.status != 0 {
-                let what = format!(
-                    "{:?} failed over vhost-user-blk with status {}",
-                    pending.request, done.status
-                );
+                let what = format!("{:?} failed over vhost-user-blk with status {}", pending.request, done.status);
                 return Err(Fault::new("failed request", what));
             }
             let data = match &pending.name {
@@ -189,11 +175,7 @@ impl Flight {
     /// Records the death of the server: any request in flight may have been carried out or not. The next server
     /// answers the guest's requests.
     pub(super) fn interrupt(&mut self, model: &mut Model) {
-        let changes: Vec<Change> = self
-            .pending
-            .iter()
-            .filter_map(|pending| pending.request.change(false))
-            .collect();
+        let changes: Vec<Change> = self.pending.iter().filter_map(|pending| pending.request.change(false)).collect();
         model.change(&changes);
         self.pending.retain(|pending| matches!(pending.name, Name::Id(..)));
         if !self.pending.is_empty() {
@@ -207,9 +189,7 @@ fn send_nbd(client: &mut nbd::Client, request: &Request) -> std::io::Result<u64>
     let range = &request.range;
     match request.kind {
         Kind::Write(_) | Kind::Fill(_) => {
-            let Some(Effect::Bytes(bytes)) = request.effect() else {
-                unreachable!("a write has bytes")
-            };
+            let Some(Effect::Bytes(bytes)) = request.effect() else { unreachable!("a write has bytes") };
             client.send(nbd::WRITE, fua, range, &bytes)
         }
         Kind::Zeroes { unmap: true } => client.send(nbd::WRITE_ZEROES, fua, range, &[]),
@@ -225,9 +205,7 @@ fn send_guest(guest: &mut Guest, request: &Request) -> Name {
     let range = &request.range;
     match request.kind {
         Kind::Write(_) | Kind::Fill(_) => {
-            let Some(Effect::Bytes(bytes)) = request.effect() else {
-                unreachable!("a write has bytes")
-            };
+            let Some(Effect::Bytes(bytes)) = request.effect() else { unreachable!("a write has bytes") };
             Name::Id(guest.write(range, &bytes), Place::new())
         }
         Kind::Zeroes { unmap } => Name::Id(guest.write_zeroes(range, unmap), Place::new()),

@@ -33,18 +33,9 @@ pub(super) type Place = Vec<Buffer>;
 
 impl Guest {
     pub(super) fn connect(socket: &Path, packed: bool, indirect: bool, seed: u64) -> anyhow::Result<Self> {
-        let options = Options {
-            packed,
-            indirect,
-            data_bytes: DATA_BYTES,
-            ..Options::default()
-        };
+        let options = Options { packed, indirect, data_bytes: DATA_BYTES, ..Options::default() };
         let front = FrontEnd::connect(socket, options).context("connecting the guest")?;
-        Ok(Self {
-            next: 0,
-            front,
-            dice: SeededRandom::new(seed, 4),
-        })
+        Ok(Self { next: 0, front, dice: SeededRandom::new(seed, 4) })
     }
 
     /// Connects to the next server, which answers the requests in flight.
@@ -75,15 +66,8 @@ impl Guest {
         let pieces = 1 + self.dice.below(PIECES_MAX);
         while at < len {
             let is_last = place.len() as u64 + 1 >= pieces;
-            let buffer_len = if is_last {
-                len - at
-            } else {
-                1 + self.dice.below(len - at)
-            };
-            place.push(Buffer {
-                address: start + at,
-                len: buffer_len as u32,
-            });
+            let buffer_len = if is_last { len - at } else { 1 + self.dice.below(len - at) };
+            place.push(Buffer { address: start + at, len: buffer_len as u32 });
             at += buffer_len;
         }
         place
@@ -116,10 +100,7 @@ impl Guest {
 
     fn segment(&mut self, kind: u32, range: &Range<u64>, flags: u32) -> u16 {
         let sectors = (range.end - range.start) / 512;
-        let id = self
-            .front
-            .queue()
-            .add_segment(kind, range.start / 512, sectors as u32, flags);
+        let id = self.front.queue().add_segment(kind, range.start / 512, sectors as u32, flags);
         self.front.queue().go();
         id
     }

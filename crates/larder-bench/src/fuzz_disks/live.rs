@@ -86,10 +86,7 @@ impl RunningServer {
                 seed,
             })),
             Err(_) if server.has_ended() => Ok(Err(server.output())),
-            Err(error) => Err(Fault::new(
-                "hang",
-                format!("the server does not start to serve: {error:#}"),
-            )),
+            Err(error) => Err(Fault::new("hang", format!("the server does not start to serve: {error:#}"))),
         }
     }
 
@@ -99,10 +96,7 @@ impl RunningServer {
             let client = nbd::Client::connect(&self.nbd_socket, EXPORT);
             let client = client.map_err(|error| self.died("connecting over NBD", &error.to_string()))?;
             if client.is_read_only != self.serve.read_only {
-                return Err(Fault::new(
-                    "protocol",
-                    "the export's flag READ_ONLY does not match --read-only",
-                ));
+                return Err(Fault::new("protocol", "the export's flag READ_ONLY does not match --read-only"));
             }
             self.nbd = Some(client);
         }
@@ -128,13 +122,7 @@ impl RunningServer {
 
     /// Returns a connection's fault, with the server's output.
     pub(super) fn died(&self, what: &str, error: &str) -> Fault {
-        Fault::new(
-            "request",
-            format!(
-                "{what}: {error}; the server's output: {}",
-                last_lines(&self.server.output())
-            ),
-        )
+        Fault::new("request", format!("{what}: {error}; the server's output: {}", last_lines(&self.server.output())))
     }
 
     /// Kills the server. Returns its guest, for the next server.
@@ -187,10 +175,7 @@ fn command(larder: &Path, paths: &Paths, shape: &Shape, serve: &Serve, has_store
     command.arg("--nbd").arg(uri(&paths.nbd));
     command.arg("--socket").arg(&paths.vhost);
     if let Some(mode) = serve.cache {
-        command
-            .arg("--cache")
-            .arg(&paths.cache)
-            .args(["--cache-mode", mode.word()]);
+        command.arg("--cache").arg(&paths.cache).args(["--cache-mode", mode.word()]);
         if !paths.cache.exists() {
             command.args(["--cache-size", &CACHE_BYTES.to_string()]);
             let line = 4096u64 << (shape.size / 512 % 5);

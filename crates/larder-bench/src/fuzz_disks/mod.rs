@@ -118,14 +118,7 @@ impl Case {
         let mut shape = Shape::random(&mut SeededRandom::new(seed, 0), wanted);
         let steps = steps::random(&mut SeededRandom::new(seed, 1), &shape, wanted);
         shape.has_kills = steps.iter().any(|step| matches!(step, Step::Kill { .. }));
-        Self {
-            seed,
-            shape,
-            removed: Vec::new(),
-            steps,
-            kept: None,
-            wanted,
-        }
+        Self { seed, shape, removed: Vec::new(), steps, kept: None, wanted }
     }
 
     fn remove(&mut self, feature: &str) {
@@ -137,10 +130,7 @@ impl Case {
     fn steps(&self) -> Vec<(usize, &Step)> {
         match &self.kept {
             None => self.steps.iter().enumerate().collect(),
-            Some(kept) => kept
-                .iter()
-                .filter_map(|index| Some((*index, self.steps.get(*index)?)))
-                .collect(),
+            Some(kept) => kept.iter().filter_map(|index| Some((*index, self.steps.get(*index)?))).collect(),
         }
     }
 
@@ -176,18 +166,12 @@ impl Case {
         let mut world = World::new(larder, directory, &self.shape, self.seed)?;
         for (index, step) in self.steps() {
             let result = world.step(step);
-            result.map_err(|fault| Fault {
-                step: Some(index),
-                ..fault
-            })?;
+            result.map_err(|fault| Fault { step: Some(index), ..fault })?;
         }
         world.end()?;
         let mut features = self.shape.features();
         features.extend(world.events.iter().map(|event| (*event).to_owned()));
-        Ok(Done {
-            features,
-            requests: world.requests,
-        })
+        Ok(Done { features, requests: world.requests })
     }
 }
 
@@ -235,10 +219,7 @@ struct Campaign<'a> {
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let begin = Instant::now();
     let report = campaign(arguments, true)?;
-    let wanted = Wanted {
-        data_file: arguments.data_files_only,
-        kills: arguments.kills,
-    };
+    let wanted = Wanted { data_file: arguments.data_files_only, kills: arguments.kills };
     println!("{}", report.coverage.table(wanted));
     println!(
         "{} images without a difference, {} with a difference, {} damaged by QEMU; {} requests in {:.1} s",
@@ -277,17 +258,11 @@ pub fn short(larder: &Path, seeds: std::ops::Range<u64>, data_files_only: bool, 
 fn campaign(arguments: &Arguments, prints_progress: bool) -> anyhow::Result<Report> {
     let larder = find_larder(arguments.larder.as_deref())?;
     let kept = shorten::numbers(&arguments.steps).context("--steps")?;
-    ensure!(
-        kept.is_none() || arguments.images == 1,
-        "--steps is for one image: --images 1"
-    );
+    ensure!(kept.is_none() || arguments.images == 1, "--steps is for one image: --images 1");
     let campaign = Campaign {
         arguments,
         larder,
-        wanted: Wanted {
-            data_file: arguments.data_files_only,
-            kills: arguments.kills,
-        },
+        wanted: Wanted { data_file: arguments.data_files_only, kills: arguments.kills },
         kept,
         taken: AtomicU64::new(0),
         images: AtomicU64::new(0),
@@ -301,11 +276,7 @@ fn campaign(arguments: &Arguments, prints_progress: bool) -> anyhow::Result<Repo
         }),
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let jobs = arguments
-        .jobs
-        .unwrap_or(cores)
-        .max(1)
-        .min(arguments.images.max(1) as usize);
+    let jobs = arguments.jobs.unwrap_or(cores).max(1).min(arguments.images.max(1) as usize);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..jobs).map(|_| scope.spawn(|| campaign.work())).collect();
         if prints_progress {

@@ -78,13 +78,7 @@ impl Change {
 impl Model {
     pub(super) fn new(now: Vec<u8>) -> Self {
         assert_eq!(now.len() % SECTOR, 0, "whole sectors");
-        Self {
-            now,
-            maybe: BTreeMap::new(),
-            stale: BTreeMap::new(),
-            older: None,
-            has_torn_reads: false,
-        }
+        Self { now, maybe: BTreeMap::new(), stale: BTreeMap::new(), older: None, has_torn_reads: false }
     }
 
     pub(super) fn size(&self) -> u64 {
@@ -229,11 +223,7 @@ impl Model {
                 (range.start.max(first) - first) as usize..(range.end.min(first + SECTOR as u64) - first) as usize;
             let now = self.values(sector);
             let before = before.get(&sector).into_iter().flatten();
-            if !now
-                .iter()
-                .chain(before)
-                .any(|value| value[within.clone()].iter().all(|byte| *byte == 0))
-            {
+            if !now.iter().chain(before).any(|value| value[within.clone()].iter().all(|byte| *byte == 0)) {
                 return Err(first);
             }
         }
@@ -275,27 +265,13 @@ fn is_torn(is: &[u8], values: &[Sector], start: usize) -> bool {
 }
 
 fn wrong(at: usize, is: &[u8], values: &[Sector], within: Range<usize>) -> String {
-    let differs = |value: &Sector| {
-        value[within.clone()]
-            .iter()
-            .zip(is)
-            .position(|(left, right)| left != right)
-    };
+    let differs = |value: &Sector| value[within.clone()].iter().zip(is).position(|(left, right)| left != right);
     // The longest prefix that matches one of the contents ends at this byte.
     let byte = values.iter().filter_map(differs).max().unwrap_or(0);
     let show = |bytes: &[u8]| {
         let end = (byte + 8).min(bytes.len());
         format!("{:02x?}", &bytes[byte.min(end)..end])
     };
-    let may: Vec<String> = values
-        .iter()
-        .take(4)
-        .map(|value| show(&value[within.clone()]))
-        .collect();
-    format!(
-        "offset {:#x} holds {}, expected one of {}",
-        at + byte,
-        show(is),
-        may.join(", ")
-    )
+    let may: Vec<String> = values.iter().take(4).map(|value| show(&value[within.clone()])).collect();
+    format!("offset {:#x} holds {}, expected one of {}", at + byte, show(is), may.join(", "))
 }

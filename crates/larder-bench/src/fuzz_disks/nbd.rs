@@ -85,13 +85,7 @@ impl Client {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        let mut client = Self {
-            stream,
-            next_cookie: 1,
-            size: 0,
-            is_read_only: false,
-            block_min: 1,
-        };
+        let mut client = Self { stream, next_cookie: 1, size: 0, is_read_only: false, block_min: 1 };
         client.shake_hands(export)?;
         Ok(client)
     }
@@ -195,9 +189,7 @@ impl Client {
             let (flags, kind, len) = (word16(&head[..2]), word16(&head[2..4]), word32(&head[12..]));
             let cookie = be_u64(&head[4..12]);
             if reply.cookie != 0 && reply.cookie != cookie {
-                return Err(protocol(
-                    "chunks of two replies are interleaved, which this client does not support",
-                ));
+                return Err(protocol("chunks of two replies are interleaved, which this client does not support"));
             }
             reply.cookie = cookie;
             let payload = self.take(len as usize)?;
@@ -226,8 +218,7 @@ impl Reply {
             }
             5 if payload.len() >= 4 => {
                 let extents = payload[4..].chunks_exact(8);
-                self.extents
-                    .extend(extents.map(|extent| (u64::from(word32(&extent[..4])), word32(&extent[4..]))));
+                self.extents.extend(extents.map(|extent| (u64::from(word32(&extent[..4])), word32(&extent[4..]))));
             }
             kind if kind >> 15 != 0 && payload.len() >= 6 => {
                 self.error = word32(&payload[..4]);
@@ -254,11 +245,7 @@ impl Reply {
         }
         match data.len() as u64 == range.end - range.start {
             true => Ok(data),
-            false => Err(format!(
-                "a read of {:#x} bytes returned {:#x} bytes",
-                range.end - range.start,
-                data.len()
-            )),
+            false => Err(format!("a read of {:#x} bytes returned {:#x} bytes", range.end - range.start, data.len())),
         }
     }
 

@@ -227,11 +227,8 @@ impl Shape {
 
     /// Returns the value of `-o` for `qemu-img create`.
     pub(super) fn options(&self, data_file: &str) -> String {
-        let mut options = format!(
-            "compat={},cluster_size={}",
-            if self.version == 2 { "0.10" } else { "1.1" },
-            self.cluster_len()
-        );
+        let mut options =
+            format!("compat={},cluster_size={}", if self.version == 2 { "0.10" } else { "1.1" }, self.cluster_len());
         let mut add = |option: &str| {
             options.push(',');
             options.push_str(option);
@@ -302,12 +299,7 @@ impl Shape {
             (self.device, "fixed size"),
             (!self.content, "empty"),
         ];
-        all.extend(
-            flags
-                .iter()
-                .filter(|(is_set, _)| *is_set)
-                .map(|(_, name)| (*name).to_owned()),
-        );
+        all.extend(flags.iter().filter(|(is_set, _)| *is_set).map(|(_, name)| (*name).to_owned()));
         all
     }
 }

@@ -63,10 +63,7 @@ impl CaseShortener<'_> {
     }
 
     fn keeps(&mut self, kept: Vec<usize>) -> bool {
-        let case = Case {
-            kept: Some(kept),
-            ..self.best.clone()
-        };
+        let case = Case { kept: Some(kept), ..self.best.clone() };
         self.fails(case)
     }
 
@@ -150,10 +147,8 @@ pub(super) fn numbers(parts: &[String]) -> anyhow::Result<Option<Vec<usize>>> {
     let mut numbers = Vec::new();
     for part in parts.iter().filter(|part| *part != "none") {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last): (usize, usize) = (
-            first.parse().with_context(|| format!("'{part}'"))?,
-            last.parse().with_context(|| format!("'{part}'"))?,
-        );
+        let (first, last): (usize, usize) =
+            (first.parse().with_context(|| format!("'{part}'"))?, last.parse().with_context(|| format!("'{part}'"))?);
         if first > last || last > 1 << 20 {
             bail!("'{part}' is not a range");
         }

@@ -88,28 +88,14 @@ impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Request(request) => {
-                let Request {
-                    kind,
-                    range,
-                    fua,
-                    nbd,
-                    later,
-                } = request;
+                let Request { kind, range, fua, nbd, later } = request;
                 let (start, len) = (range.start, range.end - range.start);
                 match kind {
                     Kind::Flush => write!(f, "flush")?,
                     kind => write!(f, "{kind:?} {start:#x} + {len:#x}")?,
                 }
-                let suffixes = [
-                    (*fua, " FUA"),
-                    (*nbd, " over NBD"),
-                    (!*nbd, " over vhost-user"),
-                    (*later, " ..."),
-                ];
-                suffixes
-                    .iter()
-                    .filter(|(is_set, _)| *is_set)
-                    .try_for_each(|(_, word)| f.write_str(word))
+                let suffixes = [(*fua, " FUA"), (*nbd, " over NBD"), (!*nbd, " over vhost-user"), (*later, " ...")];
+                suffixes.iter().filter(|(is_set, _)| *is_set).try_for_each(|(_, word)| f.write_str(word))
             }
             other => write!(f, "{other:?}"),
         }
@@ -135,9 +121,7 @@ pub(super) fn random(dice: &mut SeededRandom, shape: &Shape, wanted: Wanted) -> 
         }
         let is_last = server_index + 1 == server_count;
         if dice.one_in(3) || (wanted.kills && is_last) {
-            steps.push(Step::Kill {
-                compare: dice.one_in(2),
-            });
+            steps.push(Step::Kill { compare: dice.one_in(2) });
             if dice.one_in(2) {
                 let more = dice.below(12);
                 let requests = (0..more).map(|_| Step::Request(Request::random(dice, size, shape, false)));

@@ -27,12 +27,9 @@ pub(super) fn run(command: Command) -> Result<Ended, Fault> {
 pub(super) fn qemu(program: &str, arguments: &[&str]) -> Result<Ended, Fault> {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null());
-    let output: Output = command.output().map_err(|error| {
-        Fault::new(
-            "set-up",
-            format!("starting {program}: {error}; testbed/setup.sh installs it"),
-        )
-    })?;
+    let output: Output = command
+        .output()
+        .map_err(|error| Fault::new("set-up", format!("starting {program}: {error}; testbed/setup.sh installs it")))?;
     let mut stdout = String::from_utf8_lossy(&output.stdout).into_owned();
     stdout.push_str(&String::from_utf8_lossy(&output.stderr));
     Ok((output.status.code(), stdout))
@@ -43,10 +40,7 @@ pub(super) fn run_qemu_tool_ok(program: &str, arguments: &[&str]) -> Result<Stri
     let (code, output) = qemu(program, arguments)?;
     match code {
         Some(0) => Ok(output),
-        _ => Err(Fault::new(
-            "qemu",
-            format!("{program} {}: {output}", arguments.join(" ")),
-        )),
+        _ => Err(Fault::new("qemu", format!("{program} {}: {output}", arguments.join(" ")))),
     }
 }
 

@@ -190,11 +190,7 @@ impl<'a> World<'a> {
             return Ok(false);
         }
         // A driver knows only the features that the server offered; vhost-user-blk addresses whole sectors.
-        let unit = if request.nbd {
-            u64::from(live.nbd()?.block_min)
-        } else {
-            512
-        };
+        let unit = if request.nbd { u64::from(live.nbd()?.block_min) } else { 512 };
         let range = &mut request.range;
         *range = range.start / unit * unit..range.end.div_ceil(unit) * unit;
         range.end = range.end.min(size);
@@ -224,21 +220,12 @@ impl<'a> World<'a> {
             false => self.live()?.guest()?.capacity()?,
         };
         if served_bytes != size {
-            return Err(Fault::new(
-                "size",
-                format!("the disk is served with {served_bytes} bytes, not {size}"),
-            ));
+            return Err(Fault::new("size", format!("the disk is served with {served_bytes} bytes, not {size}")));
         }
         let mut at = 0;
         while at < size {
             let end = (at + (2 << 20)).min(size);
-            let request = Request {
-                kind: Kind::Read,
-                range: at..end,
-                fua: false,
-                nbd,
-                later: true,
-            };
+            let request = Request { kind: Kind::Read, range: at..end, fua: false, nbd, later: true };
             self.request(&request)?;
             at = end;
         }
@@ -248,8 +235,7 @@ impl<'a> World<'a> {
     fn kill(&mut self, compare: bool) -> Result<(), Fault> {
         let Some(live) = self.live.take() else { return Ok(()) };
         self.events.insert("kill");
-        self.events
-            .extend((!self.flight.is_empty()).then_some("kill in flight"));
+        self.events.extend((!self.flight.is_empty()).then_some("kill in flight"));
         let is_writable = !live.serve.read_only;
         let is_write_back = self.is_cache_dirty;
         self.orphan = live.kill()?;
@@ -297,10 +283,7 @@ impl<'a> World<'a> {
         }
         match code {
             Some(0) => Ok(()),
-            code => Err(Fault::new(
-                "exit",
-                format!("the server exited with {code:?}: {}", last_lines(&output)),
-            )),
+            code => Err(Fault::new("exit", format!("the server exited with {code:?}: {}", last_lines(&output)))),
         }
     }
 
@@ -324,9 +307,7 @@ impl<'a> World<'a> {
         let command = match self.shape.device {
             // The flush command connects to the disk by its URI, where no server listens now.
             true => return self.flush_cache_by_serving(),
-            false => self
-                .paths
-                .command(self.larder, &["disk", "cache", "flush", "--trust-image", &cache]),
+            false => self.paths.command(self.larder, &["disk", "cache", "flush", "--trust-image", &cache]),
         };
         let (code, output) = run(command)?;
         if code != Some(0) {
@@ -366,10 +347,7 @@ impl<'a> World<'a> {
             }
             code => {
                 let lines: Vec<&str> = output.lines().take(6).collect();
-                Err(Fault::new(
-                    "check",
-                    format!("qemu-img check {when} exited with {code:?}: {}", lines.join(" | ")),
-                ))
+                Err(Fault::new("check", format!("qemu-img check {when} exited with {code:?}: {}", lines.join(" | "))))
             }
         }
     }
@@ -417,10 +395,7 @@ impl<'a> World<'a> {
             return Ok(());
         }
         let to = self.folder.join("read");
-        let (image, out) = (
-            format!("if={}", self.paths.image.display()),
-            format!("of={}", to.display()),
-        );
+        let (image, out) = (format!("if={}", self.paths.image.display()), format!("of={}", to.display()));
         run_qemu_tool_ok("qemu-img", &["dd", "-f", "qcow2", "-O", "raw", "bs=64k", &image, &out])?;
         let mut bytes = std::fs::read(&to)?;
         std::fs::remove_file(&to)?;
@@ -435,9 +410,7 @@ impl<'a> World<'a> {
             return Ok(());
         }
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (larder_code, output) = run(self
-            .paths
-            .command(self.larder, &["disk", "check", "--trust-image", &image]))?;
+        let (larder_code, output) = run(self.paths.command(self.larder, &["disk", "check", "--trust-image", &image]))?;
         let agrees = match code {
             0 => larder_code == Some(0),
             _ => larder_code == Some(1) && output.contains("leak"),
@@ -450,16 +423,11 @@ impl<'a> World<'a> {
             return Err(Fault::new("check differs", what));
         }
         if code != 0 {
-            let (repaired, output) = run(self.paths.command(
-                self.larder,
-                &["disk", "check", "--repair=leaks", "--trust-image", &image],
-            ))?;
+            let (repaired, output) =
+                run(self.paths.command(self.larder, &["disk", "check", "--repair=leaks", "--trust-image", &image]))?;
             self.was_killed = false;
             if repaired != Some(0) {
-                return Err(Fault::new(
-                    "repair",
-                    format!("larder exited with {repaired:?}: {}", last_lines(&output)),
-                ));
+                return Err(Fault::new("repair", format!("larder exited with {repaired:?}: {}", last_lines(&output))));
             }
             self.check("after a repair")?;
             self.events.insert("leaks repaired");
@@ -474,10 +442,8 @@ impl<'a> World<'a> {
         }
         let size = self.model.size() + by;
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (code, output) = run(self.paths.command(
-            self.larder,
-            &["disk", "resize", "--trust-image", &image, &size.to_string()],
-        ))?;
+        let (code, output) =
+            run(self.paths.command(self.larder, &["disk", "resize", "--trust-image", &image, &size.to_string()]))?;
         match code {
             Some(0) => {
                 self.events.insert("resize");
@@ -489,10 +455,7 @@ impl<'a> World<'a> {
                 self.events.insert("resize refused");
             }
             code => {
-                return Err(Fault::new(
-                    "resize",
-                    format!("larder exited with {code:?}: {}", last_lines(&output)),
-                ));
+                return Err(Fault::new("resize", format!("larder exited with {code:?}: {}", last_lines(&output))));
             }
         }
         self.check_stopped_image().map(drop)
@@ -538,15 +501,11 @@ impl<'a> World<'a> {
             return Err(Fault::new("corrupt", "an image that is marked as corrupt is served"));
         }
         let image = self.paths.image.to_string_lossy().into_owned();
-        let (code, output) = run(self
-            .paths
-            .command(self.larder, &["disk", "check", "--repair", "--trust-image", &image]))?;
+        let (code, output) =
+            run(self.paths.command(self.larder, &["disk", "check", "--repair", "--trust-image", &image]))?;
         match code {
             Some(0) => Ok(()),
-            code => Err(Fault::new(
-                "repair",
-                format!("larder exited with {code:?}: {}", last_lines(&output)),
-            )),
+            code => Err(Fault::new("repair", format!("larder exited with {code:?}: {}", last_lines(&output)))),
         }
     }
 
@@ -564,10 +523,7 @@ impl<'a> World<'a> {
         let reply = reply.map_err(|error| live.died("reading", &error.to_string()))?;
         let code = live.stop()?;
         if code.0 != Some(0) {
-            return Err(Fault::new(
-                "exit",
-                format!("the server exited with {:?}: {}", code.0, last_lines(&code.1)),
-            ));
+            return Err(Fault::new("exit", format!("the server exited with {:?}: {}", code.0, last_lines(&code.1))));
         }
         match reply.error {
             0 => Err(Fault::new(

@@ -64,12 +64,7 @@ impl Transfer {
             Self::Read => (T_IN, &[], data),
             Self::Write => (T_OUT, data, &[]),
         };
-        Request {
-            kind,
-            sector: at / SECTOR,
-            out,
-            into,
-        }
+        Request { kind, sector: at / SECTOR, out, into }
     }
 }
 
@@ -122,25 +117,15 @@ impl fmt::Display for Attack {
         match *self {
             Self::Idle => f.write_str("idle"),
             Self::Usual(transfer) => write!(f, "well-behaved: {}s of 1 MiB, depth 32", transfer.name()),
-            Self::Long {
-                transfer,
-                len,
-                fragment: LONG_FRAGMENT_BYTES | MIB,
-            } => write!(f, "{} of {}", transfer.name(), length(len)),
-            Self::Long {
-                transfer,
-                len,
-                fragment,
-            } => {
+            Self::Long { transfer, len, fragment: LONG_FRAGMENT_BYTES | MIB } => {
+                write!(f, "{} of {}", transfer.name(), length(len))
+            }
+            Self::Long { transfer, len, fragment } => {
                 let count = len / fragment;
                 let (kind, fragment) = (transfer.name(), length(fragment));
                 write!(f, "{kind} of {count} descriptors of {fragment}")
             }
-            Self::Flood {
-                transfer,
-                len,
-                fragment,
-            } => {
+            Self::Flood { transfer, len, fragment } => {
                 let (kind, len) = (transfer.name(), length(len));
                 write!(f, "64 queues x 128 {kind}s of {len}")?;
                 match fragment {
@@ -184,16 +169,8 @@ impl Attack {
         let transfers = [Transfer::Write, Transfer::Read];
         all.extend(transfers.map(Self::Usual));
         for transfer in transfers {
-            let long = |len, fragment| Self::Long {
-                transfer,
-                len,
-                fragment,
-            };
-            let flood = |len, fragment| Self::Flood {
-                transfer,
-                len,
-                fragment,
-            };
+            let long = |len, fragment| Self::Long { transfer, len, fragment };
+            let flood = |len, fragment| Self::Flood { transfer, len, fragment };
             all.extend(
                 lengths
                     .iter()
@@ -212,16 +189,10 @@ impl Attack {
         }
         all.push(Self::Refused);
         for clear in [Clear::Discard, Clear::Unmap, Clear::Zero] {
-            all.push(Self::Segments {
-                clear,
-                each_is_whole: false,
-            });
+            all.push(Self::Segments { clear, each_is_whole: false });
             // Write-zeroes that keeps the space may have to write the zeros.
             if clear != Clear::Zero {
-                all.push(Self::Segments {
-                    clear,
-                    each_is_whole: true,
-                });
+                all.push(Self::Segments { clear, each_is_whole: true });
             }
         }
         all
@@ -235,30 +206,20 @@ impl Attack {
     /// Returns the shorter request that this long one is compared with: both must cost the same per byte.
     pub(super) fn shorter_reference(self) -> Option<Self> {
         match self {
-            Self::Long {
-                transfer,
-                len,
-                fragment: fragment @ (LONG_FRAGMENT_BYTES | PAGE),
-            } if len > 16 * MIB => Some(Self::Long {
-                transfer,
-                len: 16 * MIB,
-                fragment,
-            }),
+            Self::Long { transfer, len, fragment: fragment @ (LONG_FRAGMENT_BYTES | PAGE) } if len > 16 * MIB => {
+                Some(Self::Long { transfer, len: 16 * MIB, fragment })
+            }
             _ => None,
         }
     }
 
     fn options(self) -> Options {
-        let defaults = Options {
-            size: DEPTH,
-            ..Options::default()
-        };
+        let defaults = Options { size: DEPTH, ..Options::default() };
         match self {
             Self::Idle => defaults,
-            Self::Usual(_) => Options {
-                data_bytes: usize::from(WELL_BEHAVED_DEPTH) * WELL_BEHAVED_BYTES as usize,
-                ..defaults
-            },
+            Self::Usual(_) => {
+                Options { data_bytes: usize::from(WELL_BEHAVED_DEPTH) * WELL_BEHAVED_BYTES as usize, ..defaults }
+            }
             Self::Long { len, fragment, .. } => Options {
                 size: (len / fragment + 2).next_power_of_two().max(u64::from(DEPTH)) as u16,
                 data_bytes: LONG_FRAGMENT_BYTES as usize,
@@ -270,15 +231,10 @@ impl Attack {
                 data_bytes: (MIB + table_bytes(len / fragment) * u64::from(QUEUES) * u64::from(DEPTH)) as usize,
                 ..defaults
             },
-            Self::Refused => Options {
-                indirect: true,
-                data_bytes: (MIB + table_bytes(RING_ENTRIES_MAX)) as usize,
-                ..defaults
-            },
-            Self::Segments { .. } => Options {
-                data_bytes: (SEGMENTS * SEGMENT_BYTES) as usize,
-                ..defaults
-            },
+            Self::Refused => {
+                Options { indirect: true, data_bytes: (MIB + table_bytes(RING_ENTRIES_MAX)) as usize, ..defaults }
+            }
+            Self::Segments { .. } => Options { data_bytes: (SEGMENTS * SEGMENT_BYTES) as usize, ..defaults },
         }
     }
 }
@@ -304,11 +260,7 @@ impl Guest {
         if front_end.options.data_bytes >= pattern.len() {
             front_end.memory.write(data, &pattern);
         }
-        Ok(Self {
-            attack,
-            front_end,
-            disk,
-        })
+        Ok(Self { attack, front_end, disk })
     }
 
     /// Attacks `server` for at least the time `duration_min`, and until all requests have been answered.
@@ -320,22 +272,14 @@ impl Guest {
                 Ok(Done::default())
             }
             Attack::Usual(transfer) => self.usual(transfer, |_| Instant::now() < end),
-            Attack::Long {
-                transfer,
-                len,
-                fragment,
-            } => {
+            Attack::Long { transfer, len, fragment } => {
                 let data = fragments(self.front_end.data(), len, fragment);
                 // Each request addresses another part of the disk: data that was just copied is in the processor's
                 // cache.
                 let parts = self.disk / len;
                 self.run_one_at_a_time(end, len, |sent| transfer.request(sent % parts * len, &data))
             }
-            Attack::Flood {
-                transfer,
-                len,
-                fragment,
-            } => self.flood(end, transfer, len, fragment),
+            Attack::Flood { transfer, len, fragment } => self.flood(end, transfer, len, fragment),
             Attack::Refused => self.refused(server, end),
             Attack::Segments { clear, each_is_whole } => self.segments(end, clear, each_is_whole),
         }
@@ -355,9 +299,8 @@ impl Guest {
     fn usual(&mut self, transfer: Transfer, should_continue: impl Fn(&Done) -> bool) -> anyhow::Result<Done> {
         let (memory, disk) = (self.front_end.data(), self.disk);
         let queue = self.front_end.queue();
-        let mut buffers: Vec<u64> = (0..u64::from(WELL_BEHAVED_DEPTH))
-            .map(|at| memory + at * WELL_BEHAVED_BYTES)
-            .collect();
+        let mut buffers: Vec<u64> =
+            (0..u64::from(WELL_BEHAVED_DEPTH)).map(|at| memory + at * WELL_BEHAVED_BYTES).collect();
         let mut in_flight = Vec::new();
         let mut done = Done::default();
         loop {
@@ -479,9 +422,6 @@ impl Guest {
 
 /// Returns a scatter list of `len` bytes, all of whose fragments are the same memory.
 fn fragments(address: u64, len: u64, fragment: u64) -> Vec<Buffer> {
-    let buffer = Buffer {
-        address,
-        len: fragment as u32,
-    };
+    let buffer = Buffer { address, len: fragment as u32 };
     vec![buffer; (len / fragment) as usize]
 }

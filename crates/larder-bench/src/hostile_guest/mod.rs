@@ -30,12 +30,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "PROGRAM")]
     larder: Option<PathBuf>,
     /// Modes of the cache; "none" is no cache
-    #[arg(
-        long,
-        value_name = "MODES",
-        value_delimiter = ',',
-        default_value = "none,wt,wb,wa,pt"
-    )]
+    #[arg(long, value_name = "MODES", value_delimiter = ',', default_value = "none,wt,wb,wa,pt")]
     mode: Vec<String>,
     /// Line sizes of the cache
     #[arg(long, value_name = "SIZES", value_delimiter = ',', default_value = "4KiB,64KiB")]
@@ -195,10 +190,7 @@ fn attack(arguments: &Arguments, setup: &Setup<'_>, server: &Server, nbd: &Path)
     let is_selected = |attack: &Attack| {
         matches!(attack, Attack::Idle | Attack::Usual(_)) || attack.to_string().contains(&arguments.only)
     };
-    for attack in Attack::all(arguments.disk.get(), arguments.quick)
-        .into_iter()
-        .filter(is_selected)
-    {
+    for attack in Attack::all(arguments.disk.get(), arguments.quick).into_iter().filter(is_selected) {
         if attack.needs_filled_disk() {
             Guest::fill(&server.socket)?;
         }
@@ -224,11 +216,8 @@ fn milliseconds(time: Duration) -> String {
 }
 
 fn print_row(setup: &Setup<'_>, outcome: &Outcome) {
-    let times = |latencies: &Latencies| {
-        [latencies.median(), latencies.p99(), latencies.max()]
-            .map(milliseconds)
-            .join(" / ")
-    };
+    let times =
+        |latencies: &Latencies| [latencies.median(), latencies.p99(), latencies.max()].map(milliseconds).join(" / ");
     let [read, write] = &outcome.latencies;
     let cpu = match outcome.done.bytes {
         0 => String::new(),
@@ -260,10 +249,7 @@ fn exceeded_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome
     for outcome in outcomes {
         let name = format!("cache {setup}, {}", outcome.attack);
         if outcome.growth > arguments.memory_max.get() {
-            broken.push(format!(
-                "{name}: {:.1} MiB of memory",
-                outcome.growth as f64 / MIB as f64
-            ));
+            broken.push(format!("{name}: {:.1} MiB of memory", outcome.growth as f64 / MIB as f64));
         }
         if outcome.p99() >= Duration::from_millis(arguments.p99_ms) {
             broken.push(format!(
@@ -278,10 +264,7 @@ fn exceeded_limits(arguments: &Arguments, setup: &Setup<'_>, outcomes: &[Outcome
         };
         let ratio = outcome.cpu_us_per_mib() / short.cpu_us_per_mib();
         if ratio > arguments.cpu_ratio {
-            broken.push(format!(
-                "{name}: {ratio:.2} times the CPU time per byte of {}",
-                short.attack
-            ));
+            broken.push(format!("{name}: {ratio:.2} times the CPU time per byte of {}", short.attack));
         }
     }
     broken

@@ -19,8 +19,7 @@ pub(super) fn memory_bytes(process: u32) -> anyhow::Result<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
     let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
     let kib: Option<u64> = kib.and_then(|kib| kib.trim().parse().ok());
-    kib.map(|kib| kib << 10)
-        .with_context(|| format!("no RssAnon in {path}"))
+    kib.map(|kib| kib << 10).with_context(|| format!("no RssAnon in {path}"))
 }
 
 /// A server's resource use during an attack.
@@ -55,9 +54,6 @@ pub(super) fn during<T>(process: u32, action: impl FnOnce() -> anyhow::Result<T>
         let _flag = Flag(&stop);
         action()
     })?;
-    let used = Use {
-        memory_bytes: memory_bytes_max.into_inner(),
-        cpu_seconds: cpu::of_process(process)? - before,
-    };
+    let used = Use { memory_bytes: memory_bytes_max.into_inner(), cpu_seconds: cpu::of_process(process)? - before };
     Ok((result, used))
 }

@@ -41,11 +41,7 @@ impl Image {
         qemu_img(&["convert", "-q", "-f", "raw", "-O", "qcow2", &text(&raw)?, &text(&path)?])?;
         fs::remove_file(&raw)?;
         let file = File::options().read(true).write(true).open(&path)?;
-        Ok(Self {
-            folder: directory.to_owned(),
-            path,
-            file,
-        })
+        Ok(Self { folder: directory.to_owned(), path, file })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -220,17 +216,14 @@ pub(super) const CASES: &[Case] = &[
         image.put_u32(56, 1)?;
         Ok(image.file.set_len(256 << 20)?)
     }),
-    (
-        "64 TiB of clusters of 64 KiB, dirty, all L2 tables one of compressed clusters",
-        |image| {
-            let l2 = image.l2()?;
-            let data = image.u64_at(l2)? & !COPIED;
-            image.fill(l2, COMPRESSED | data | (1 << 54), CLUSTER / 8)?;
-            image.set_size(64 << 40)?;
-            image.append_l1_table(1 << 17, l2 | COPIED)?;
-            image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
-        },
-    ),
+    ("64 TiB of clusters of 64 KiB, dirty, all L2 tables one of compressed clusters", |image| {
+        let l2 = image.l2()?;
+        let data = image.u64_at(l2)? & !COPIED;
+        image.fill(l2, COMPRESSED | data | (1 << 54), CLUSTER / 8)?;
+        image.set_size(64 << 40)?;
+        image.append_l1_table(1 << 17, l2 | COPIED)?;
+        image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
+    }),
     ("an L1 table of 2^32 - 1 entries", |image| image.put_u32(36, u32::MAX)),
     ("an L1 table at 2^64 - 512", |image| image.put_u64(40, !511)),
     ("an L1 table in the header", |image| image.put_u64(40, 0)),
@@ -255,22 +248,17 @@ pub(super) const CASES: &[Case] = &[
         image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, EXTENDED_L2)?;
         image.fill(l2, u64::MAX, CLUSTER / 8)
     }),
-    ("a refcount table of 2^32 - 1 clusters", |image| {
-        image.put_u32(56, u32::MAX)
-    }),
+    ("a refcount table of 2^32 - 1 clusters", |image| image.put_u32(56, u32::MAX)),
     ("a refcount table that refers to itself", |image| {
         let table = image.refcount_table()?;
         image.fill(table, table, CLUSTER / 8)
     }),
-    (
-        "dirty, a refcount table whose entries all refer to one block",
-        |image| {
-            let table = image.refcount_table()?;
-            let block = image.u64_at(table)?;
-            image.fill(table, block, CLUSTER / 8)?;
-            image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
-        },
-    ),
+    ("dirty, a refcount table whose entries all refer to one block", |image| {
+        let table = image.refcount_table()?;
+        let block = image.u64_at(table)?;
+        image.fill(table, block, CLUSTER / 8)?;
+        image.put_u64(INCOMPATIBLE_FEATURES_OFFSET, DIRTY)
+    }),
     ("8 MiB of refcount table to one block, in a file of 256 TiB", |image| {
         let block = image.u64_at(image.refcount_table()?)?;
         let at = image.end()?;
@@ -303,12 +291,8 @@ pub(super) const CASES: &[Case] = &[
         Ok(image.file.set_len(at + (16 << 30))?)
     }),
     ("2^32 - 1 bitmaps", |image| image.bitmap(u32::MAX, 32, 1, 16)),
-    ("a bitmap directory of 2^63 bytes", |image| {
-        image.bitmap(1, 1 << 63, 1, 16)
-    }),
-    ("a bitmap table of 2^32 - 1 entries", |image| {
-        image.bitmap(1, 32, u32::MAX, 16)
-    }),
+    ("a bitmap directory of 2^63 bytes", |image| image.bitmap(1, 1 << 63, 1, 16)),
+    ("a bitmap table of 2^32 - 1 entries", |image| image.bitmap(1, 32, u32::MAX, 16)),
     ("a bitmap of 2^255 bytes per bit", |image| image.bitmap(1, 32, 1, 255)),
     ("a header extension of 4 GiB", |image| {
         image.put_u32(112, 0x1234_5678)?;
@@ -318,9 +302,7 @@ pub(super) const CASES: &[Case] = &[
         let all = vec![(0x1234_5678, &[][..]); 8_000];
         image.extensions(&all)
     }),
-    ("a feature name table of 60 KiB", |image| {
-        image.extensions(&[(0x6803_f857, &[b'x'; 60_000])])
-    }),
+    ("a feature name table of 60 KiB", |image| image.extensions(&[(0x6803_f857, &[b'x'; 60_000])])),
     ("a header of 2^32 - 1 bytes", |image| image.put_u32(100, u32::MAX)),
     ("clusters of 2^63 bytes", |image| image.put_u32(20, 63)),
     ("clusters of 1 byte", |image| image.put_u32(20, 0)),

@@ -70,26 +70,16 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     let mut passed = true;
     println!("{:>9} {:>8} {:>7}  {:8} image", "open, ms", "MiB", "exit, ms", "");
     for (name, change) in cases {
-        let directory = tempfile::Builder::new()
-            .prefix("larder-hostile-")
-            .tempdir_in(&directory)?;
+        let directory = tempfile::Builder::new().prefix("larder-hostile-").tempdir_in(&directory)?;
         let mut image = Image::sound(directory.path())?;
         change(&mut image).with_context(|| (*name).to_owned())?;
         let open_time_max = Duration::from_millis(arguments.open_ms);
-        let outcome = serve(
-            &program,
-            image.path(),
-            directory.path(),
-            arguments.metadata_memory,
-            open_time_max,
-        );
+        let outcome = serve(&program, image.path(), directory.path(), arguments.metadata_memory, open_time_max);
         let outcome = outcome.with_context(|| (*name).to_owned())?;
         let allowed = arguments.metadata_memory.get() + arguments.memory_max.get();
         let within_limits = outcome.open <= open_time_max
             && outcome.memory_bytes <= allowed
-            && outcome
-                .end
-                .is_none_or(|end| end.as_millis() <= u128::from(arguments.end_ms));
+            && outcome.end.is_none_or(|end| end.as_millis() <= u128::from(arguments.end_ms));
         println!(
             "{:>9} {:>8.1} {:>7}  {:8} {name}{}",
             outcome.open.as_millis(),
@@ -147,11 +137,7 @@ fn serve(
         process.signal(libc::SIGTERM);
         let status = process.wait(LIMIT)?;
         outcome.end = Some(signalled.elapsed());
-        ensure!(
-            status.code().is_some(),
-            "the program was killed by a signal: {}",
-            process.output()
-        );
+        ensure!(status.code().is_some(), "the program was killed by a signal: {}", process.output());
     }
     let output = process.output();
     ensure!(!output.contains("panicked"), "the program panicked: {output}");
@@ -166,17 +152,7 @@ fn serve(
 /// Reads and writes at both ends of the disk. They may fail, depending on the image.
 fn read_all(uri: &str) -> anyhow::Result<()> {
     let mut command = killed_with_parent("qemu-io");
-    command.args([
-        "-f",
-        "raw",
-        "-c",
-        "read 0 1M",
-        "-c",
-        "write 128k 64k",
-        "-c",
-        "read 32M 1M",
-        uri,
-    ]);
+    command.args(["-f", "raw", "-c", "read 0 1M", "-c", "write 128k 64k", "-c", "read 32M 1M", uri]);
     let mut client = Process::start(command).context("qemu-io; testbed/setup.sh installs it")?;
     client.wait(LIMIT).map(drop)
 }

@@ -106,13 +106,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     (0..memory.pages()).for_each(|page| memory.write_vm_like_page(page, &mut random));
     println!("\nready");
     std::io::stdout().flush()?;
-    let mut actor = VmLoad {
-        kind: arguments.kind,
-        memory,
-        turn: random.below(1000),
-        random,
-        told: Told::default(),
-    };
+    let mut actor = VmLoad { kind: arguments.kind, memory, turn: random.below(1000), random, told: Told::default() };
     actor.act(&lines)
 }
 
@@ -162,13 +156,7 @@ impl VmLoad {
     }
 
     fn report(&mut self, elapsed: Duration) -> anyhow::Result<()> {
-        let Told {
-            touches,
-            stalled,
-            longest,
-            turns,
-            latest,
-        } = std::mem::take(&mut self.told);
+        let Told { touches, stalled, longest, turns, latest } = std::mem::take(&mut self.told);
         println!(
             "\nacted touches={touches} stalled_us={} longest_us={} turns={turns} latest_us={} took_us={}",
             stalled.as_micros(),

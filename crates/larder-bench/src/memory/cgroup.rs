@@ -27,10 +27,7 @@ impl Cgroup {
         }
         let path = Path::new(CONTROLLER_PATH).join(format!("larder-bench-{}-{name}", std::process::id()));
         fs::create_dir(&path).with_context(|| format!("creating the control group {}", path.display()))?;
-        Ok(Self {
-            _undo: Undo::new(REMOVE, [&path])?,
-            path,
-        })
+        Ok(Self { _undo: Undo::new(REMOVE, [&path])?, path })
     }
 
     /// Returns the group's directory.

@@ -86,15 +86,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
     if arguments.variants.contains(&Variant::None) {
         // Uses the largest number that fits with any pager, which shows the waiting that is not due to memory.
-        let fitting = rows
-            .iter()
-            .flat_map(|(_, points)| points)
-            .filter(|point| experiment.fits(point));
+        let fitting = rows.iter().flat_map(|(_, points)| points).filter(|point| experiment.fits(point));
         let vms_max = fitting.map(|point| point.vms).max().unwrap_or(Kind::MIX_SIZE);
-        rows.push((
-            Variant::None,
-            experiment.measure(Variant::None, vms_max)?.into_iter().collect(),
-        ));
+        rows.push((Variant::None, experiment.measure(Variant::None, vms_max)?.into_iter().collect()));
     }
     experiment.print(&rows);
     Ok(())
@@ -196,9 +190,7 @@ impl Experiment<'_> {
         let reports = vms.report()?;
         let after = processors()?;
         stop.store(true, Ordering::Relaxed);
-        let Ok(used) = used.join() else {
-            bail!("sampling memory use failed: a thread panicked")
-        };
+        let Ok(used) = used.join() else { bail!("sampling memory use failed: a thread panicked") };
         let used_most = used?;
         let point = Point::new(reports, &vms, (before, after), used_most);
         eprintln!("{}: {}", variant.name(), point.line());
@@ -217,11 +209,7 @@ impl Experiment<'_> {
             }
             Variant::Larder => Keeper::Larder(Vec::new()),
         };
-        let mut vms = Vms {
-            keeper,
-            all: Vec::new(),
-            cgroup,
-        };
+        let mut vms = Vms { keeper, all: Vec::new(), cgroup };
         if let Keeper::Kernel(kernel) = &vms.keeper {
             kernel.limit(limit)?;
         }
@@ -254,19 +242,12 @@ impl Experiment<'_> {
             // Less than the final budget, since the unmanaged memory is still unknown.
             let all = self.arguments.density_ram.get() / UNBUDGETED_DIVISOR * (UNBUDGETED_DIVISOR - 1);
             let budget = self.budget(kind, all, count).to_string();
-            let (swap, size) = (
-                directory.join("swap"),
-                (self.arguments.density_mib * MIB * 2).to_string(),
-            );
+            let (swap, size) = (directory.join("swap"), (self.arguments.density_mib * MIB * 2).to_string());
             let swap = swap.display().to_string();
             let attach_options = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", &size];
             let group = vms.cgroup.path().display().to_string();
-            let attach = Attach::new(
-                &find_larder(self.arguments.larder.as_deref())?,
-                &directory,
-                process.id(),
-                &attach_options,
-            );
+            let attach =
+                Attach::new(&find_larder(self.arguments.larder.as_deref())?, &directory, process.id(), &attach_options);
             let attach = attach.by(&["sh", "-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#, &group]);
             pagers.push((attach.start()?, attach.control().to_owned()));
         }
@@ -276,11 +257,7 @@ impl Experiment<'_> {
             if let Some(kernel) = vms.kernel() {
                 kernel.used()?;
             }
-            ensure!(
-                Instant::now() < deadline && !process.has_ended(),
-                "a VM: {}",
-                process.output()
-            );
+            ensure!(Instant::now() < deadline && !process.has_ended(), "a VM: {}", process.output());
         }
         vms.all.push((kind, process));
         Ok(())
@@ -291,10 +268,7 @@ impl Experiment<'_> {
     fn budget(&self, kind: Kind, all: u64, count: usize) -> u64 {
         let weight = |kind: Kind| {
             let index = Kind::MIX.iter().position(|(of, _)| *of == kind);
-            index
-                .and_then(|index| self.arguments.density_weights.get(index))
-                .copied()
-                .unwrap_or(1)
+            index.and_then(|index| self.arguments.density_weights.get(index)).copied().unwrap_or(1)
         };
         let sum: u64 = Kind::mixed().take(count).map(weight).sum();
         LEAST + all.saturating_sub(LEAST * count as u64) / sum.max(1) * weight(kind)
@@ -332,10 +306,7 @@ impl Experiment<'_> {
                 }
                 adjustments = BUDGET_ADJUSTMENTS_MIN.min(adjustments + 1);
             }
-            ensure!(
-                Instant::now() < deadline,
-                "{used} bytes are in use after {PATIENCE:?}, with a limit of {all}"
-            );
+            ensure!(Instant::now() < deadline, "{used} bytes are in use after {PATIENCE:?}, with a limit of {all}");
             thread::sleep(LOOK_EVERY * 50);
         }
     }
@@ -374,10 +345,7 @@ impl Kind {
 
     /// Returns the kinds of all VMs, one mix after the other.
     fn mixed() -> impl Iterator<Item = Self> {
-        Self::MIX
-            .into_iter()
-            .flat_map(|(kind, count)| std::iter::repeat_n(kind, count))
-            .cycle()
+        Self::MIX.into_iter().flat_map(|(kind, count)| std::iter::repeat_n(kind, count)).cycle()
     }
 }
 
@@ -405,9 +373,7 @@ impl Vms {
             process.say("report")?;
             let line = process.wait_for_after(before, "acted ", PATIENCE)?;
             let number = |name: &str| -> anyhow::Result<f64> {
-                let found = line
-                    .split_whitespace()
-                    .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+                let found = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
                 Ok(found.with_context(|| format!("no {name} in: {line}"))?.parse()?)
             };
             let elapsed = number("took_us")? / 1e6;
@@ -425,10 +391,7 @@ impl Vms {
 impl Point {
     fn new(reports: Vec<Report>, vms: &Vms, (before, after): ([u64; 2], [u64; 2]), used_most: u64) -> Self {
         let kind_summary = |kind: Kind| {
-            let all = reports
-                .iter()
-                .zip(&vms.all)
-                .filter(move |(_, (kind_summary, _))| *kind_summary == kind);
+            let all = reports.iter().zip(&vms.all).filter(move |(_, (kind_summary, _))| *kind_summary == kind);
             let (stalled, longest): (Vec<f64>, Vec<Duration>) =
                 all.map(|(report, _)| (report.stalled, report.longest)).unzip();
             let mean = stalled.iter().sum::<f64>() / stalled.len().max(1) as f64;
@@ -468,12 +431,7 @@ impl Point {
 fn processors() -> anyhow::Result<[u64; 2]> {
     let text = std::fs::read_to_string("/proc/stat")?;
     let line = text.lines().next().context("/proc/stat is empty")?;
-    let ticks: Vec<u64> = line
-        .split_whitespace()
-        .skip(1)
-        .take(8)
-        .filter_map(|word| word.parse().ok())
-        .collect();
+    let ticks: Vec<u64> = line.split_whitespace().skip(1).take(8).filter_map(|word| word.parse().ok()).collect();
     let all: u64 = ticks.iter().sum();
     // Idle, and waiting for disks.
     let idle: u64 = ticks.iter().skip(3).take(2).sum();

@@ -57,18 +57,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let scratch = Place::new(&arguments.folder)?;
     let disk = |prefetch: &str| {
         let path = scratch.unused("swap").display().to_string();
-        ["--swap-cache", &path, "--swap-size", ROOM, "--prefetch", prefetch]
-            .map(str::to_owned)
-            .to_vec()
+        ["--swap-cache", &path, "--swap-size", ROOM, "--prefetch", prefetch].map(str::to_owned).to_vec()
     };
-    let case = |name, options, compressed, budget, what, pages| Case {
-        name,
-        words: options,
-        compressed,
-        budget,
-        what,
-        pages,
-    };
+    let case =
+        |name, options, compressed, budget, what, pages| Case { name, words: options, compressed, budget, what, pages };
     let all = MIB as usize * 256;
     let mut cases: Vec<(&str, Vec<FaultLatency>)> = Vec::new();
     let mut add = |name, touched| match cases.iter_mut().find(|(of, _)| *of == name) {
@@ -89,14 +81,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 RANDOM,
             ),
             case("swap cache", disk("on"), "6MiB", BUDGET, "random", RANDOM),
-            case(
-                "swap cache, sequential, --prefetch off",
-                disk("off"),
-                "6MiB",
-                BUDGET,
-                "sequential",
-                all,
-            ),
+            case("swap cache, sequential, --prefetch off", disk("off"), "6MiB", BUDGET, "sequential", all),
             case("swap cache, sequential", disk("on"), "6MiB", BUDGET, "sequential", all),
         ] {
             add(case.name, measure(&larder, &scratch, &case)?);
@@ -111,12 +96,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     println!("| location of the pages | pages | P50, µs | P99, µs | P50 / floor | (P50 - device) / floor | pages/s |");
     println!("|{}", " --- |".repeat(7));
     for (name, rounds) in &cases {
-        let FaultLatency {
-            pages,
-            p50_us,
-            p99_us,
-            pages_per_s,
-        } = middle(rounds);
+        let FaultLatency { pages, p50_us, p99_us, pages_per_s } = middle(rounds);
         let device_free_ratio = match name.contains("swap") && !name.contains("sequential") {
             true => format!("{:.2}", (p50_us - device) / floor),
             false => String::new(),
@@ -155,9 +135,7 @@ fn touch(process: &mut Process, what: &str, pages: usize) -> anyhow::Result<Faul
     process.say(&format!("{what} {pages}"))?;
     let line = process.wait_for_after(before, "touched ", LIMIT)?;
     let number = |name: &str| -> anyhow::Result<f64> {
-        let found = line
-            .split_whitespace()
-            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        let found = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
         Ok(found.with_context(|| format!("no {name} in: {line}"))?.parse()?)
     };
     let pages = number("pages")?;
@@ -185,15 +163,7 @@ fn measure(larder: &Path, scratch: &Place, case: &Case) -> anyhow::Result<FaultL
     let mut pager: Pager = attach.start()?;
     pager.wait_for_budget()?;
     let mut command = Command::new(larder);
-    command.args([
-        "memory",
-        "limit",
-        "--budget",
-        ROOM,
-        "--compressed",
-        "512MiB",
-        "--control",
-    ]);
+    command.args(["memory", "limit", "--budget", ROOM, "--compressed", "512MiB", "--control"]);
     let limit_output = command.arg(attach.control()).output()?;
     ensure!(
         limit_output.status.success(),
@@ -212,10 +182,7 @@ fn device_us(scratch: &Place) -> anyhow::Result<f64> {
     const BYTES: u64 = MIB << 20;
     let path = scratch.unused("device");
     std::fs::write(&path, vec![0x5a; BYTES as usize])?;
-    let file = std::fs::File::options()
-        .read(true)
-        .custom_flags(libc::O_DIRECT)
-        .open(&path)?;
+    let file = std::fs::File::options().read(true).custom_flags(libc::O_DIRECT).open(&path)?;
     // SAFETY: takes no pointers.
     unsafe { libc::fsync(file.as_raw_fd()) };
     let mut bytes = AlignedBuf::zeroed(4096);

@@ -72,10 +72,7 @@ impl Larder {
             while !socket.exists() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(10));
             }
-            start.extend([
-                "--slow-store".to_owned(),
-                format!("nbd+unix:///?socket={}", socket.display()),
-            ]);
+            start.extend(["--slow-store".to_owned(), format!("nbd+unix:///?socket={}", socket.display())]);
         } else {
             start.extend(["--swap-cache".to_owned(), disk.display().to_string()]);
             start.extend(["--swap-size".to_owned(), DISK_BYTES.to_string()]);
@@ -108,11 +105,7 @@ impl Larder {
     fn attach(&self, budget: u64) -> anyhow::Result<()> {
         let mut command = killed_with_parent("sh");
         command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#]);
-        command
-            .arg(self.own.path())
-            .arg(&self.program)
-            .args(&self.start.0)
-            .args(self.sizes(budget));
+        command.arg(self.own.path()).arg(&self.program).args(&self.start.0).args(self.sizes(budget));
         let process = Process::start(command)?;
         process.wait_for("attached", PATIENCE)?;
         if let Ok(mut started) = self.process.lock() {
@@ -150,10 +143,7 @@ impl Pager for Larder {
                 command.arg(&self.control).args(self.sizes(budget));
                 let limit_output = command.output()?;
                 if !limit_output.status.success() {
-                    bail!(
-                        "larder memory limit: {}",
-                        String::from_utf8_lossy(&limit_output.stderr).trim()
-                    );
+                    bail!("larder memory limit: {}", String::from_utf8_lossy(&limit_output.stderr).trim());
                 }
                 if used <= bytes {
                     return Ok(());

@@ -125,9 +125,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 /// Returns the minimum percentage of the machine's memory for zswap's pool under this limit in bytes.
 fn zswap_pool_percent(arguments: &Arguments, limit: u64) -> anyhow::Result<u64> {
     let hundredth = (cgroup::named(Path::new("/proc/meminfo"), "MemTotal")? << 10) / 100;
-    let percent = (limit as f64 * arguments.zswap_pool / hundredth as f64)
-        .round()
-        .max(1.0) as u64;
+    let percent = (limit as f64 * arguments.zswap_pool / hundredth as f64).round().max(1.0) as u64;
     if percent * hundredth > limit / 2 {
         bail!(
             "1 % of this machine's memory, the minimum of zswap's pool, is more than half of the limit of {limit} bytes"

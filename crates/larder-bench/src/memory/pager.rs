@@ -95,10 +95,7 @@ impl Pager for Nobody {
     }
 
     fn done(&self) -> anyhow::Result<Done> {
-        Ok(Done {
-            faults: self.cgroup.major_faults()?,
-            ..Done::default()
-        })
+        Ok(Done { faults: self.cgroup.major_faults()?, ..Done::default() })
     }
 }
 
@@ -129,12 +126,7 @@ const LEAST: u64 = 16 * MIB;
 impl Kernel {
     /// Creates the pager. A swap file must exist.
     pub(super) fn new(cgroup: Arc<Cgroup>, zswap: Option<Zswap>) -> Self {
-        Self {
-            cgroup,
-            zswap,
-            limit: AtomicU64::new(u64::MAX),
-            of_group: AtomicU64::new(u64::MAX),
-        }
+        Self { cgroup, zswap, limit: AtomicU64::new(u64::MAX), of_group: AtomicU64::new(u64::MAX) }
     }
 
     fn pool(&self) -> anyhow::Result<u64> {

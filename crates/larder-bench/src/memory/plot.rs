@@ -53,11 +53,7 @@ pub(super) fn svg(panels: &[Panel]) -> String {
 fn step(value_max: f64) -> f64 {
     let rough = value_max / STEPS;
     let power = 10f64.powf(rough.log10().floor());
-    [1.0, 2.0, 5.0, 10.0]
-        .into_iter()
-        .map(|digit| digit * power)
-        .find(|step| *step >= rough)
-        .unwrap_or(rough)
+    [1.0, 2.0, 5.0, 10.0].into_iter().map(|digit| digit * power).find(|step| *step >= rough).unwrap_or(rough)
 }
 
 impl Panel {
@@ -70,19 +66,10 @@ impl Panel {
         let x = |level: f64| LEFT + (level - LEVEL) / (right - LEVEL) * (WIDTH - LEFT - RIGHT);
         let y = |value: f64| HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM);
         let text = |out: &mut String, x: f64, y: f64, anchor: &str, label: &str| {
-            let _ = writeln!(
-                out,
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>"
-            );
+            let _ = writeln!(out, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>");
         };
         text(out, LEFT, 18.0, "start", self.title);
-        text(
-            out,
-            (x(LEVEL) + x(right)) / 2.0,
-            HEIGHT - 10.0,
-            "middle",
-            "peak, % of the limit",
-        );
+        text(out, (x(LEVEL) + x(right)) / 2.0, HEIGHT - 10.0, "middle", "peak, % of the limit");
         let mut level = LEVEL;
         while level <= right {
             text(out, x(level), HEIGHT - BOTTOM + 15.0, "middle", &level.to_string());
@@ -98,17 +85,12 @@ impl Panel {
         for (number, line) in self.lines.iter().enumerate() {
             let colour = line.colour;
             let (from, at) = (LEFT + NAME_WIDTH * number as f64, NAMES - 4.0);
-            let _ = writeln!(
-                out,
-                "<path d=\"M{from:.1} {at:.1}h18\" stroke=\"{colour}\" stroke-width=\"2\"/>"
-            );
+            let _ = writeln!(out, "<path d=\"M{from:.1} {at:.1}h18\" stroke=\"{colour}\" stroke-width=\"2\"/>");
             text(out, from + 22.0, NAMES, "start", line.name);
             let at = |(level, value): &(f64, f64)| format!("{:.1},{:.1}", x(*level), y(*value));
             let polyline = line.points.iter().map(at).collect::<Vec<_>>().join(" ");
-            let _ = writeln!(
-                out,
-                "<polyline points=\"{polyline}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>"
-            );
+            let _ =
+                writeln!(out, "<polyline points=\"{polyline}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>");
         }
     }
 }

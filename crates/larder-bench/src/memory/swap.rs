@@ -31,9 +31,7 @@ impl SwapFile {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
         command("mkswap", &path)?;
         command("swapon", &path)?;
-        Ok(Self {
-            _undo: Undo::new(SWAP_OFF_SCRIPT, [&path])?,
-        })
+        Ok(Self { _undo: Undo::new(SWAP_OFF_SCRIPT, [&path])? })
     }
 }
 
@@ -41,11 +39,7 @@ fn command(program: &str, path: &Path) -> anyhow::Result<()> {
     let output = Command::new(program).arg(path).output();
     let output = output.with_context(|| format!("starting {program} (package util-linux or mount)"))?;
     if !output.status.success() {
-        bail!(
-            "{program} {}: {}",
-            path.display(),
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
+        bail!("{program} {}: {}", path.display(), String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(())
 }

@@ -45,20 +45,9 @@ impl Memory {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address that the kernel chooses.
         let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                pages * PAGE,
-                protection,
-                MapFlags::SHARED,
-                file.as_fd(),
-                0,
-            )
+            rustix::mm::mmap(std::ptr::null_mut(), pages * PAGE, protection, MapFlags::SHARED, file.as_fd(), 0)
         }?;
-        Ok(Self {
-            base: base.cast(),
-            pages,
-            _file: file,
-        })
+        Ok(Self { base: base.cast(), pages, _file: file })
     }
 
     /// Returns the number of pages.
@@ -128,9 +117,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
     println!("\nready {}", std::process::id());
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let (pattern, count) = line
-            .split_once(' ')
-            .context("a command is a pattern and a number of pages")?;
+        let (pattern, count) = line.split_once(' ').context("a command is a pattern and a number of pages")?;
         let count: usize = count.parse()?;
         let (mut times, elapsed) = match pattern {
             "floor" => floor(count, &mut random)?,
@@ -146,13 +133,7 @@ pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
         };
         times.sort_unstable();
         let at = |share: usize| times.get(times.len() * share / 100).map_or(0, Duration::as_nanos);
-        println!(
-            "\ntouched pages={} p50_ns={} p99_ns={} took_us={}",
-            times.len(),
-            at(50),
-            at(99),
-            elapsed.as_micros()
-        );
+        println!("\ntouched pages={} p50_ns={} p99_ns={} took_us={}", times.len(), at(50), at(99), elapsed.as_micros());
         std::io::stdout().flush()?;
     }
     Ok(())
@@ -185,10 +166,7 @@ fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Du
     // SAFETY: a new descriptor, which nothing else owns.
     let userfaultfd = Userfaultfd::new(unsafe { OwnedFd::from_raw_fd(descriptor as i32) });
     userfaultfd.enable(REQUIRED_FEATURE_BITS)?;
-    userfaultfd.register(AddressRange {
-        start: memory.base as u64,
-        len: (count * PAGE) as u64,
-    })?;
+    userfaultfd.register(AddressRange { start: memory.base as u64, len: (count * PAGE) as u64 })?;
     let stop = Arc::new(AtomicBool::new(false));
     let base = memory.base as u64;
     let fault_thread = std::thread::spawn({

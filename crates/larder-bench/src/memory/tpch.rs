@@ -48,13 +48,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Variant::None => rows.push(Row::new(variant, None)),
             _ => rows.extend(arguments.levels.iter().map(|percent| {
                 let limit = unlimited.peak * 100 / u64::from(*percent);
-                Row::new(
-                    variant,
-                    Some(Level {
-                        percent: *percent,
-                        limit,
-                    }),
-                )
+                Row::new(variant, Some(Level { percent: *percent, limit }))
             })),
         }
     }
@@ -158,9 +152,7 @@ impl<'a> Experiment<'a> {
         let mut workload = self.kit.start(&cgroup)?;
         let loading = cgroup.used_most()?;
         cgroup.reset_used_max()?;
-        let pager = Nobody {
-            cgroup: Arc::clone(&cgroup),
-        };
+        let pager = Nobody { cgroup: Arc::clone(&cgroup) };
         for _ in 0..self.arguments.passes {
             self.pass(&mut workload, &pager, "unlimited")?;
         }
@@ -169,13 +161,7 @@ impl<'a> Experiment<'a> {
         workload.clear_referenced()?;
         let last = self.pass(&mut workload, &pager, "unlimited")?.used_most;
         let touched = workload.touched()?;
-        Ok(UnlimitedMemory {
-            peak,
-            loading,
-            last,
-            resident,
-            touched,
-        })
+        Ok(UnlimitedMemory { peak, loading, last, resident, touched })
     }
 
     fn working_set(&mut self, peak: u64) -> anyhow::Result<u64> {
@@ -201,9 +187,7 @@ impl<'a> Experiment<'a> {
         // Dropped last: a group can be removed only when it has no processes.
         let cgroup = Arc::new(Cgroup::new("row")?);
         let mut workload = self.kit.start(&cgroup)?;
-        let nobody = Nobody {
-            cgroup: Arc::clone(&cgroup),
-        };
+        let nobody = Nobody { cgroup: Arc::clone(&cgroup) };
         self.pass(&mut workload, &nobody, "loaded")?;
         let unlimited = self.pass(&mut workload, &nobody, "loaded")?.seconds;
         // A pager that is a separate program attaches here.
@@ -211,22 +195,14 @@ impl<'a> Experiment<'a> {
             (Variant::None, _) | (_, None) => Box::new(nobody),
             (Variant::Swap, Some(_)) => Box::new(Kernel::new(Arc::clone(&cgroup), None)),
             (Variant::Zswap, Some(level)) => {
-                let zswap = Zswap::on(
-                    self.compressor.unwrap_or_default(),
-                    zswap_pool_percent(self.arguments, level.limit)?,
-                )?;
+                let zswap =
+                    Zswap::on(self.compressor.unwrap_or_default(), zswap_pool_percent(self.arguments, level.limit)?)?;
                 Box::new(Kernel::new(Arc::clone(&cgroup), Some(zswap)))
             }
             (Variant::Larder | Variant::Slow, Some(_)) => {
                 let slow = row.variant == Variant::Slow;
                 let pid = workload.id();
-                Box::new(Larder::new(
-                    self.arguments,
-                    &self.place,
-                    Arc::clone(&cgroup),
-                    pid,
-                    slow,
-                )?)
+                Box::new(Larder::new(self.arguments, &self.place, Arc::clone(&cgroup), pid, slow)?)
             }
         };
         if let Some(level) = row.level {
@@ -254,8 +230,7 @@ impl<'a> Experiment<'a> {
             read_setting("/proc/sys/kernel/osrelease")?,
             read_setting("/proc/sys/vm/page-cluster")?,
             read_setting("/sys/fs/cgroup/memory/memory.swappiness")?,
-            self.compressor
-                .map_or(String::new(), |name| format!(", zswap with {name} and page-cluster 0")),
+            self.compressor.map_or(String::new(), |name| format!(", zswap with {name} and page-cluster 0")),
             match self.arguments.passes - 1 {
                 1 => "a cold and a warm pass".to_owned(),
                 warm => format!("a cold and {warm} warm passes"),
@@ -280,11 +255,7 @@ impl<'a> Experiment<'a> {
 
 impl Row {
     fn new(variant: Variant, level: Option<Level>) -> Self {
-        Self {
-            variant,
-            level,
-            runs: Vec::new(),
-        }
+        Self { variant, level, runs: Vec::new() }
     }
 
     fn name(&self) -> String {
@@ -306,13 +277,7 @@ impl Row {
 
     /// Median over the runs of a pass's time divided by that without a limit.
     fn slowdown(&self, seconds: impl Fn(&Run) -> f64) -> f64 {
-        median(
-            &self
-                .runs
-                .iter()
-                .map(|run| seconds(run) / run.unlimited)
-                .collect::<Vec<_>>(),
-        )
+        median(&self.runs.iter().map(|run| seconds(run) / run.unlimited).collect::<Vec<_>>())
     }
 
     fn cold_slowdown(&self) -> f64 {
@@ -398,26 +363,14 @@ fn panels(rows: &[Row]) -> [Panel; 3] {
             let rows = rows.iter().filter(move |row| row.variant == variant);
             let points = rows.filter_map(|row| Some((f64::from(row.level?.percent), figure(row))));
             let points = points.filter(|(_, value)| value.is_finite());
-            Line {
-                name: variant.name(),
-                colour: colour(variant),
-                points: points.collect(),
-            }
+            Line { name: variant.name(), colour: colour(variant), points: points.collect() }
         };
         let lines = Variant::value_variants().iter().copied().map(of);
         lines.filter(|line| !line.points.is_empty()).collect()
     };
     [
-        Panel {
-            title: "Cold pass, time relative to no limit",
-            lines: lines(Row::cold_slowdown),
-            scale: true,
-        },
-        Panel {
-            title: "Warm pass, time relative to no limit",
-            lines: lines(Row::warm_slowdown),
-            scale: true,
-        },
+        Panel { title: "Cold pass, time relative to no limit", lines: lines(Row::cold_slowdown), scale: true },
+        Panel { title: "Warm pass, time relative to no limit", lines: lines(Row::warm_slowdown), scale: true },
         published(),
     ]
 }
@@ -439,16 +392,8 @@ fn published() -> Panel {
     Panel {
         title: "Published (Intel IT, 2016), drawn from its description, no scale",
         lines: vec![
-            Line {
-                name: "swap to SAN",
-                colour: "#c33",
-                points: vec![(100.0, 1.0), (125.0, 1.25), (150.0, ssd * 2.3)],
-            },
-            Line {
-                name: "swap to SSD",
-                colour: "#393",
-                points: vec![(100.0, 1.0), (125.0, 1.05), (150.0, ssd)],
-            },
+            Line { name: "swap to SAN", colour: "#c33", points: vec![(100.0, 1.0), (125.0, 1.25), (150.0, ssd * 2.3)] },
+            Line { name: "swap to SSD", colour: "#393", points: vec![(100.0, 1.0), (125.0, 1.05), (150.0, ssd)] },
         ],
         scale: false,
     }

@@ -20,12 +20,7 @@ pub(super) fn measure(workload: &mut Workload, pager: &dyn Pager, peak: u64) -> 
         pager.limit(limit)?;
         workload.pass(pager)?;
         let pass = workload.pass(pager)?;
-        eprintln!(
-            "working set: {} MiB: {:.2} s, {} MiB read",
-            limit >> 20,
-            pass.seconds,
-            pass.done.read >> 20
-        );
+        eprintln!("working set: {} MiB: {:.2} s, {} MiB read", limit >> 20, pass.seconds, pass.done.read >> 20);
         match pass.done.read <= peak / READ {
             true => enough = parts,
             false => too_small = parts,

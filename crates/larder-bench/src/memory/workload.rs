@@ -57,13 +57,7 @@ impl Kit {
             generate.args(["-c", SCRIPT, "generate"]).arg(&tables);
             told(generate.arg(scale.to_string()))?;
         }
-        Ok(Self {
-            python,
-            preload,
-            tables,
-            threads,
-            ram: RAM * scale.max(1.0).ceil() as u64,
-        })
+        Ok(Self { python, preload, tables, threads, ram: RAM * scale.max(1.0).ceil() as u64 })
     }
 
     /// Returns the size of the memfd in bytes, more than the program ever uses.
@@ -121,13 +115,7 @@ pub(super) struct QueryPass {
 
 impl fmt::Display for QueryPass {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Done {
-            faults,
-            read,
-            written,
-            unpacked,
-            packed,
-        } = self.done;
+        let Done { faults, read, written, unpacked, packed } = self.done;
         write!(
             f,
             "{:.2} s, {faults} faults; MiB: {} used, {} at peak, {} read, {} written, {} decompressed, {} compressed",
@@ -175,18 +163,14 @@ impl Workload {
         });
         let done = pager.done()?.since(before);
         let answer = answer?;
-        let Ok(used) = used else {
-            bail!("sampling memory use failed: a thread panicked")
-        };
+        let Ok(used) = used else { bail!("sampling memory use failed: a thread panicked") };
         let used = used?;
         let queries = answer["queries"].as_array();
         let queries = queries.with_context(|| format!("no query times in the reply: {answer}"))?;
         let digest = answer["digest"].as_str();
         Ok(QueryPass {
             seconds: queries.iter().filter_map(Value::as_f64).sum(),
-            digest: digest
-                .with_context(|| format!("no digest in the reply: {answer}"))?
-                .to_owned(),
+            digest: digest.with_context(|| format!("no digest in the reply: {answer}"))?.to_owned(),
             done,
             used_mean: used.iter().sum::<u64>() / used.len().max(1) as u64,
             used_most: used.iter().copied().max().unwrap_or(0),
@@ -207,10 +191,7 @@ impl Workload {
     /// Returns the resident memory.
     pub(super) fn resident(&self) -> anyhow::Result<Resident> {
         let status = self.proc_path("status");
-        Ok(Resident {
-            all: named(&status, "VmRSS")? << 10,
-            inside: named(&status, "RssShmem")? << 10,
-        })
+        Ok(Resident { all: named(&status, "VmRSS")? << 10, inside: named(&status, "RssShmem")? << 10 })
     }
 
     /// Resets the record of accessed memory.

@@ -156,9 +156,7 @@ impl<'a> Guest<'a> {
         }
         self.moved_by.push(method.name());
         // Before the next move the guest must reach its former speed: an emulator translates its code anew.
-        self.vm
-            .wait_for_console("TICK", WARMUP_TICKS)
-            .with_context(|| self.history())?;
+        self.vm.wait_for_console("TICK", WARMUP_TICKS).with_context(|| self.history())?;
         Ok(result)
     }
 
@@ -166,9 +164,7 @@ impl<'a> Guest<'a> {
     pub(super) fn finish(mut self) -> anyhow::Result<()> {
         let checked = self.verify();
         self.consoles.push(self.vm.console());
-        checked
-            .and_then(|()| counted(&self.consoles).map(drop))
-            .with_context(|| self.history())
+        checked.and_then(|()| counted(&self.consoles).map(drop)).with_context(|| self.history())
     }
 
     /// Waits until the guest has checked all of its memory once more, which takes a slow one minutes.
@@ -181,11 +177,7 @@ impl<'a> Guest<'a> {
         let goal = rounds() + ROUNDS;
         while rounds() < goal {
             self.vm.wait_for_console("TICK", 1)?;
-            ensure!(
-                Instant::now() < deadline,
-                "the guest makes no progress at {} MB/s",
-                self.rate
-            );
+            ensure!(Instant::now() < deadline, "the guest makes no progress at {} MB/s", self.rate);
         }
         Ok(())
     }
@@ -227,9 +219,7 @@ fn last_event(vm: &mut Vm, name: &str) -> anyhow::Result<f64> {
     // Events arrive with answers.
     vm.ask("query-status", &json!({}))?;
     let events = vm.monitor().take_events();
-    let parsed = events
-        .iter()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let parsed = events.iter().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let event = parsed.rev().find(|event| event["event"] == name);
     let time = &event.with_context(|| format!("QEMU sent no event {name}"))?["timestamp"];
     let part = |unit: &str| time[unit].as_f64().context("an event without a timestamp");

@@ -79,10 +79,7 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn new(speed: Speed) -> anyhow::Result<Self> {
-        ensure!(
-            rustix::process::geteuid().is_root(),
-            "this needs root: creating network namespaces"
-        );
+        ensure!(rustix::process::geteuid().is_root(), "this needs root: creating network namespaces");
         let process = std::process::id();
         let name = |end: &str| format!("larder-bench-{process}-{end}");
         let namespaces = match speed {
@@ -106,9 +103,7 @@ impl Link {
 
     fn join(&self, mbit: u32) -> anyhow::Result<()> {
         let [a, b] = &self.namespaces;
-        run_command(&format!(
-            "ip link add {DEVICE_NAME} netns {a} type veth peer name {DEVICE_NAME} netns {b}"
-        ))?;
+        run_command(&format!("ip link add {DEVICE_NAME} netns {a} type veth peer name {DEVICE_NAME} netns {b}"))?;
         for side in [Side::A, Side::B] {
             let (namespace, address) = (self.namespace(side), self.address(side));
             run_command(&format!("ip -n {namespace} addr add {address}/24 dev {DEVICE_NAME}"))?;
@@ -148,9 +143,7 @@ impl Link {
         };
         let path = format!("/proc/{process}/net/dev");
         let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-        let line = text
-            .lines()
-            .find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
+        let line = text.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
         let counters: Vec<u64> = line
             .with_context(|| format!("{path} has no {device}"))?
             .split_whitespace()
@@ -168,10 +161,7 @@ impl Link {
 fn run_command(line: &str) -> anyhow::Result<()> {
     let mut arguments = line.split(' ');
     let program = arguments.next().unwrap_or_default();
-    let output = Command::new(program)
-        .args(arguments)
-        .output()
-        .with_context(|| format!("running {program}"))?;
+    let output = Command::new(program).args(arguments).output().with_context(|| format!("running {program}"))?;
     let stderr = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{line}: {}", stderr.trim());
     Ok(())

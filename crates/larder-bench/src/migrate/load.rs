@@ -40,10 +40,8 @@ impl Load {
             return Ok(());
         }
         let image = test_bed("guest.cpio.gz")?;
-        let listing = Command::new("sh")
-            .args(["-c", r#"gzip -dc -- "$1" | cpio -t --quiet"#, "sh"])
-            .arg(&image)
-            .output()?;
+        let listing =
+            Command::new("sh").args(["-c", r#"gzip -dc -- "$1" | cpio -t --quiet"#, "sh"]).arg(&image).output()?;
         let files = String::from_utf8_lossy(&listing.stdout);
         for program in MEMCACHED_PROGRAMS {
             ensure!(
@@ -74,13 +72,7 @@ impl Load {
 
 impl ValueEnum for Load {
     fn value_variants<'a>() -> &'a [Self] {
-        &[
-            Self::Constant,
-            Self::Sequence,
-            Self::Random,
-            Self::Mixed,
-            Self::Memcached,
-        ]
+        &[Self::Constant, Self::Sequence, Self::Random, Self::Mixed, Self::Memcached]
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
@@ -116,14 +108,9 @@ mod tests {
         );
         let machine = Machine::running(Release::Host, 512, &script)?;
         let guest = machine.boot()?;
-        let end = guest
-            .wait_for_console("ROUND 2", 1)
-            .expect_err("the load detects the lost values");
+        let end = guest.wait_for_console("ROUND 2", 1).expect_err("the load detects the lost values");
         let text = format!("{end:#}");
-        assert!(
-            text.contains("MISMATCH value") && text.contains("it is not there"),
-            "{text}"
-        );
+        assert!(text.contains("MISMATCH value") && text.contains("it is not there"), "{text}");
         Ok(())
     }
 }

@@ -19,13 +19,8 @@ pub(super) enum Method {
 }
 
 impl Method {
-    pub(super) const DEFAULT: [Self; 5] = [
-        Self::Qemu,
-        Self::Xbzrle,
-        Self::MultifdZlib,
-        Self::MultifdZstd,
-        Self::Larder,
-    ];
+    pub(super) const DEFAULT: [Self; 5] =
+        [Self::Qemu, Self::Xbzrle, Self::MultifdZlib, Self::MultifdZstd, Self::Larder];
 
     pub(super) fn name(self) -> &'static str {
         match self {
@@ -53,10 +48,8 @@ impl Method {
             ("multifd", multifd),
             ("pause-before-switchover", false),
         ];
-        let list: Vec<Value> = capabilities
-            .into_iter()
-            .map(|(name, on)| json!({"capability": name, "state": on}))
-            .collect();
+        let list: Vec<Value> =
+            capabilities.into_iter().map(|(name, on)| json!({"capability": name, "state": on})).collect();
         vm.ask("migrate-set-capabilities", &json!({"capabilities": list}))?;
         vm.ask(
             "migrate-set-parameters",
@@ -78,14 +71,7 @@ impl Method {
 
 impl ValueEnum for Method {
     fn value_variants<'a>() -> &'a [Self] {
-        &[
-            Self::Qemu,
-            Self::Xbzrle,
-            Self::Multifd,
-            Self::MultifdZlib,
-            Self::MultifdZstd,
-            Self::Larder,
-        ]
+        &[Self::Qemu, Self::Xbzrle, Self::Multifd, Self::MultifdZlib, Self::MultifdZstd, Self::Larder]
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {

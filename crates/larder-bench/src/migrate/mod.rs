@@ -92,11 +92,7 @@ pub(crate) struct Arguments {
 
 impl Arguments {
     fn release(&self) -> Release {
-        if self.debian13 {
-            Release::Debian13
-        } else {
-            Release::Host
-        }
+        if self.debian13 { Release::Debian13 } else { Release::Host }
     }
 
     /// Returns the longest downtime to accept, in milliseconds.
@@ -122,12 +118,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut failed_tables = 0;
     for &speed in &arguments.link {
         for &load in &arguments.loads {
-            let bench = Bench {
-                arguments,
-                larder: larder.clone(),
-                link: Link::new(speed)?,
-                load,
-            };
+            let bench = Bench { arguments, larder: larder.clone(), link: Link::new(speed)?, load };
             let mut rows = Vec::new();
             // After an error the measured rows are still printed, and the next table is made.
             if let Err(error) = search::measure(&bench, &mut rows) {
@@ -142,9 +133,6 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             }
         }
     }
-    ensure!(
-        failed_tables == 0,
-        "{failed_tables} tables are incomplete: the errors are printed above"
-    );
+    ensure!(failed_tables == 0, "{failed_tables} tables are incomplete: the errors are printed above");
     Ok(())
 }

@@ -117,11 +117,7 @@ fn by_qemu(uri: &str, source: &mut Vm, limit: Duration) -> anyhow::Result<Carrie
         ensure!(started.elapsed() < limit + LIMIT, "the migration remains {status}");
         std::thread::sleep(LOOK);
     };
-    Ok(Carried {
-        outcome,
-        info,
-        larder_cpu_s: [0.0; 2],
-    })
+    Ok(Carried { outcome, info, larder_cpu_s: [0.0; 2] })
 }
 
 fn move_by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, from: Side) -> anyhow::Result<Carried> {
@@ -150,16 +146,9 @@ fn move_by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, fr
         None if result["moved"].is_object() => Outcome::Moved,
         Some("here") if failed.contains(TIMED_OUT) => Outcome::DidNotEnd,
         Some("here") => Outcome::Failed(failed.to_owned()),
-        _ => bail!(
-            "unexpected output of larder:\n{output}\nat the destination:\n{}",
-            receiver.process.output()
-        ),
+        _ => bail!("unexpected output of larder:\n{output}\nat the destination:\n{}", receiver.process.output()),
     };
-    Ok(Carried {
-        outcome,
-        info,
-        larder_cpu_s: [source_s, destination_s],
-    })
+    Ok(Carried { outcome, info, larder_cpu_s: [source_s, destination_s] })
 }
 
 /// Waits for a process to exit. Returns its CPU seconds.

@@ -59,10 +59,7 @@ fn search_upward(
         let tried = try_all(rate, &left)?;
         unable.get_or_insert(tried.unable);
         if tried.alone < Row::SLOW * rate as f64 {
-            eprintln!(
-                "the guest reaches only {:.0} MB/s: higher rates are not tried",
-                tried.alone
-            );
+            eprintln!("the guest reaches only {:.0} MB/s: higher rates are not tried", tried.alone);
             break;
         }
         left = tried.able;
@@ -82,15 +79,9 @@ fn try_all(rate: u64, methods: &[Method], bench: &Bench<'_>, rows: &mut Vec<Row>
     let first = rows.len();
     let verdict = |row: &Row| verdict(row, bench.arguments.accept_ms());
     let rate_without_moves = measure_in_turns(rate, methods, TRIES, |row| verdict(row).is_some(), bench, rows)?;
-    let (able, unable) = rows[first..]
-        .iter()
-        .partition::<Vec<_>, _>(|row| verdict(row) == Some(true));
+    let (able, unable) = rows[first..].iter().partition::<Vec<_>, _>(|row| verdict(row) == Some(true));
     let methods = |rows: Vec<&Row>| rows.iter().map(|row| row.method).collect();
-    Ok(RateResult {
-        able: methods(able),
-        unable: methods(unable),
-        alone: rate_without_moves,
-    })
+    Ok(RateResult { able: methods(able), unable: methods(unable), alone: rate_without_moves })
 }
 
 /// Returns whether a guest can be moved in this way, once that is decided.
@@ -116,12 +107,7 @@ fn measure_in_turns(
     let mut guest = Guest::boot(bench, rate)?;
     let alone = guest.alone(Row::SLOW * rate as f64)?;
     let first = rows.len();
-    rows.extend(methods.iter().map(|&method| Row {
-        method,
-        rate,
-        alone,
-        moves: Vec::new(),
-    }));
+    rows.extend(methods.iter().map(|&method| Row { method, rate, alone, moves: Vec::new() }));
     for round in 0..times {
         for turn in 0..methods.len() {
             // Rotates the order, so that no method always comes first or after the same one.
@@ -155,11 +141,7 @@ mod tests {
         let methods: Vec<Method> = largest.iter().map(|&(method, _)| method).collect();
         search(from, 1000, &methods, |rate, methods| {
             tried.push((rate, methods.to_vec()));
-            let can = |method: &Method| {
-                largest
-                    .iter()
-                    .any(|&(other, rate_max)| other == *method && rate <= rate_max)
-            };
+            let can = |method: &Method| largest.iter().any(|&(other, rate_max)| other == *method && rate <= rate_max);
             let (able, unable) = methods.iter().partition(|method| can(method));
             Ok(RateResult { able, unable, alone })
         })

@@ -90,9 +90,7 @@ impl Move {
 
     /// Describes the move in one line.
     pub(super) fn line(&self) -> String {
-        let downtime = self
-            .downtime_ms
-            .map_or(String::new(), |ms| format!(", downtime {ms:.0} ms"));
+        let downtime = self.downtime_ms.map_or(String::new(), |ms| format!(", downtime {ms:.0} ms"));
         format!(
             "{} in {:.2} s{downtime}; {} rounds, {:.1} MB sent",
             self.outcome(),
@@ -216,10 +214,7 @@ pub(super) fn show(bench: &Bench<'_>, rows: &[Row]) {
 
 /// Prints the result of the search.
 fn largest(bench: &Bench<'_>, rows: &[Row]) {
-    println!(
-        "\nA move succeeds if the downtime is at most {:.0} ms.",
-        bench.arguments.accept_ms()
-    );
+    println!("\nA move succeeds if the downtime is at most {:.0} ms.", bench.arguments.accept_ms());
     println!(
         "\n| method | largest rate set at which moves succeed, MB/s | rate during moves | highest rate during moves at any rate set | next rate |\n|---|---|---|---|---|"
     );

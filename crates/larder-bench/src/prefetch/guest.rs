@@ -59,15 +59,8 @@ job 'grep -r' sh -c "grep -r larder-is-not-here $tree || true"
 const BOOT: &str = "boot";
 
 /// The jobs, in their order.
-const JOBS: [&str; 7] = [
-    "dd bs=4k",
-    "dd bs=64k",
-    "dd bs=1M",
-    "dd bs=4k iflag=direct",
-    "dd bs=64k iflag=direct",
-    "tar",
-    "grep -r",
-];
+const JOBS: [&str; 7] =
+    ["dd bs=4k", "dd bs=64k", "dd bs=1M", "dd bs=4k iflag=direct", "dd bs=64k iflag=direct", "tar", "grep -r"];
 
 /// A configuration of read-ahead.
 #[derive(Clone, Copy)]
@@ -77,17 +70,9 @@ struct Contender {
     options: &'static str,
 }
 
-const OFF: Contender = Contender {
-    name: "off",
-    prefetch: Prefetch::Off,
-    options: "",
-};
+const OFF: Contender = Contender { name: "off", prefetch: Prefetch::Off, options: "" };
 
-const READ_AHEAD_ON: Contender = Contender {
-    name: "on",
-    prefetch: Prefetch::Default,
-    options: "",
-};
+const READ_AHEAD_ON: Contender = Contender { name: "on", prefetch: Prefetch::Default, options: "" };
 
 const SETUPS: [Contender; 3] = [
     OFF,
@@ -171,10 +156,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let rounds = arguments.rounds(1);
     for (store, what) in [
         (Store::Disk, "a new qcow2 overlay on this machine's disk"),
-        (
-            Store::Remote,
-            "an NBD server (nbdkit) with 1 ms of additional read latency",
-        ),
+        (Store::Remote, "an NBD server (nbdkit) with 1 ms of additional read latency"),
     ] {
         let mut grid = vec![vec![Vec::new(); JOBS.len() + 1]; SETUPS.len()];
         for _ in 0..rounds {
@@ -192,11 +174,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 /// Creates a raw image of a Debian system with a file of random data, on the disk and not in the page cache.
 fn system(scratch: &Place) -> anyhow::Result<PathBuf> {
     let (system, data) = (scratch.unused("system"), scratch.raw_image(DATA_BYTES)?);
-    succeed(
-        Command::new("cp")
-            .arg("--sparse=always")
-            .args([&test_bed("debian12.ext4")?, &system]),
-    )?;
+    succeed(Command::new("cp").arg("--sparse=always").args([&test_bed("debian12.ext4")?, &system]))?;
     let write = format!("write {} data", text(&data)?);
     succeed(Command::new("debugfs").args(["-w", "-R", &write]).arg(&system))?;
     std::fs::remove_file(data)?;
@@ -270,17 +248,7 @@ impl Running {
         let line = self.guest.process.wait_for(&format!("LARDER-JOB {name}: "), LIMIT)?;
         let numbers = line.rsplit(": ").next().unwrap_or_default().split_whitespace();
         let numbers: Vec<f64> = numbers.map(str::parse).collect::<Result<_, _>>()?;
-        let [
-            seconds,
-            requests,
-            sectors,
-            ms,
-            seconds_end,
-            requests_end,
-            sectors_end,
-            ms_end,
-        ] = numbers[..]
-        else {
+        let [seconds, requests, sectors, ms, seconds_end, requests_end, sectors_end, ms_end] = numbers[..] else {
             anyhow::bail!("the guest printed '{line}', which is not seconds, reads, sectors and ms, twice");
         };
         let after = self.counts()?;
@@ -289,9 +257,7 @@ impl Running {
             requests: requests_end - requests,
             bytes: (sectors_end - sectors) * 512.0,
             ms: ms_end - ms,
-            counts: after
-                .zip(before)
-                .map(|(after, before)| after.with(&before, |after, before| after - before)),
+            counts: after.zip(before).map(|(after, before)| after.with(&before, |after, before| after - before)),
         })
     }
 
@@ -326,10 +292,7 @@ impl Figures {
             requests: self.requests + other.requests,
             bytes: self.bytes + other.bytes,
             ms: self.ms + other.ms,
-            counts: self
-                .counts
-                .zip(other.counts)
-                .map(|(one, other)| one.with(&other, |one, other| one + other)),
+            counts: self.counts.zip(other.counts).map(|(one, other)| one.with(&other, |one, other| one + other)),
         }
     }
 }
@@ -362,18 +325,11 @@ fn print_row(job: &str, contender: &str, all: &[Figures], off: &[Figures]) {
         true => String::new(),
         false => ratio(&of(off, value), &of(all, value)),
     };
-    print!(
-        " {} | {:.0} | {} |",
-        gain(|one| one.seconds),
-        median(&ms),
-        gain(|one| one.ms)
-    );
+    print!(" {} | {:.0} | {} |", gain(|one| one.seconds), median(&ms), gain(|one| one.ms));
     let kib = of(all, |one| one.bytes / one.requests / 1024.0);
     print!(" {:.0} |", median(&kib));
     let share = |value: fn(&Counts, &Figures) -> f64| {
-        let shares = all
-            .iter()
-            .filter_map(|one| Some(100.0 * value(one.counts.as_ref()?, one)));
+        let shares = all.iter().filter_map(|one| Some(100.0 * value(one.counts.as_ref()?, one)));
         let shares: Vec<f64> = shares.collect();
         match shares.is_empty() {
             true => String::new(),

@@ -81,12 +81,7 @@ const REQUESTS: [Requests; 8] = [
 
 impl Requests {
     const fn new(name: &'static str, write: bool, order: Order, depth: usize) -> Self {
-        Self {
-            name,
-            write,
-            order,
-            depth,
-        }
+        Self { name, write, order, depth }
     }
 
     /// Returns the offsets of `count` requests, after those that fill the cache.
@@ -145,10 +140,8 @@ impl Costs {
         for (function, cost) in &self.0 {
             *functions.entry(&function.name).or_default() += cost;
         }
-        let mut shown: Vec<(&str, f64)> = functions
-            .into_iter()
-            .filter(|(_, cost)| cost.abs() >= SHOWN_DIFFERENCE_MIN)
-            .collect();
+        let mut shown: Vec<(&str, f64)> =
+            functions.into_iter().filter(|(_, cost)| cost.abs() >= SHOWN_DIFFERENCE_MIN).collect();
         shown.sort_by(|one, other| other.1.total_cmp(&one.1));
         for (function, cost) in &shown {
             println!("| `{function}` | {cost:+.0} |");
@@ -215,10 +208,7 @@ fn function_and_cost(line: &str) -> Option<(ProfiledFunction, f64)> {
     let (source, name) = scratch.split_once(':')?;
     // An apostrophe marks a recursive call.
     let name = name.split('\'').next().unwrap_or(name);
-    let function = ProfiledFunction {
-        source: source.to_owned(),
-        name: name.to_owned(),
-    };
+    let function = ProfiledFunction { source: source.to_owned(), name: name.to_owned() };
     Some((function, cost))
 }
 
@@ -247,10 +237,7 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
     println!(
         "User-space instructions of the server per request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests\n"
     );
-    println!(
-        "| | {} | this program | ratio |\n| --- | --- | --- | --- |",
-        other.display()
-    );
+    println!("| | {} | this program | ratio |\n| --- | --- | --- | --- |", other.display());
     let mut differences = Vec::new();
     let mut failures = Vec::new();
     for (format, image) in images {
@@ -263,13 +250,7 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
                     continue;
                 }
                 let of = |program: &Path| {
-                    let served = Served {
-                        program,
-                        image,
-                        format,
-                        prefetch: "off",
-                        is_cached,
-                    };
+                    let served = Served { program, image, format, prefetch: "off", is_cached };
                     served.of_each(place, requests, count)
                 };
                 let rounds = (0..arguments.rounds(1)).map(|_| Ok((of(other)?, of(&own)?)));
@@ -306,10 +287,7 @@ fn compare(arguments: &Arguments, place: &Place, images: &[(&str, PathBuf)], oth
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let scratch = arguments.place()?;
-    let images = [
-        ("raw", scratch.raw_image(IMAGE_BYTES)?),
-        ("qcow2", scratch.qcow2_image(IMAGE_BYTES)?),
-    ];
+    let images = [("raw", scratch.raw_image(IMAGE_BYTES)?), ("qcow2", scratch.qcow2_image(IMAGE_BYTES)?)];
     if let Some(other) = &arguments.against {
         return compare(arguments, &scratch, &images, other);
     }
@@ -321,13 +299,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             let mut last = Costs::default();
             for _ in 0..arguments.rounds(1) {
                 let of_each = |prefetch| {
-                    let served = Served {
-                        program: &program,
-                        image,
-                        format,
-                        prefetch,
-                        is_cached: false,
-                    };
+                    let served = Served { program: &program, image, format, prefetch, is_cached: false };
                     served.of_each(&scratch, requests, count)
                 };
                 let (without, with) = (of_each("off")?, of_each("4MiB")?);
@@ -366,12 +338,7 @@ fn counted(place: &Place, served: &Served<'_>, requests: &Requests, count: u64) 
     let mut server = Process::start(command)?;
     server.wait_for("serving", LIMIT)?;
     let mut client = Client::connect_with(&socket, true, CLIENT_MEMORY_BYTES)?;
-    let workload = Workload {
-        write: requests.write,
-        block: BLOCK,
-        depth: requests.depth,
-        duration: Duration::ZERO,
-    };
+    let workload = Workload { write: requests.write, block: BLOCK, depth: requests.depth, duration: Duration::ZERO };
     client.run_at(&workload, &requests.offsets(count))?;
     drop(client);
     server.signal(libc::SIGTERM);

@@ -17,20 +17,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let memory = Place::new("/dev/shm".as_ref())?;
     let image_in_memory = memory.raw_image(DISK_BYTES)?;
     let servers = RowServers::of(text(&image)?, text(&image_in_memory)?, "--read-only");
-    let long = Job {
-        random: false,
-        block: LONG_READ_BYTES,
-        depth: 16,
-        jobs: 1,
-        seconds,
-        size: DISK_BYTES,
-    };
-    let short = Job {
-        block: BLOCK,
-        depth: 64,
-        random: true,
-        ..long
-    };
+    let long = Job { random: false, block: LONG_READ_BYTES, depth: 16, jobs: 1, seconds, size: DISK_BYTES };
+    let short = Job { block: BLOCK, depth: 64, random: true, ..long };
     let (mut sequential_bandwidths, mut random_iops) = (Vec::new(), Vec::new());
     let mut rows = rows::all(None);
     for _ in 0..arguments.rounds(3) {

@@ -51,10 +51,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let scratch = arguments.place()?;
     let image = scratch.raw_image(IMAGE_BYTES)?;
     let remote = SlowStore::start(&scratch, IMAGE_BYTES, LATENCY)?;
-    for (image, what) in [
-        (text(&image)?, "this machine's disk"),
-        (remote.uri(), "an NBD server with 1 ms of latency"),
-    ] {
+    for (image, what) in [(text(&image)?, "this machine's disk"), (remote.uri(), "an NBD server with 1 ms of latency")]
+    {
         let mut grid = vec![vec![Series::default(); LARGEST.len() + 1]; READS.len()];
         for _ in 0..arguments.rounds(3) {
             for (reads, row) in READS.iter().zip(&mut grid) {
@@ -84,20 +82,9 @@ fn measure(
         None => (Prefetch::Off, String::new()),
         Some(len) => (Prefetch::Default, format!("--prefetch-largest-read {len}")),
     };
-    let serve = Serve {
-        image,
-        format: "raw",
-        prefetch,
-        export: Export::VhostUser,
-        options: &options,
-    };
+    let serve = Serve { image, format: "raw", prefetch, export: Export::VhostUser, options: &options };
     let larder = serve.start(scratch)?;
-    let workload = Workload {
-        write: false,
-        block: reads.block,
-        depth: reads.depth,
-        duration: Duration::ZERO,
-    };
+    let workload = Workload { write: false, block: reads.block, depth: reads.depth, duration: Duration::ZERO };
     let mut client = Client::connect_with(larder.socket(), false, reads.block * reads.depth)?;
     let before = larder.server().cpu_time()?;
     let outcome = client.run_at(&workload, &reads.offsets(bytes))?;
@@ -109,11 +96,7 @@ fn measure(
 
 impl Reads {
     const fn new(random: bool, kib: usize, depth: usize) -> Self {
-        Self {
-            random,
-            block: kib << 10,
-            depth,
-        }
+        Self { random, block: kib << 10, depth }
     }
 
     fn offsets(&self, bytes: u64) -> Vec<u64> {

@@ -19,22 +19,11 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let place = arguments.place()?;
     let image = place.raw_image(DISK_BYTES)?;
-    let job = Job {
-        random: false,
-        block: BLOCK,
-        depth: 32,
-        jobs: 16,
-        seconds: arguments.seconds(3.0),
-        size: DISK_BYTES,
-    };
+    let job =
+        Job { random: false, block: BLOCK, depth: 32, jobs: 16, seconds: arguments.seconds(3.0), size: DISK_BYTES };
     let serve = |prefetch| -> anyhow::Result<Larder> {
-        let serve = Serve {
-            image: text(&image)?,
-            format: "raw",
-            prefetch,
-            export: Export::Nbd,
-            options: "--read-only",
-        };
+        let serve =
+            Serve { image: text(&image)?, format: "raw", prefetch, export: Export::Nbd, options: "--read-only" };
         serve.start(&place)
     };
     let mut without = Vec::new();
@@ -59,11 +48,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     println!("|{}", " --- |".repeat(5));
     println!("| off | {:.0} ({}) | | | |", median(&without), spread(&without, 0));
     for ((option, with), reported) in PREFETCH_MIB.iter().zip(&with).zip(&reported) {
-        let increase: Vec<f64> = with
-            .iter()
-            .zip(&without)
-            .map(|(with, without)| with - without)
-            .collect();
+        let increase: Vec<f64> = with.iter().zip(&without).map(|(with, without)| with - without).collect();
         println!(
             "| {option} MiB | {:.0} ({}) | {:.0} ({}) | {:.2} | {:.0} |",
             median(with),

@@ -48,54 +48,21 @@ struct Pattern {
 }
 
 const PATTERNS: [Pattern; 15] = [
-    Pattern {
-        name: "forward",
-        reads: |disk| blocks((0..disk / BLOCK).cycle()),
-    },
-    Pattern {
-        name: "forward, 64 KiB",
-        reads: |disk| strided(disk, 64 * KIB, 64 * KIB),
-    },
+    Pattern { name: "forward", reads: |disk| blocks((0..disk / BLOCK).cycle()) },
+    Pattern { name: "forward, 64 KiB", reads: |disk| strided(disk, 64 * KIB, 64 * KIB) },
     Pattern {
         name: "forward, 64 KiB from sector 63 on",
         reads: |disk| Box::new(strided(disk, 64 * KIB, 64 * KIB).map(|(start, len)| (start + 63 * SECTOR, len))),
     },
-    Pattern {
-        name: "backward",
-        reads: |disk| blocks((0..disk / BLOCK).rev().cycle()),
-    },
-    Pattern {
-        name: "4 of 64 KiB",
-        reads: |disk| strided(disk, 4 * KIB, 64 * KIB),
-    },
-    Pattern {
-        name: "12 of 20 KiB",
-        reads: |disk| strided(disk, 12 * KIB, 20 * KIB),
-    },
-    Pattern {
-        name: "16 KiB of 1 MiB",
-        reads: |disk| strided(disk, 16 * KIB, 1024 * KIB),
-    },
-    Pattern {
-        name: "64 interleaved",
-        reads: interleaved,
-    },
-    Pattern {
-        name: "forward, 10 % random",
-        reads: mixed,
-    },
-    Pattern {
-        name: "forward, 5 % skipped",
-        reads: |disk| forward_with_gaps(disk, 20, 1),
-    },
-    Pattern {
-        name: "forward, 20 % skipped",
-        reads: |disk| forward_with_gaps(disk, 10, 4),
-    },
-    Pattern {
-        name: "forward, reordered by up to 7",
-        reads: reordered,
-    },
+    Pattern { name: "backward", reads: |disk| blocks((0..disk / BLOCK).rev().cycle()) },
+    Pattern { name: "4 of 64 KiB", reads: |disk| strided(disk, 4 * KIB, 64 * KIB) },
+    Pattern { name: "12 of 20 KiB", reads: |disk| strided(disk, 12 * KIB, 20 * KIB) },
+    Pattern { name: "16 KiB of 1 MiB", reads: |disk| strided(disk, 16 * KIB, 1024 * KIB) },
+    Pattern { name: "64 interleaved", reads: interleaved },
+    Pattern { name: "forward, 10 % random", reads: mixed },
+    Pattern { name: "forward, 5 % skipped", reads: |disk| forward_with_gaps(disk, 20, 1) },
+    Pattern { name: "forward, 20 % skipped", reads: |disk| forward_with_gaps(disk, 10, 4) },
+    Pattern { name: "forward, reordered by up to 7", reads: reordered },
     Pattern {
         name: "random",
         reads: |disk| {
@@ -103,10 +70,7 @@ const PATTERNS: [Pattern; 15] = [
             blocks(std::iter::repeat_with(move || random.below(disk / BLOCK)))
         },
     },
-    Pattern {
-        name: "random runs of 16 to 64 KiB",
-        reads: |disk| runs(disk, |random| 4 + random.below(13)),
-    },
+    Pattern { name: "random runs of 16 to 64 KiB", reads: |disk| runs(disk, |random| 4 + random.below(13)) },
     Pattern {
         name: "random runs of 4 KiB to 8 MiB",
         reads: |disk| {
@@ -190,30 +154,18 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let scratch = arguments.place()?;
     let image = scratch.qcow2_image(DISK_BYTES)?;
     println!("A qcow2 image of 1 GiB on the disk, direct I/O\n");
-    let local = Disk {
-        image: text(&image)?,
-        format: "qcow2",
-        read_only: true,
-        client_spins: true,
-    };
+    let local = Disk { image: text(&image)?, format: "qcow2", read_only: true, client_spins: true };
     measure_patterns(arguments, &scratch, local)?;
     let store = SlowStore::start(&scratch, DISK_BYTES, DELAY)?;
     println!("\nA raw image of 1 GiB behind NBD, {DELAY:?} of latency per request\n");
-    let remote = Disk {
-        image: store.uri(),
-        format: "raw",
-        read_only: true,
-        client_spins: false,
-    };
+    let remote = Disk { image: store.uri(), format: "raw", read_only: true, client_spins: false };
     measure_patterns(arguments, &scratch, remote)
 }
 
 fn measure_patterns(arguments: &Arguments, scratch: &Place, disk: Disk<'_>) -> anyhow::Result<()> {
     let seconds = Duration::from_secs_f64(arguments.seconds(SECONDS_DEFAULT));
-    let cases: Vec<(&Pattern, usize)> = PATTERNS
-        .iter()
-        .flat_map(|pattern| DEPTHS.map(|depth| (pattern, depth)))
-        .collect();
+    let cases: Vec<(&Pattern, usize)> =
+        PATTERNS.iter().flat_map(|pattern| DEPTHS.map(|depth| (pattern, depth))).collect();
     let mut rows: Vec<Figures> = cases.iter().map(|_| Figures::default()).collect();
     for round in 0..arguments.rounds(ROUNDS) {
         for ((pattern, depth), figures) in cases.iter().zip(&mut rows) {
@@ -222,12 +174,7 @@ fn measure_patterns(arguments: &Arguments, scratch: &Place, disk: Disk<'_>) -> a
                 let in_time = |_: &_| started.get_or_insert_with(Instant::now).elapsed() < seconds;
                 let reads = (pattern.reads)(DISK_BYTES).take_while(in_time);
                 let load = Load {
-                    requests: reads.map(|(start, len)| Request {
-                        write: false,
-                        start,
-                        len: len as usize,
-                        due: None,
-                    }),
+                    requests: reads.map(|(start, len)| Request { write: false, start, len: len as usize, due: None }),
                     depth: *depth,
                     largest: LARGEST as usize,
                 };

@@ -38,11 +38,7 @@ impl Place {
             .stdin(Stdio::piped())
             .spawn()
             .context("starting sh")?;
-        Ok(Self {
-            path: directory.keep(),
-            remover,
-            names: AtomicU32::new(0),
-        })
+        Ok(Self { path: directory.keep(), remover, names: AtomicU32::new(0) })
     }
 
     /// Returns the directory's path.
@@ -66,11 +62,7 @@ impl Place {
     /// Creates a qcow2 image like [`Self::raw_image`], with its clusters in the order of the disk.
     pub(crate) fn qcow2_image(&self, size: u64) -> anyhow::Result<PathBuf> {
         let path = self.unused("qcow2");
-        let layout = Layout {
-            size,
-            cluster_bits: CLUSTER_BITS,
-            order: Order::Contiguous,
-        };
+        let layout = Layout { size, cluster_bits: CLUSTER_BITS, order: Order::Contiguous };
         layout.write(&path)?;
         fill(&path, layout.data_offset(), size)?;
         Ok(path)
@@ -90,12 +82,7 @@ fn fill(path: &Path, start: u64, size: u64) -> anyhow::Result<()> {
     if !size.is_multiple_of(WRITE_BYTES as u64) {
         bail!("the size of an image, {size} bytes, is not a multiple of 1 MiB");
     }
-    let mut file = File::options()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(path)
-        .with_context(context)?;
+    let mut file = File::options().create(true).truncate(false).write(true).open(path).with_context(context)?;
     file.seek(SeekFrom::Start(start))?;
     let mut out = BufWriter::with_capacity(WRITE_BYTES, &file);
     let mut state = 0x9e37_79b9_7f4a_7c15u64;

@@ -31,12 +31,8 @@ enum Reader {
     Larder(Prefetch),
 }
 
-const READERS: [Reader; 4] = [
-    Reader::Threads,
-    Reader::Native,
-    Reader::Larder(Prefetch::Off),
-    Reader::Larder(Prefetch::Default),
-];
+const READERS: [Reader; 4] =
+    [Reader::Threads, Reader::Native, Reader::Larder(Prefetch::Off), Reader::Larder(Prefetch::Default)];
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let place = arguments.place()?;
@@ -92,10 +88,8 @@ fn bench(reader: Reader, image: &str, socket: Option<&Path>, count: u64, depth: 
     command.args(["qemu-img", "bench", "-s", "4096", "-S", "4096", "-t", "none"]);
     command.args(["-c", &count.to_string(), "-d", &depth.to_string()]);
     match (reader, socket) {
-        (_, Some(socket)) => command.args([
-            "--image-opts",
-            &format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", text(socket)?),
-        ]),
+        (_, Some(socket)) => command
+            .args(["--image-opts", &format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", text(socket)?)]),
         (Reader::Native, None) => command.args(["-n", "-f", "qcow2", image]),
         (_, None) => command.args(["-f", "qcow2", image]),
     };

@@ -70,13 +70,6 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Returns the bytes per second of long reads at a depth that hides the latency.
 fn long_reads(socket: &Path, seconds: f64) -> anyhow::Result<f64> {
-    let job = Job {
-        random: false,
-        block: 128 << 10,
-        depth: 64,
-        jobs: 1,
-        seconds,
-        size: DISK_BYTES,
-    };
+    let job = Job { random: false, block: 128 << 10, depth: 64, jobs: 1, seconds, size: DISK_BYTES };
     Ok(job.run_nbd(socket)?.bytes_per_second)
 }

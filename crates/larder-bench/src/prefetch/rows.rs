@@ -10,11 +10,8 @@ use crate::figures::{median, ratio};
 pub(super) const BLOCK: u64 = 4096;
 
 /// Reads in flight, and the published gains of sequential reads by 1, 4 and 16 jobs.
-const PUBLISHED_GAINS: [(u32, [f64; 3]); 3] = [
-    (1, [4.41, 3.31, 1.80]),
-    (4, [2.90, 1.79, 1.78]),
-    (32, [0.99, 1.22, 1.46]),
-];
+const PUBLISHED_GAINS: [(u32, [f64; 3]); 3] =
+    [(1, [4.41, 3.31, 1.80]), (4, [2.90, 1.79, 1.78]), (32, [0.99, 1.22, 1.46])];
 
 /// Target gain of random reads; the published ones are between 0.98 and 1.07.
 const RANDOM_GAIN_TARGET: f64 = 0.98;
@@ -77,14 +74,7 @@ impl Row {
 
     /// Returns the row's fio job on a disk of `size` bytes.
     pub(super) fn job(&self, size: u64, seconds: f64) -> Job {
-        Job {
-            random: self.random,
-            block: BLOCK,
-            depth: self.depth,
-            jobs: self.jobs,
-            seconds,
-            size,
-        }
+        Job { random: self.random, block: BLOCK, depth: self.depth, jobs: self.jobs, seconds, size }
     }
 
     /// Measures a round: without read-ahead, with it, and for sequential reads the bound.
@@ -117,24 +107,11 @@ pub(super) struct RowServers<'a> {
 impl<'a> RowServers<'a> {
     /// Configures servers for a raw image, and for another one in memory, which has the options `in_memory_options`.
     pub(super) fn of(image: &'a str, in_memory: &'a str, in_memory_options: &'a str) -> Self {
-        let off = Serve {
-            image,
-            format: "raw",
-            prefetch: Prefetch::Off,
-            export: Export::Nbd,
-            options: "--read-only",
-        };
+        let off = Serve { image, format: "raw", prefetch: Prefetch::Off, export: Export::Nbd, options: "--read-only" };
         Self {
             off,
-            on: Serve {
-                prefetch: Prefetch::Default,
-                ..off
-            },
-            bound: Serve {
-                image: in_memory,
-                options: in_memory_options,
-                ..off
-            },
+            on: Serve { prefetch: Prefetch::Default, ..off },
+            bound: Serve { image: in_memory, options: in_memory_options, ..off },
         }
     }
 }

@@ -69,11 +69,7 @@ impl Serve<'_> {
             text(&control)?,
         );
         let server = Server::start(&command, Path::new(self.image), &socket)?;
-        Ok(Larder {
-            server,
-            socket,
-            control,
-        })
+        Ok(Larder { server, socket, control })
     }
 }
 
@@ -96,10 +92,7 @@ impl Larder {
     /// If the server does not answer.
     pub(crate) fn status(&self) -> anyhow::Result<Value> {
         let mut status = Command::new(larder()?);
-        let output = status
-            .args(["status", "--output", "json"])
-            .arg(&self.control)
-            .output()?;
+        let output = status.args(["status", "--output", "json"]).arg(&self.control).output()?;
         if !output.status.success() {
             bail!("larder status: {}", String::from_utf8_lossy(&output.stderr));
         }

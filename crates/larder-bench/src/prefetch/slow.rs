@@ -91,10 +91,7 @@ fn serve(listener: UnixListener, stopped: &UnixStream, size: u64, delay: Duratio
         on: event_loop.clone(),
         changes: SizeChanges::default(),
     });
-    let options = NbdServerOptions {
-        requests_max: REQUESTS_MAX,
-        ..NbdServerOptions::default()
-    };
+    let options = NbdServerOptions { requests_max: REQUESTS_MAX, ..NbdServerOptions::default() };
     let server = NbdServer::new(&event_loop, device, options);
     server.listen(Listener::from_descriptor(&event_loop, listener.into())?);
     event_loop.block_on(async {

@@ -80,17 +80,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let untimed = |name, file: &str, unit| {
         let requests = excerpt(&requests(&directory.join(file), unit, 1.0)?, count);
-        anyhow::Ok(Trace {
-            name,
-            requests,
-            depths: DEPTHS.to_vec(),
-        })
+        anyhow::Ok(Trace { name, requests, depths: DEPTHS.to_vec() })
     };
-    let traces = [
-        timed,
-        untimed("P6", "arc-P6.lis.zst", SECTOR)?,
-        untimed("OLTP", "arc-OLTP.lis.zst", 4096)?,
-    ];
+    let traces = [timed, untimed("P6", "arc-P6.lis.zst", SECTOR)?, untimed("OLTP", "arc-OLTP.lis.zst", 4096)?];
     println!(
         "CloudPhysics: the window of {timed_count} requests with the most reads, with their timestamps, {} times as fast. \
          P6, OLTP: {count} reads in {EXCERPT_PIECES} pieces of the whole trace, as fast as they complete. \
@@ -114,31 +106,18 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Replays a trace at a depth, and prints the row.
 fn replay(arguments: &Arguments, scratch: &Place, trace: &Trace, depth: usize, delay: Duration) -> anyhow::Result<()> {
-    let end = trace
-        .requests
-        .iter()
-        .map(|request| request.start + request.len as u64)
-        .max();
+    let end = trace.requests.iter().map(|request| request.start + request.len as u64).max();
     let largest = trace.requests.iter().map(|request| request.len).max();
     let (Some(end), Some(largest)) = (end, largest) else {
         bail!("the trace {} has no requests", trace.name);
     };
     let store = SlowStore::start(scratch, end.next_multiple_of(1 << 20), delay)?;
-    let disk = Disk {
-        image: store.uri(),
-        format: "raw",
-        read_only: false,
-        client_spins: false,
-    };
+    let disk = Disk { image: store.uri(), format: "raw", read_only: false, client_spins: false };
     let mut figures = Figures::default();
     let mut reads = 0;
     for round in 0..arguments.rounds(ROUNDS) {
         for prefetch in contenders(round) {
-            let load = Load {
-                requests: trace.requests.iter().copied(),
-                depth,
-                largest,
-            };
+            let load = Load { requests: trace.requests.iter().copied(), depth, largest };
             let measured = measure(scratch, disk, prefetch, load)?;
             let mut latencies = measured.replayed.latencies;
             latencies.sort_unstable();
@@ -193,10 +172,7 @@ fn busiest_window(requests: &[Request], count: u64) -> Vec<Request> {
     let chosen = &requests[best..best + count];
     let first_due = chosen.first().and_then(|request| request.due);
     let since = |due: Duration| first_due.map_or(due, |first_due| due.saturating_sub(first_due));
-    let shifted = chosen.iter().map(|request| Request {
-        due: request.due.map(since),
-        ..*request
-    });
+    let shifted = chosen.iter().map(|request| Request { due: request.due.map(since), ..*request });
     shifted.collect()
 }
 
@@ -207,12 +183,8 @@ fn excerpt(requests: &[Request], count: u64) -> Vec<Request> {
         return requests.to_vec();
     }
     let len = count.div_ceil(EXCERPT_PIECES);
-    let pieces = (0..EXCERPT_PIECES).flat_map(|piece| {
-        requests
-            .iter()
-            .skip(piece * (requests.len() / EXCERPT_PIECES))
-            .take(len)
-    });
+    let pieces =
+        (0..EXCERPT_PIECES).flat_map(|piece| requests.iter().skip(piece * (requests.len() / EXCERPT_PIECES)).take(len));
     pieces.take(count).copied().collect()
 }
 
@@ -221,12 +193,7 @@ mod tests {
     use super::*;
 
     fn request(write: bool, start: u64, len: usize, due_us: u64) -> Request {
-        Request {
-            write,
-            start,
-            len,
-            due: Some(Duration::from_micros(due_us)),
-        }
+        Request { write, start, len, due: Some(Duration::from_micros(due_us)) }
     }
 
     #[test]

@@ -68,13 +68,7 @@ impl Layout {
             let end = l2 + tables + data;
             let needed = end.div_ceil(cluster_len / 2);
             if needed <= blocks {
-                return Parts {
-                    refcount_blocks,
-                    l1,
-                    l2,
-                    data: l2 + tables,
-                    end,
-                };
+                return Parts { refcount_blocks, l1, l2, data: l2 + tables, end };
             }
             blocks = needed;
         }
@@ -101,22 +95,14 @@ impl Layout {
         out.write_all(&vec![0; self.cluster_len() as usize - header.len()])?;
         let blocks = parts.l1 - parts.refcount_blocks;
         for block in 0..words(REFCOUNT_TABLE_CLUSTER, parts.refcount_blocks) {
-            let offset = if block < blocks {
-                at(parts.refcount_blocks + block)
-            } else {
-                0
-            };
+            let offset = if block < blocks { at(parts.refcount_blocks + block) } else { 0 };
             out.write_all(&offset.to_be_bytes())?;
         }
         for cluster in 0..clusters(parts.refcount_blocks, parts.l1) / 2 {
             out.write_all(&u16::from(cluster < parts.end).to_be_bytes())?;
         }
         for table in 0..words(parts.l1, parts.l2) {
-            let entry = if table < tables {
-                at(parts.l2 + table) | COPIED
-            } else {
-                0
-            };
+            let entry = if table < tables { at(parts.l2 + table) | COPIED } else { 0 };
             out.write_all(&entry.to_be_bytes())?;
         }
         let data = parts.end - parts.data;
@@ -126,14 +112,8 @@ impl Layout {
             Random::default().shuffle(&mut shuffled);
         }
         for cluster in 0..words(parts.l2, parts.data) {
-            let data_index = shuffled
-                .get(cluster as usize)
-                .map_or(cluster, |data_index| u64::from(*data_index));
-            let entry = if cluster < data {
-                at(parts.data + data_index) | COPIED
-            } else {
-                0
-            };
+            let data_index = shuffled.get(cluster as usize).map_or(cluster, |data_index| u64::from(*data_index));
+            let entry = if cluster < data { at(parts.data + data_index) | COPIED } else { 0 };
             out.write_all(&entry.to_be_bytes())?;
         }
         out.flush()?;
@@ -175,11 +155,7 @@ mod tests {
     fn qemu_check_finds_all_clusters_allocated() {
         for (order, fragmented) in [(Order::Contiguous, "0.00% fragmented"), (Order::Shuffled, "9")] {
             for (size, cluster_bits) in [(3 << 30, 16), (1 << 30, 18), (64 << 20, 12)] {
-                let layout = Layout {
-                    size,
-                    cluster_bits,
-                    order,
-                };
+                let layout = Layout { size, cluster_bits, order };
                 let directory = tempfile::tempdir().unwrap();
                 let path = directory.path().join("image.qcow2");
                 layout.write(&path).unwrap();

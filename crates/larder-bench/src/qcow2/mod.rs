@@ -133,11 +133,7 @@ fn allocated(arguments: &Arguments) -> anyhow::Result<()> {
         let folder = folder(arguments, "/dev/shm")?;
         let (raw, qcow2) = (folder.path().join("raw"), folder.path().join("qcow2"));
         fs::File::create(&raw)?.set_len(SMALL_DISK_BYTES)?;
-        let layout = Layout {
-            size: SMALL_DISK_BYTES,
-            cluster_bits: CLUSTER_BITS,
-            order,
-        };
+        let layout = Layout { size: SMALL_DISK_BYTES, cluster_bits: CLUSTER_BITS, order };
         layout.write(&qcow2)?;
         let contenders = [
             servers::larder_raw(&raw, Access::Buffered)?,
@@ -159,10 +155,8 @@ fn allocated(arguments: &Arguments) -> anyhow::Result<()> {
             }
         }
         let verb = |write| if write { "write" } else { "read" };
-        let names_of_workloads: Vec<String> = workloads
-            .iter()
-            .map(|workload| format!("{}, depth {}", verb(workload.write), workload.depth))
-            .collect();
+        let names_of_workloads: Vec<String> =
+            workloads.iter().map(|workload| format!("{}, depth {}", verb(workload.write), workload.depth)).collect();
         report::print(&names(&contenders), &names_of_workloads, &grid, &[0, 2]);
     }
     Ok(())
@@ -239,22 +233,16 @@ fn measure_allocating(arguments: &Arguments) -> anyhow::Result<()> {
                 create(&image, allocation.disk, allocation.has_backing.then_some(&backing))?;
                 let server = contender.start(&socket(&folder))?;
                 let mut client = Client::connect(&socket(&folder), true)?;
-                let workload = Workload {
-                    write: true,
-                    block: allocation.block,
-                    depth: *depth,
-                    duration: Duration::ZERO,
-                };
+                let workload =
+                    Workload { write: true, block: allocation.block, depth: *depth, duration: Duration::ZERO };
                 let before = server.cpu_time()?;
                 let outcome = client.run_at(&workload, &allocation.offsets)?;
                 row[column].push(outcome, server.cpu_time()?.0 - before.0);
             }
         }
     }
-    let workloads: Vec<String> = cases
-        .iter()
-        .map(|(allocation, depth)| format!("{}, depth {depth}", allocation.what))
-        .collect();
+    let workloads: Vec<String> =
+        cases.iter().map(|(allocation, depth)| format!("{}, depth {depth}", allocation.what)).collect();
     report::print(&names(&contenders), &workloads, &grid, &[1]);
     Ok(())
 }
@@ -378,11 +366,7 @@ fn measure_large_disk(arguments: &Arguments) -> anyhow::Result<()> {
         println!("4 KiB, random, all of 1 TiB, allocated clusters of 64 KiB without data, {order:?}, {access:?}\n");
         let (raw, qcow2) = (folder.path().join("raw"), folder.path().join("qcow2"));
         fs::File::create(&raw)?.set_len(TIB)?;
-        let layout = Layout {
-            size: TIB,
-            cluster_bits: CLUSTER_BITS,
-            order,
-        };
+        let layout = Layout { size: TIB, cluster_bits: CLUSTER_BITS, order };
         layout.write(&qcow2)?;
         let larder = |memory| servers::larder_qcow2(&qcow2, access, memory);
         let qemu = |bytes| servers::qemu(&qcow2, access, L2Cache::Of(bytes));
@@ -403,13 +387,7 @@ fn measure_large_disk(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Measures IBM's five cases: a cache of whole tables, too small in the first and the third.
 fn clusters(arguments: &Arguments) -> anyhow::Result<()> {
-    let cases = [
-        (100 * GIB, 256 * KIB),
-        (100 * GIB, 512 * KIB),
-        (TIB, 512 * KIB),
-        (TIB, MIB),
-        (TIB, 2 * MIB),
-    ];
+    let cases = [(100 * GIB, 256 * KIB), (100 * GIB, 512 * KIB), (TIB, 512 * KIB), (TIB, MIB), (TIB, 2 * MIB)];
     for (size, cluster_len) in cases {
         let folder = folder(arguments, "target")?;
         let access = Access::best_of(folder.path())?;
@@ -419,11 +397,7 @@ fn clusters(arguments: &Arguments) -> anyhow::Result<()> {
             cluster_len / KIB
         );
         let image = folder.path().join("qcow2");
-        let layout = Layout {
-            size,
-            cluster_bits: cluster_len.trailing_zeros(),
-            order: Order::Contiguous,
-        };
+        let layout = Layout { size, cluster_bits: cluster_len.trailing_zeros(), order: Order::Contiguous };
         layout.write(&image)?;
         let contenders = [
             servers::larder_qcow2(&image, access, None)?,
@@ -440,11 +414,7 @@ fn huge(arguments: &Arguments) -> anyhow::Result<()> {
     let access = Access::best_of(folder.path())?;
     println!("4 KiB, random, all of 16 TiB less 16 GiB, allocated clusters of 64 KiB without data, {access:?}\n");
     let image = folder.path().join("qcow2");
-    let layout = Layout {
-        size: HUGE_DISK_BYTES,
-        cluster_bits: CLUSTER_BITS,
-        order: Order::Contiguous,
-    };
+    let layout = Layout { size: HUGE_DISK_BYTES, cluster_bits: CLUSTER_BITS, order: Order::Contiguous };
     layout.write(&image)?;
     let contenders = [
         servers::larder_qcow2(&image, access, None)?,

@@ -61,9 +61,7 @@ impl L2Cache {
             bail!("larder disk tune: {}", String::from_utf8_lossy(&output.stderr));
         }
         let advice: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let bytes = advice["l2-cache-size"]
-            .as_u64()
-            .context("larder disk tune reports no l2-cache-size")?;
+        let bytes = advice["l2-cache-size"].as_u64().context("larder disk tune reports no l2-cache-size")?;
         Ok(Self::Advised { bytes })
     }
 
@@ -71,10 +69,9 @@ impl L2Cache {
         match self {
             Self::Default => String::new(),
             Self::Of(bytes) | Self::Advised { bytes } => format!(",l2-cache-size={bytes}"),
-            Self::Old { cluster_len } => format!(
-                ",l2-cache-size={},l2-cache-entry-size={cluster_len}",
-                (8 * cluster_len).max(1 << 20)
-            ),
+            Self::Old { cluster_len } => {
+                format!(",l2-cache-size={},l2-cache-entry-size={cluster_len}", (8 * cluster_len).max(1 << 20))
+            }
         }
     }
 }
@@ -92,10 +89,9 @@ pub(super) fn larder_raw(image: &Path, access: Access) -> anyhow::Result<Contend
 pub(super) fn larder_qcow2(image: &Path, access: Access, memory: Option<u64>) -> anyhow::Result<Contender> {
     let (name, options) = match memory {
         None => ("Larder".to_owned(), "--format qcow2".to_owned()),
-        Some(memory) => (
-            format!("Larder {}", size(memory)),
-            format!("--format qcow2 --metadata-memory {}MiB", memory >> 20),
-        ),
+        Some(memory) => {
+            (format!("Larder {}", size(memory)), format!("--format qcow2 --metadata-memory {}MiB", memory >> 20))
+        }
     };
     larder_with(name, image, access, &options)
 }
@@ -105,10 +101,7 @@ fn larder_with(name: String, image: &Path, access: Access, options: &str) -> any
     let larder = larder()?;
     Ok(Contender {
         name,
-        command: format!(
-            "{} disk serve {{image}} {options}{buffered} --socket {{socket}}",
-            larder.display()
-        ),
+        command: format!("{} disk serve {{image}} {options}{buffered} --socket {{socket}}", larder.display()),
         image: image.to_owned(),
     })
 }

@@ -37,22 +37,8 @@ const MIXES: [(&str, &[(MemoryContent, u64)]); 4] = [
             (MemoryContent::Random, 20),
         ],
     ),
-    (
-        "media",
-        &[
-            (MemoryContent::Random, 80),
-            (MemoryContent::Code, 10),
-            (MemoryContent::Heap, 10),
-        ],
-    ),
-    (
-        "counters",
-        &[
-            (MemoryContent::Counter, 60),
-            (MemoryContent::Sequence, 20),
-            (MemoryContent::Sparse, 20),
-        ],
-    ),
+    ("media", &[(MemoryContent::Random, 80), (MemoryContent::Code, 10), (MemoryContent::Heap, 10)]),
+    ("counters", &[(MemoryContent::Counter, 60), (MemoryContent::Sequence, 20), (MemoryContent::Sparse, 20)]),
 ];
 const STRETCH_BATCHES_MAX: u64 = 32;
 
@@ -62,10 +48,8 @@ pub(super) fn made(bytes: usize, seed: u64) -> impl Iterator<Item = Image> {
         name: kind.name().to_owned(),
         pages: non_uniform_pages(|seed_offset| kind.generate(bytes, seed + seed_offset), bytes),
     });
-    let mixes = MIXES.into_iter().map(move |(name, parts)| Image {
-        name: name.to_owned(),
-        pages: mixed(parts, bytes, seed),
-    });
+    let mixes =
+        MIXES.into_iter().map(move |(name, parts)| Image { name: name.to_owned(), pages: mixed(parts, bytes, seed) });
     kinds.chain(mixes)
 }
 
@@ -83,10 +67,7 @@ fn mixed(parts: &[(MemoryContent, u64)], bytes: usize, seed: u64) -> Vec<u8> {
         let len = (1 + random.below(STRETCH_BATCHES_MAX) as usize) * BATCH_BYTES;
         stretches += 1;
         if let Some((kind, _)) = part {
-            pages.extend(non_uniform_pages(
-                |more| kind.generate(len, seed + stretches + more),
-                len,
-            ));
+            pages.extend(non_uniform_pages(|more| kind.generate(len, seed + stretches + more), len));
         }
     }
     pages.truncate(bytes / BATCH_BYTES * BATCH_BYTES);

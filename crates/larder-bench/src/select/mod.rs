@@ -81,10 +81,7 @@ struct Sent {
 
 impl Sent {
     fn best(&self) -> (Option<Method>, f64) {
-        methods()
-            .zip(self.alone.iter().copied())
-            .max_by(|a, b| a.1.total_cmp(&b.1))
-            .unwrap_or((None, 0.0))
+        methods().zip(self.alone.iter().copied()).max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((None, 0.0))
     }
 }
 
@@ -106,15 +103,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     for image in &images {
         ensure!(!image.pages.is_empty(), "{} has only uniform pages", image.name);
         let batches = batches_of(image);
-        let guest = Guest {
-            batches: &batches,
-            len: (arguments.guest << 20) as usize / BATCH_BYTES,
-            supply: arguments.supply,
-        };
-        let sent = arguments
-            .link
-            .iter()
-            .map(|&link| guest.sent(link, arguments.lanes.into()));
+        let guest =
+            Guest { batches: &batches, len: (arguments.guest << 20) as usize / BATCH_BYTES, supply: arguments.supply };
+        let sent = arguments.link.iter().map(|&link| guest.sent(link, arguments.lanes.into()));
         let sent: Vec<Sent> = sent.collect();
         let cells = sent.iter().map(|sent| {
             let (method, best) = sent.best();
@@ -216,10 +207,7 @@ impl Guest<'_> {
             }
             memory / pipeline.seconds()
         });
-        Sent {
-            alone: alone.collect(),
-            chosen: memory / self.chosen(link, lanes),
-        }
+        Sent { alone: alone.collect(), chosen: memory / self.chosen(link, lanes) }
     }
 
     /// Sends the memory by the selector's choices. Returns the seconds.

@@ -42,12 +42,7 @@ impl ModeMix {
     /// All modes, equally likely.
     pub(super) const ANY: Self = Self {
         mostly: None,
-        any_of: &[
-            CacheMode::WriteThrough,
-            CacheMode::WriteAround,
-            CacheMode::PassThrough,
-            CacheMode::WriteBack,
-        ],
+        any_of: &[CacheMode::WriteThrough, CacheMode::WriteAround, CacheMode::PassThrough, CacheMode::WriteBack],
     };
 
     /// Returns a distribution in which this mode dominates. Write-back occurs only if it is this mode.
@@ -56,10 +51,7 @@ impl ModeMix {
             CacheMode::WriteBack => Self::ANY.any_of,
             _ => &[CacheMode::WriteThrough, CacheMode::WriteAround, CacheMode::PassThrough],
         };
-        Self {
-            mostly: Some(mode),
-            any_of,
-        }
+        Self { mostly: Some(mode), any_of }
     }
 
     fn draw(self, random: &mut SeededRng) -> CacheMode {
@@ -175,10 +167,7 @@ impl Place {
                 // The old cache must not be trusted later: the program records that the disk is used without it.
                 let (noted, whole_disk) = (Noted::new(&self.witness), ByteRange::new(0, u64::MAX >> 1));
                 noted.record_failed().await.expect("the failure log's disk never fails");
-                noted
-                    .record_superseded(whole_disk)
-                    .await
-                    .expect("the failure log's disk never fails");
+                noted.record_superseded(whole_disk).await.expect("the failure log's disk never fails");
                 held_switch.replace_layer(Rc::clone(&self.lower));
             }
         }
@@ -211,14 +200,9 @@ impl Stack for Cached {
 
     fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
         let mut disks = self.below.disks(random);
-        disks.push(Disk {
-            size: ByteLen::kib(random.pick(&[96, 100, 112, 128, 160, 256, 400])),
-            ..Disk::small(random)
-        });
-        disks.push(Disk {
-            size: ByteLen::new(NOTES * SECTOR),
-            ..Disk::small(random)
-        });
+        disks
+            .push(Disk { size: ByteLen::kib(random.pick(&[96, 100, 112, 128, 160, 256, 400])), ..Disk::small(random) });
+        disks.push(Disk { size: ByteLen::new(NOTES * SECTOR), ..Disk::small(random) });
         disks
     }
 
@@ -228,11 +212,7 @@ impl Stack for Cached {
             self.below.format(on, below).await?;
             let mut random = SeededRng::new(fast.seed());
             let options = CacheCreateOptions {
-                line_bits: if fast.geometry().size < ByteLen::kib(300) {
-                    12
-                } else {
-                    random.between(12, 14) as u32
-                },
+                line_bits: if fast.geometry().size < ByteLen::kib(300) { 12 } else { random.between(12, 14) as u32 },
                 mode: CacheMode::WriteThrough,
                 uuid: [7; 16],
                 disk: DiskId::default(),
@@ -256,10 +236,7 @@ impl Stack for Cached {
                 self.open_once(on, disks, random.fork()).await?.0.close().await?;
             }
             let (cache, cache_devices) = self.open_once(on, disks, random).await?;
-            let switch = Rc::new(LayerSwitch::new(
-                Rc::clone(&cache_devices.lower),
-                Rc::clone(&cache) as _,
-            ));
+            let switch = Rc::new(LayerSwitch::new(Rc::clone(&cache_devices.lower), Rc::clone(&cache) as _));
             let (weak, weak_switch) = (on.downgrade(), Rc::downgrade(&switch));
             let now = Rc::new(RefCell::new(cache));
             let (changes, is_replaced) = (Rc::new(Cell::new(0)), self.is_replaced);
@@ -291,10 +268,7 @@ impl Stack for Cached {
                     }
                 });
             });
-            Ok(Opened {
-                device: top,
-                poke: Some(change_settings),
-            })
+            Ok(Opened { device: top, poke: Some(change_settings) })
         })
     }
 
@@ -330,10 +304,7 @@ struct Noted {
 
 impl Noted {
     fn new(disk: &Rc<SimulatedDevice>) -> Self {
-        Self {
-            disk: Rc::clone(disk),
-            next: Cell::new(1),
-        }
+        Self { disk: Rc::clone(disk), next: Cell::new(1) }
     }
 
     async fn read(&self) -> Outcome<Option<FailureRecord>> {

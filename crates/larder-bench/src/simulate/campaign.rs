@@ -54,12 +54,7 @@ pub struct Finding {
 
 impl std::fmt::Display for Finding {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self {
-            stack,
-            seed,
-            broken,
-            log,
-        } = self;
+        let Self { stack, seed, broken, log } = self;
         write!(
             f,
             "{log}\nseed {seed} on {stack}: {broken}\n\
@@ -147,19 +142,8 @@ fn simulate_with_log(subject: Subject, seed: u64, is_logged: bool) -> (Result<Su
         let message = PANIC.take().or_else(|| panic.downcast_ref::<String>().cloned());
         Err(format!("panicked: {}", message.unwrap_or_default()))
     });
-    let log = if result.is_err() || is_logged {
-        run.log()
-    } else {
-        String::new()
-    };
-    let result = result.map_err(|broken| {
-        Box::new(Finding {
-            stack: subject.name(),
-            seed,
-            broken,
-            log: log.clone(),
-        })
-    });
+    let log = if result.is_err() || is_logged { run.log() } else { String::new() };
+    let result = result.map_err(|broken| Box::new(Finding { stack: subject.name(), seed, broken, log: log.clone() }));
     (result, log)
 }
 
@@ -185,9 +169,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     std::panic::set_hook(Box::new(|panic| PANIC.set(Some(panic.to_string()))));
     let begin = Instant::now();
     std::thread::scope(|scope| {
-        let jobs: Vec<_> = (0..arguments.jobs.unwrap_or(cores).max(1))
-            .map(|_| scope.spawn(|| campaign.work()))
-            .collect();
+        let jobs: Vec<_> =
+            (0..arguments.jobs.unwrap_or(cores).max(1)).map(|_| scope.spawn(|| campaign.work())).collect();
         campaign.show_progress(begin, || jobs.iter().all(|job| job.is_finished()));
     });
     drop(std::panic::take_hook());

@@ -190,10 +190,7 @@ impl Life {
         self.log(Event::Resized { to });
         let expected = Geometry { size: to, ..before };
         if device.geometry() != expected {
-            self.fail(format!(
-                "after a change of size the geometry is {:?}, not {expected:?}",
-                device.geometry()
-            ));
+            self.fail(format!("after a change of size the geometry is {:?}, not {expected:?}", device.geometry()));
         }
         if device.size_changes().generation() == generation_before {
             self.fail("a change of size was not reported to observers".to_owned());

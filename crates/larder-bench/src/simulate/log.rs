@@ -10,18 +10,10 @@ use larder_block::{ByteLen, ByteRange, Failure, LoopTime};
 #[allow(missing_docs)]
 pub(super) enum Request {
     Read(ByteRange),
-    Write {
-        range: ByteRange,
-        fua: bool,
-    },
+    Write { range: ByteRange, fua: bool },
     Flush,
     Discard(ByteRange),
-    Zero {
-        range: ByteRange,
-        unmap: bool,
-        fast: bool,
-        fua: bool,
-    },
+    Zero { range: ByteRange, unmap: bool, fast: bool, fua: bool },
     Extents(ByteRange),
     Grow(ByteLen),
 }
@@ -48,12 +40,7 @@ impl fmt::Display for Request {
             Self::Write { range, fua } => write!(f, "write {range}{}", durable_suffix(*fua)),
             Self::Flush => write!(f, "flush"),
             Self::Discard(range) => write!(f, "discard {range}"),
-            Self::Zero {
-                range,
-                unmap,
-                fast,
-                fua,
-            } => {
+            Self::Zero { range, unmap, fast, fua } => {
                 let unmap = if *unmap { ", may unmap" } else { "" };
                 let fast = if *fast { ", only if fast" } else { "" };
                 write!(f, "zero {range}{unmap}{fast}{}", durable_suffix(*fua))
@@ -98,13 +85,11 @@ impl fmt::Display for Event {
             Self::Failures { per_mille } => write!(f, "{per_mille} of 1000 requests to the disks fail"),
             Self::Room { room } => write!(f, "each disk has space for {room} more"),
             Self::Verified => write!(f, "the whole disk is read and verified"),
-            Self::Stopped {
-                how: DeviceStop::PowerLoss,
-            } => write!(f, "--- power lost"),
+            Self::Stopped { how: DeviceStop::PowerLoss } => write!(f, "--- power lost"),
             Self::Stopped { how: DeviceStop::Kill } => write!(f, "--- killed"),
-            Self::Stopped {
-                how: DeviceStop::KillAndClearMemory,
-            } => write!(f, "--- killed, and its state in the host's memory is lost"),
+            Self::Stopped { how: DeviceStop::KillAndClearMemory } => {
+                write!(f, "--- killed, and its state in the host's memory is lost")
+            }
         }
     }
 }
@@ -121,10 +106,7 @@ impl Log {
 
     /// Returns the number of requests started.
     pub(super) fn requests(&self) -> u64 {
-        let started = self
-            .0
-            .iter()
-            .filter(|(_, event)| matches!(event, Event::Started { .. }));
+        let started = self.0.iter().filter(|(_, event)| matches!(event, Event::Started { .. }));
         started.count() as u64
     }
 }

@@ -167,13 +167,8 @@ pub(super) struct Oracle {
 impl Oracle {
     /// Creates the model of a disk of `sectors` zeroed sectors.
     pub(super) fn new(sectors: u64) -> Self {
-        let mut oracle = Self {
-            sectors: Vec::new(),
-            now: Moment(1),
-            next_change: 1,
-            flushed: Moment(0),
-            reads: Vec::new(),
-        };
+        let mut oracle =
+            Self { sectors: Vec::new(), now: Moment(1), next_change: 1, flushed: Moment(0), reads: Vec::new() };
         oracle.grow(sectors);
         oracle
     }
@@ -229,10 +224,7 @@ impl Oracle {
         let now = self.tick();
         let purge = self.purge_limits();
         for (index, sector) in (sectors.first..).zip(&mut self.sectors[sectors.indices()]) {
-            let change_id = seen(index).map_err(|reason| Violation::Unreadable {
-                sector: index,
-                why: reason,
-            })?;
+            let change_id = seen(index).map_err(|reason| Violation::Unreadable { sector: index, why: reason })?;
             if !sector.see(change_id, start, now) {
                 return Err(Violation::Impossible {
                     sector: index,
@@ -371,11 +363,7 @@ impl Sector {
             .iter()
             .filter(|entry| matches(entry))
             .try_fold(now, |latest, entry| entry.end.map(|end| end.max(latest)));
-        let all_settled = self
-            .entries
-            .iter()
-            .filter(|entry| matches(entry))
-            .all(|entry| entry.settled);
+        let all_settled = self.entries.iter().filter(|entry| matches(entry)).all(|entry| entry.settled);
         for entry in &mut self.entries {
             if matches(entry) {
                 // An undefined content is fixed by the first read.
@@ -392,10 +380,7 @@ impl Sector {
 
     fn allowed(&self, start: Moment) -> Allowed {
         let mut effects = [None; 6];
-        let visible = self
-            .entries
-            .iter()
-            .filter(|entry| entry.gone.is_none_or(|gone| gone > start));
+        let visible = self.entries.iter().filter(|entry| entry.gone.is_none_or(|gone| gone > start));
         for (into, entry) in effects.iter_mut().zip(visible) {
             *into = Some(entry.effect);
         }
@@ -409,8 +394,7 @@ impl Sector {
         if how == DeviceStop::Kill {
             return;
         }
-        self.entries
-            .retain(|entry| !entry.lost && entry.replaced.is_none_or(|replaced| replaced > flushed));
+        self.entries.retain(|entry| !entry.lost && entry.replaced.is_none_or(|replaced| replaced > flushed));
         for entry in &mut self.entries {
             (entry.start, entry.end) = (now, Some(now));
             (entry.gone, entry.replaced) = (None, None);
@@ -432,10 +416,7 @@ impl Sector {
 
 /// Returns the sectors of a byte range, which must consist of whole sectors.
 pub(super) fn sectors(start: u64, len: u64) -> Sectors {
-    Sectors {
-        first: start / SECTOR,
-        count: len / SECTOR,
-    }
+    Sectors { first: start / SECTOR, count: len / SECTOR }
 }
 
 #[cfg(test)]
@@ -506,11 +487,7 @@ mod tests {
             write(&mut oracle, 2, Ending::Done);
             write(&mut oracle, 3, Ending::Done);
             oracle.stop(DeviceStop::PowerLoss);
-            assert_eq!(
-                reads(&mut oracle, survivor_stamp),
-                survivor_stamp > 0,
-                "{survivor_stamp}"
-            );
+            assert_eq!(reads(&mut oracle, survivor_stamp), survivor_stamp > 0, "{survivor_stamp}");
             if survivor_stamp > 0 {
                 oracle.stop(DeviceStop::PowerLoss);
                 for other in 0..4 {

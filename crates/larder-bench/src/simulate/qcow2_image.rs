@@ -78,18 +78,10 @@ impl ImageBytes {
     }
 
     fn trees(&self) -> Vec<MappingTree> {
-        let mut trees = vec![MappingTree {
-            l1: self.long(40),
-            entries: self.short(36),
-            is_active: true,
-        }];
+        let mut trees = vec![MappingTree { l1: self.long(40), entries: self.short(36), is_active: true }];
         if self.short(60) > 0 {
             let at = self.long(64);
-            trees.push(MappingTree {
-                l1: self.long(at),
-                entries: self.short(at + 8),
-                is_active: false,
-            });
+            trees.push(MappingTree { l1: self.long(at), entries: self.short(at + 8), is_active: false });
         }
         trees
     }
@@ -169,10 +161,7 @@ impl ImageBytes {
         for tree in self.trees() {
             let mut seen = HashMap::new();
             let mut add_reference = |offset: u64, what: String| match seen.insert(offset >> bits, what.clone()) {
-                Some(other) => Err(format!(
-                    "cluster {} is used both by {other} and by {what}",
-                    offset >> bits
-                )),
+                Some(other) => Err(format!("cluster {} is used both by {other} and by {what}", offset >> bits)),
                 None => Ok(()),
             };
             count(tree.l1, tree.entries * 8);
@@ -205,19 +194,11 @@ impl ImageBytes {
         for (cluster, references) in &counts {
             let refcount = self.refcount(*cluster);
             if refcount < *references {
-                return Err(format!(
-                    "cluster {cluster} has {references} references, but its refcount is {refcount}"
-                ));
+                return Err(format!("cluster {cluster} has {references} references, but its refcount is {refcount}"));
             }
         }
-        match used_once
-            .iter()
-            .find(|offset| counts.get(&(**offset >> bits)) != Some(&1))
-        {
-            Some(offset) => Err(format!(
-                "cluster {} has the COPIED flag, but more than one reference",
-                offset >> bits
-            )),
+        match used_once.iter().find(|offset| counts.get(&(**offset >> bits)) != Some(&1)) {
+            Some(offset) => Err(format!("cluster {} has the COPIED flag, but more than one reference", offset >> bits)),
             None => Ok(()),
         }
     }
@@ -279,11 +260,7 @@ impl ImageBytes {
                 self.raise(entry >> self.cluster_bits());
             }
         }
-        let copy = MappingTree {
-            l1,
-            is_active: false,
-            ..active
-        };
+        let copy = MappingTree { l1, is_active: false, ..active };
         let sum = self.checksum(copy);
         self.set_long(table, l1);
         // Number of entries of the L1 table, and the lengths of ID and name.

@@ -77,10 +77,7 @@ impl Qcow2Stack {
     ) -> Outcome<()> {
         let sectors = random.between(1, 512);
         self.create(file, size + ByteLen::new(sectors * 512), random).await?;
-        let options = OpenOptions {
-            load_ahead: false,
-            ..OpenOptions::default()
-        };
+        let options = OpenOptions { load_ahead: false, ..OpenOptions::default() };
         let image = Qcow2::open(on, Rc::clone(file), RelatedFiles::default(), options).await?;
         for _ in 0..random.between(1, 8) {
             let first = random.below(sectors);
@@ -122,10 +119,7 @@ impl Qcow2Stack {
                 metadata_memory: MetadataMemory::new(random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)])),
                 load_ahead: random.chance(300),
             };
-            let others = RelatedFiles {
-                backing: top.map(|backing| backing as _),
-                data_file: None,
-            };
+            let others = RelatedFiles { backing: top.map(|backing| backing as _), data_file: None };
             top = Some(Qcow2::open(on, Rc::clone(file), others, options).await?);
             if is_last && random.chance(800) {
                 // The journal's changes are in the image now.
@@ -155,8 +149,7 @@ async fn handle_lost_journal(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], 
         let other_boot_session = header::autoclear(&sector) ^ 1 << 63;
         header::set_autoclear(&mut sector, other_boot_session);
         file.flush().await?;
-        file.write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
-            .await?;
+        file.write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE).await?;
         file.flush().await?;
     }
     if random.chance(300) {
@@ -183,11 +176,9 @@ async fn take_snapshot(file: &Rc<dyn BlockDevice>) -> Outcome<()> {
     file.grow(ByteLen::of_buffer(bytes.len())).await?;
     // Until the header is written, the only effect is that some refcounts are too high.
     let (header, rest) = bytes.split_at(512);
-    file.write(ByteOffset::new(512), WriteBuf::new(rest), WriteFlags::NONE)
-        .await?;
+    file.write(ByteOffset::new(512), WriteBuf::new(rest), WriteFlags::NONE).await?;
     file.flush().await?;
-    file.write(ByteOffset::ZERO, WriteBuf::new(header), WriteFlags::NONE)
-        .await?;
+    file.write(ByteOffset::ZERO, WriteBuf::new(header), WriteFlags::NONE).await?;
     Ok(file.flush().await?)
 }
 

@@ -113,11 +113,7 @@ impl BlockDevice for ScatteredDevice {
 
     fn geometry(&self) -> Geometry {
         let lower = self.lower.geometry();
-        Geometry {
-            size: ByteLen::new(lower.size.get() / GROUP * SECTORS * SECTOR),
-            block_size: SECTOR as u32,
-            ..lower
-        }
+        Geometry { size: ByteLen::new(lower.size.get() / GROUP * SECTORS * SECTOR), block_size: SECTOR as u32, ..lower }
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {

@@ -62,13 +62,7 @@ impl<'a> Run<'a> {
             next_number: Cell::new(1),
             key: random.next_u64(),
         });
-        Self {
-            stack,
-            random,
-            shapes,
-            record,
-            summary: Summary::default(),
-        }
+        Self { stack, random, shapes, record, summary: Summary::default() }
     }
 
     /// Returns the log as text.
@@ -115,9 +109,7 @@ impl<'a> Run<'a> {
                 self.stop(event_loop.now(), &disks, stop_kind)
             }
         };
-        self.stack
-            .check(&media_after)
-            .map_err(|reason| format!("checking the disks after the stop: {reason}"))?;
+        self.stack.check(&media_after).map_err(|reason| format!("checking the disks after the stop: {reason}"))?;
         self.count_moves(&tables, &self.stack.tables(&media_after));
         self.summary.virtual_time += event_loop.now().since(LoopTime::default());
         drop(disks);
@@ -135,21 +127,11 @@ impl<'a> Run<'a> {
     }
 
     fn open_disks(&mut self, on: &Loop, media: Vec<SimulatedMedium>) -> Vec<Rc<SimulatedDevice>> {
-        let asynchronous = LatencyDistribution {
-            synchronous_per_mille: 0,
-            slow_per_mille: 100,
-            ..LatencyDistribution::VARIED
-        };
+        let asynchronous =
+            LatencyDistribution { synchronous_per_mille: 0, slow_per_mille: 100, ..LatencyDistribution::VARIED };
         let varied = LatencyDistribution::VARIED;
-        let latency = self.random.pick(&[
-            LatencyDistribution::NONE,
-            asynchronous,
-            asynchronous,
-            varied,
-            varied,
-            varied,
-            varied,
-        ]);
+        let latency =
+            self.random.pick(&[LatencyDistribution::NONE, asynchronous, asynchronous, varied, varied, varied, varied]);
         let mut disks = Vec::new();
         for (shape, medium) in self.shapes.iter().zip(media) {
             let mut options = shape.options(self.random.next_u64());
@@ -170,10 +152,7 @@ impl<'a> Run<'a> {
             }
             false => Some(on.block_on(opening)),
         };
-        let Some(opened) = opened
-            .transpose()
-            .map_err(|error| format!("the stack cannot be opened: {error}"))?
-        else {
+        let Some(opened) = opened.transpose().map_err(|error| format!("the stack cannot be opened: {error}"))? else {
             self.log_at(on.now(), Event::OpenCutShort { life });
             return Ok(None);
         };
@@ -194,9 +173,7 @@ impl<'a> Run<'a> {
         }
         sizes.open(size)?;
         if !oracle.cut_off(size.get() / SECTOR) {
-            return Err(format!(
-                "the disk has a size of only {size}, and lacks durable data past that"
-            ));
+            return Err(format!("the disk has a size of only {size}, and lacks durable data past that"));
         }
         oracle.grow(size.get() / SECTOR);
         Ok(())
@@ -221,11 +198,7 @@ impl<'a> Run<'a> {
         let requests = self.random.between(10, 300) as u32;
         // A quarter of the lives complete all their requests.
         let stop_at = self.random.below(u64::from(requests) * 4 / 3) as u32;
-        let stop_at = if self.stack.is_persistent() && stop_at < requests {
-            stop_at
-        } else {
-            0
-        };
+        let stop_at = if self.stack.is_persistent() && stop_at < requests { stop_at } else { 0 };
         let workers = self.random.between(1, 8) as usize;
         let failing = &disks[..self.stack.failing(disks.len())];
         let life = Rc::new(Life {
@@ -331,9 +304,7 @@ impl<'a> Run<'a> {
         let on = simulated_loop()?;
         let disks = self.open_disks(&on, media);
         let opening = self.stack.open(&on, &disks, self.random.fork());
-        let opened = on
-            .block_on(opening)
-            .map_err(|error| format!("the stack cannot be opened: {error}"))?;
+        let opened = on.block_on(opening).map_err(|error| format!("the stack cannot be opened: {error}"))?;
         self.log_at(on.now(), Event::Opened { life });
         self.check_opened_size(life, &opened)?;
         for _ in 0..2 {

@@ -19,12 +19,7 @@ pub(super) struct SizeOracle {
 impl SizeOracle {
     /// Creates the state of a disk of this size.
     pub(super) fn new(size: ByteLen) -> Self {
-        Self {
-            now: size,
-            durable: size,
-            possible: vec![size],
-            settled: false,
-        }
+        Self { now: size, durable: size, possible: vec![size], settled: false }
     }
 
     /// Records the start of a growth.
@@ -49,9 +44,7 @@ impl SizeOracle {
     pub(super) fn see(&mut self, size: ByteLen) -> Result<(), String> {
         let Self { now, possible, .. } = &self;
         if size < *now || !possible.contains(&size) {
-            return Err(format!(
-                "the disk has a size of {size}; allowed are {possible:?}, at least {now}"
-            ));
+            return Err(format!("the disk has a size of {size}; allowed are {possible:?}, at least {now}"));
         }
         self.now = size;
         Ok(())
@@ -88,11 +81,7 @@ mod tests {
     #[test]
     /// A stop during a growth leaves the old or the new size.
     fn interrupted_growth_leaves_either_size() {
-        for (how, size) in [
-            (DeviceStop::Kill, SMALL),
-            (DeviceStop::Kill, LARGE),
-            (DeviceStop::PowerLoss, LARGE),
-        ] {
+        for (how, size) in [(DeviceStop::Kill, SMALL), (DeviceStop::Kill, LARGE), (DeviceStop::PowerLoss, LARGE)] {
             let mut sizes = SizeOracle::new(SMALL);
             sizes.start_growth(LARGE);
             sizes.stop(how);

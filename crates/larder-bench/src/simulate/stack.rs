@@ -33,23 +33,13 @@ pub struct Disk {
 impl Disk {
     /// Returns a disk of 512-byte blocks, without memory alignment, of a random small size.
     pub fn small(random: &mut SeededRng) -> Self {
-        Self {
-            size: ByteLen::kib(random.between(4, 64) * 4),
-            sector_size: 512,
-            block_size: 512,
-            memory_alignment: 1,
-        }
+        Self { size: ByteLen::kib(random.between(4, 64) * 4), sector_size: 512, block_size: 512, memory_alignment: 1 }
     }
 
     /// Returns a small disk with blocks of 4096 bytes and the memory alignment of direct I/O. Sometimes it tears its
     /// blocks.
     pub fn small_4k(random: &mut SeededRng) -> Self {
-        Self {
-            sector_size: random.pick(&[512, 4096]),
-            block_size: 4096,
-            memory_alignment: 512,
-            ..Self::small(random)
-        }
+        Self { sector_size: random.pick(&[512, 4096]), block_size: 4096, memory_alignment: 512, ..Self::small(random) }
     }
 
     /// Returns the disk's initial content.
@@ -145,8 +135,7 @@ pub trait Stack: Sync {
 
     /// Returns how many of the stack's disks, counted from the first, may fail requests.
     fn failing(&self, disks: usize) -> usize {
-        self.below()
-            .map_or(disks, |below| below.failing(disks - self.own_disks()))
+        self.below().map_or(disks, |below| below.failing(disks - self.own_disks()))
     }
 
     /// Returns the index of the disk that may hang for longer than the stack waits, because the stack can do without
@@ -190,98 +179,38 @@ pub trait Stack: Sync {
 /// All stacks.
 pub const STACKS: &[&dyn Stack] = &[
     &PLAIN,
-    &Plain {
-        name: "plain-4k",
-        block_size: 4096,
-    },
-    &Aligned {
-        name: "align",
-        throttled: false,
-    },
+    &Plain { name: "plain-4k", block_size: 4096 },
+    &Aligned { name: "align", throttled: false },
     &Bytes,
     &ThrottledStack,
     &Slow,
-    &Aligned {
-        name: "align-throttle",
-        throttled: true,
-    },
+    &Aligned { name: "align-throttle", throttled: true },
     &Memory,
     &QCOW2,
-    &Qcow2Stack {
-        name: "qcow2-4k",
-        block_size: 4096,
-        journaled: true,
-    },
-    &Qcow2Stack {
-        name: "qcow2-v2",
-        block_size: 512,
-        journaled: false,
-    },
-    &Cached {
-        name: "cache",
-        below: &PLAIN,
-        modes: ModeMix::mostly(CacheMode::WriteThrough),
-        is_replaced: false,
-    },
-    &Cached {
-        name: "cache-around",
-        below: &PLAIN,
-        modes: ModeMix::mostly(CacheMode::WriteAround),
-        is_replaced: false,
-    },
-    &Cached {
-        name: "cache-pass",
-        below: &PLAIN,
-        modes: ModeMix::mostly(CacheMode::PassThrough),
-        is_replaced: false,
-    },
-    &Cached {
-        name: "cache-back",
-        below: &PLAIN,
-        modes: ModeMix::mostly(CacheMode::WriteBack),
-        is_replaced: false,
-    },
-    &Cached {
-        name: "cache-replaced",
-        below: &PLAIN,
-        modes: ModeMix::ANY,
-        is_replaced: true,
-    },
+    &Qcow2Stack { name: "qcow2-4k", block_size: 4096, journaled: true },
+    &Qcow2Stack { name: "qcow2-v2", block_size: 512, journaled: false },
+    &Cached { name: "cache", below: &PLAIN, modes: ModeMix::mostly(CacheMode::WriteThrough), is_replaced: false },
+    &Cached { name: "cache-around", below: &PLAIN, modes: ModeMix::mostly(CacheMode::WriteAround), is_replaced: false },
+    &Cached { name: "cache-pass", below: &PLAIN, modes: ModeMix::mostly(CacheMode::PassThrough), is_replaced: false },
+    &Cached { name: "cache-back", below: &PLAIN, modes: ModeMix::mostly(CacheMode::WriteBack), is_replaced: false },
+    &Cached { name: "cache-replaced", below: &PLAIN, modes: ModeMix::ANY, is_replaced: true },
     &Cached {
         name: "cache-back-qcow2",
         below: &QCOW2,
         modes: ModeMix::mostly(CacheMode::WriteBack),
         is_replaced: false,
     },
-    &PrefetchedStack {
-        name: "prefetch",
-        below: &PLAIN,
-    },
-    &PrefetchedStack {
-        name: "prefetch-qcow2",
-        below: &QCOW2,
-    },
+    &PrefetchedStack { name: "prefetch", below: &PLAIN },
+    &PrefetchedStack { name: "prefetch-qcow2", below: &QCOW2 },
     &PrefetchedStack {
         name: "whole",
-        below: &Cached {
-            name: "cache-qcow2",
-            below: &QCOW2,
-            modes: ModeMix::ANY,
-            is_replaced: false,
-        },
+        below: &Cached { name: "cache-qcow2", below: &QCOW2, modes: ModeMix::ANY, is_replaced: false },
     },
 ];
 
-const PLAIN: Plain = Plain {
-    name: "plain",
-    block_size: 512,
-};
+const PLAIN: Plain = Plain { name: "plain", block_size: 512 };
 
-const QCOW2: Qcow2Stack = Qcow2Stack {
-    name: "qcow2",
-    block_size: 512,
-    journaled: true,
-};
+const QCOW2: Qcow2Stack = Qcow2Stack { name: "qcow2", block_size: 512, journaled: true };
 
 /// Returns the stack of this name.
 pub fn find(name: &str) -> Option<&'static dyn Stack> {
@@ -348,10 +277,7 @@ impl Stack for Aligned {
         mut random: SeededRng,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
-            let options = AlignOptions {
-                block_size: 512,
-                ..random_byte_options(&mut random)
-            };
+            let options = AlignOptions { block_size: 512, ..random_byte_options(&mut random) };
             let aligned = Rc::new(Align::new(Rc::clone(&disks[0]) as _, options));
             if self.throttled {
                 return throttled(on, aligned, &mut random);
@@ -371,11 +297,7 @@ impl Stack for Bytes {
     }
 
     fn disks(&self, random: &mut SeededRng) -> Vec<Disk> {
-        vec![Disk {
-            sector_size: GROUP as u32,
-            block_size: GROUP as u32,
-            ..Disk::small_4k(random)
-        }]
+        vec![Disk { sector_size: GROUP as u32, block_size: GROUP as u32, ..Disk::small_4k(random) }]
     }
 
     fn open<'a>(
@@ -426,10 +348,7 @@ fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut SeededRng) -> O
         // The limits were validated when they were made.
         let _ = throttle_handle.set_limits(limits(random));
     });
-    Ok(Opened {
-        device: throttle,
-        poke: Some(poke),
-    })
+    Ok(Opened { device: throttle, poke: Some(poke) })
 }
 
 /// Returns limits that delay requests by seconds, not minutes.
@@ -561,10 +480,7 @@ impl Stack for PrefetchedStack {
                     }
                 }
             });
-            Ok(Opened {
-                device: prefetch,
-                poke: Some(poke),
-            })
+            Ok(Opened { device: prefetch, poke: Some(poke) })
         })
     }
 }

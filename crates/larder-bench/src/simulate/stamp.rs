@@ -60,10 +60,7 @@ pub(super) fn read(bytes: &[u8], sector: u64, key: u64) -> Result<Stamp, Unreada
         return Err(Unreadable::Torn);
     }
     if u64::from(found) != sector {
-        return Err(Unreadable::Misplaced {
-            sector: found,
-            stamp: change_id,
-        });
+        return Err(Unreadable::Misplaced { sector: found, stamp: change_id });
     }
     Ok(change_id)
 }
@@ -88,10 +85,7 @@ mod tests {
         let mut bytes = [0; 1024];
         fill(&mut bytes, 7, Stamp(3), 99);
         assert_eq!(read(&bytes[512..], 8, 99), Ok(Stamp(3)));
-        let misplaced = Unreadable::Misplaced {
-            sector: 7,
-            stamp: Stamp(3),
-        };
+        let misplaced = Unreadable::Misplaced { sector: 7, stamp: Stamp(3) };
         assert_eq!(read(&bytes[..512], 8, 99), Err(misplaced));
         assert_eq!(read(&bytes[..512], 7, 98), Err(Unreadable::Torn));
         bytes[100] ^= 1;

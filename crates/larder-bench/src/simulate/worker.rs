@@ -132,9 +132,7 @@ impl Worker {
     fn choose(&mut self) -> Step {
         let mix = self.mix;
         let changes = mix.writes + mix.discards + mix.zeroes + mix.grows;
-        let mut ticket = self
-            .random
-            .below(changes + mix.reads + mix.flushes + mix.extents + mix.odd);
+        let mut ticket = self.random.below(changes + mix.reads + mix.flushes + mix.extents + mix.odd);
         let mut selects = |weight: u64| {
             let is_selected = ticket < weight;
             ticket = ticket.wrapping_sub(weight);
@@ -192,12 +190,9 @@ impl Worker {
             Operation::Flush => Request::Flush,
             Operation::Discard => Request::Discard(range),
             Operation::Extents | Operation::Grow => Request::Extents(range),
-            Operation::WriteZeroes => Request::Zero {
-                range,
-                unmap: self.random.chance(500),
-                fast: self.random.chance(100),
-                fua,
-            },
+            Operation::WriteZeroes => {
+                Request::Zero { range, unmap: self.random.chance(500), fast: self.random.chance(100), fua }
+            }
         }
     }
 
@@ -233,12 +228,7 @@ impl Worker {
     fn choose_invalid(&mut self) -> Step {
         let geometry = self.life.opened.device.geometry();
         let block = u64::from(geometry.block_size);
-        let kinds = [
-            Operation::Read,
-            Operation::Write,
-            Operation::Discard,
-            Operation::WriteZeroes,
-        ];
+        let kinds = [Operation::Read, Operation::Write, Operation::Discard, Operation::WriteZeroes];
         let kind = self.random.pick(&kinds);
         // A change just past the end would succeed if the disk grew while the request waits.
         let must_be_far = self.life.expectations.resizable && kind != Operation::Read;
@@ -267,9 +257,7 @@ impl Worker {
                     true => self.random.pick(&[0, 0, 10, 50]),
                     false => 0,
                 };
-                life.disks[..life.expectations.failing]
-                    .iter()
-                    .for_each(|disk| disk.set_failures(per_mille));
+                life.disks[..life.expectations.failing].iter().for_each(|disk| disk.set_failures(per_mille));
                 life.log(Event::Failures { per_mille });
             }
         }
@@ -340,10 +328,7 @@ impl Worker {
         };
         self.life.log(match &result {
             Some(Ok(())) => Event::Done { number },
-            Some(Err(error)) => Event::Failed {
-                number,
-                failure: error.failure(),
-            },
+            Some(Err(error)) => Event::Failed { number, failure: error.failure() },
             None => Event::GivenUp { number },
         });
         result
@@ -455,11 +440,7 @@ impl Worker {
                 (device.write(range.start, buffer, WriteFlags { fua }), fua)
             }
             Request::Zero { unmap, fast, fua, .. } => {
-                let flags = ZeroFlags {
-                    unmap,
-                    fua,
-                    fast_only: fast,
-                };
+                let flags = ZeroFlags { unmap, fua, fast_only: fast };
                 (device.write_zeroes(range, flags), fua)
             }
             _ => (device.discard(range), false),
@@ -500,10 +481,7 @@ impl Worker {
                 life.fail(format!("#{number}: {} extents, expected 1 to {limit}", found.len()));
             }
             Ok(_) => life.log(Event::Done { number }),
-            Err(error) => life.log(Event::Failed {
-                number,
-                failure: error.failure(),
-            }),
+            Err(error) => life.log(Event::Failed { number, failure: error.failure() }),
         }
         result.err()
     }
@@ -524,35 +502,22 @@ impl Worker {
             }
             Request::Write { range, fua } => {
                 // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not changed meanwhile.
-                device.write(
-                    range.start,
-                    unsafe { WriteBuf::from_pieces(&pieces) },
-                    WriteFlags { fua },
-                )
+                device.write(range.start, unsafe { WriteBuf::from_pieces(&pieces) }, WriteFlags { fua })
             }
-            Request::Zero { range, unmap, fua, .. } => device.write_zeroes(
-                range,
-                ZeroFlags {
-                    unmap,
-                    fua,
-                    fast_only: false,
-                },
-            ),
+            Request::Zero { range, unmap, fua, .. } => {
+                device.write_zeroes(range, ZeroFlags { unmap, fua, fast_only: false })
+            }
             _ => device.discard(range),
         };
         let result = self.wait_for(number, io).await;
-        let end = range
-            .checked_end()
-            .map_or(ByteLen::new(u64::MAX), |end| end - ByteOffset::ZERO);
+        let end = range.checked_end().map_or(ByteLen::new(u64::MAX), |end| end - ByteOffset::ZERO);
         let (_, most) = life.sizes_since(start);
         match result {
             // The request was abandoned, or the disk has grown.
             None => {}
             Some(_) if expected == Failure::OutOfRange && end <= most => {}
             Some(Err(error)) if error.failure() == expected => {}
-            Some(result) => life.fail(format!(
-                "#{number} should fail with {expected:?}, but returned {result:?}"
-            )),
+            Some(result) => life.fail(format!("#{number} should fail with {expected:?}, but returned {result:?}")),
         }
     }
 }

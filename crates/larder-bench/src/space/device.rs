@@ -23,16 +23,9 @@ const PIECE: usize = 1 << 20;
 impl LoopDevice {
     /// Creates a device of `size` bytes.
     pub(super) fn new(file_path: &Path, size: u64) -> anyhow::Result<Self> {
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(file_path)?;
+        let file = File::options().read(true).write(true).create_new(true).open(file_path)?;
         file.set_len(size)?;
-        let output = Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(file_path)
-            .output();
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(file_path).output();
         let output = output.context("losetup")?;
         let stderr = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "losetup, which needs root: {stderr}");

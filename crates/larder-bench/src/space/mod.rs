@@ -174,10 +174,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     for program in &programs {
         let grown = growth(program, &directory, 8 << 30, 65536, arguments.starts)?;
         let starts = arguments.starts;
-        println!(
-            "growth of an image file over {starts} server starts: {grown} bytes  {}",
-            program.display()
-        );
+        println!("growth of an image file over {starts} server starts: {grown} bytes  {}", program.display());
         passed &= grown == 0;
     }
     Ok(passed)
@@ -205,12 +202,7 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> anyhow::Result<String> {
     let output = Command::new("qemu-img").args(arguments).output();
     let output = output.context("qemu-img; testbed/setup.sh installs it")?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    ensure!(
-        output.status.success(),
-        "qemu-img {arguments:?}: {} {}",
-        text(&output.stdout),
-        text(&output.stderr)
-    );
+    ensure!(output.status.success(), "qemu-img {arguments:?}: {} {}", text(&output.stdout), text(&output.stderr));
     Ok(text(&output.stdout))
 }
 
@@ -218,13 +210,9 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> anyhow::Result<String> {
 fn measured(case: Case) -> anyhow::Result<u64> {
     let options = format!("cluster_size={}", case.cluster_len);
     let size = case.size.to_string();
-    let output = qemu_img(&[
-        "measure", "--output", "json", "-O", "qcow2", "-o", &options, "--size", &size,
-    ])?;
+    let output = qemu_img(&["measure", "--output", "json", "-O", "qcow2", "-o", &options, "--size", &size])?;
     let measured: serde_json::Value = serde_json::from_str(&output)?;
-    measured["fully-allocated"]
-        .as_u64()
-        .context("qemu-img measure reports no size")
+    measured["fully-allocated"].as_u64().context("qemu-img measure reports no size")
 }
 
 fn make(image: &Path, case: Case, mapped: bool) -> anyhow::Result<()> {
@@ -246,10 +234,7 @@ pub fn fill(program: &Path, directory: &Path, case: Case) -> anyhow::Result<Fill
     let writable = case.bytes_max / case.cluster_len.max(4096);
     let from_empty = clusters <= case.clusters_max.min(writable);
     make(device.path(), case, !from_empty)?;
-    let mut filled = Filled {
-        from_empty,
-        ..Filled::default()
-    };
+    let mut filled = Filled { from_empty, ..Filled::default() };
     let mut filling = Filling {
         program,
         case,
@@ -303,17 +288,12 @@ impl Filling<'_> {
 
     fn discard(&self, clusters: &[u64]) -> anyhow::Result<()> {
         let served = self.serve()?;
-        let steps = clusters.iter().map(|cluster| Step::Discard {
-            at: cluster * self.case.cluster_len,
-            len: self.case.cluster_len,
-        });
+        let steps = clusters
+            .iter()
+            .map(|cluster| Step::Discard { at: cluster * self.case.cluster_len, len: self.case.cluster_len });
         for steps in steps.collect::<Vec<_>>().chunks(1 << 16) {
             let outcome = served.run(steps, DEPTH)?;
-            ensure!(
-                outcome.refused == 0,
-                "{} discards failed for lack of space",
-                outcome.refused
-            );
+            ensure!(outcome.refused == 0, "{} discards failed for lack of space", outcome.refused);
         }
         served.stop()
     }
@@ -337,10 +317,9 @@ impl Filling<'_> {
                 }
                 let from = self.random.below(batch.len() as u64) as usize;
                 let again = &batch[from..batch.len().min(from + DISCARDED)];
-                let discard = again.iter().map(|cluster| Step::Discard {
-                    at: cluster * self.case.cluster_len,
-                    len: self.case.cluster_len,
-                });
+                let discard = again
+                    .iter()
+                    .map(|cluster| Step::Discard { at: cluster * self.case.cluster_len, len: self.case.cluster_len });
                 served.run(&discard.collect::<Vec<_>>(), DEPTH)?;
                 let outcome = served.run(&self.writes(again), DEPTH)?;
                 self.filled.count(outcome);
@@ -360,11 +339,7 @@ impl Filling<'_> {
             if is_numbered {
                 self.stamped.insert(*cluster);
             }
-            Step::Write {
-                at: cluster * self.case.cluster_len,
-                len,
-                stamp: if is_numbered { cluster + 1 } else { 0 },
-            }
+            Step::Write { at: cluster * self.case.cluster_len, len, stamp: if is_numbered { cluster + 1 } else { 0 } }
         });
         steps.collect()
     }
@@ -394,36 +369,20 @@ impl Filling<'_> {
 pub fn growth(program: &Path, directory: &Path, size: u64, cluster_len: u64, starts: u32) -> anyhow::Result<u64> {
     let directory = tempfile::Builder::new().prefix("larder-space-").tempdir_in(directory)?;
     let image = directory.path().join("image.qcow2");
-    let case = Case {
-        size,
-        cluster_len,
-        clusters_max: 0,
-        bytes_max: 0,
-        seed: 0,
-    };
+    let case = Case { size, cluster_len, clusters_max: 0, bytes_max: 0, seed: 0 };
     make(&image, case, true)?;
     let clusters = size / cluster_len;
     // The last 16th but one is free.
     let (from, count) = (clusters / 16 * 14, clusters / 16);
     let served = Served::start(program, &image, directory.path())?;
-    let discard = Step::Discard {
-        at: from * cluster_len,
-        len: count * cluster_len,
-    };
+    let discard = Step::Discard { at: from * cluster_len, len: count * cluster_len };
     served.run(&[discard], 1)?;
     served.stop()?;
     let before = image.metadata()?.len();
     for start in 0..u64::from(starts) {
         let served = Served::start(program, &image, directory.path())?;
-        let write = Step::Write {
-            at: (from + start % count) * cluster_len,
-            len: cluster_len.min(4096),
-            stamp: 1,
-        };
-        ensure!(
-            served.run(&[write], 1)?.refused == 0,
-            "server start {start}: no space in the image file"
-        );
+        let write = Step::Write { at: (from + start % count) * cluster_len, len: cluster_len.min(4096), stamp: 1 };
+        ensure!(served.run(&[write], 1)?.refused == 0, "server start {start}: no space in the image file");
         served.stop()?;
     }
     Ok(image.metadata()?.len() - before)

@@ -51,17 +51,12 @@ impl Served {
     pub(super) fn start(program: &Path, image: &Path, directory: &Path) -> anyhow::Result<Self> {
         let uri = format!("nbd+unix:///?socket={}/socket", directory.display());
         let mut command = killed_with_parent(program.to_str().context("the program's path is not UTF-8")?);
-        command
-            .args(["disk", "serve", "--format", "qcow2", "--nbd", &uri])
-            .arg(image);
+        command.args(["disk", "serve", "--format", "qcow2", "--nbd", &uri]).arg(image);
         let process = Process::start(command)?;
         process.wait_for("serving", LIMIT)?;
         let on = Loop::new(Duration::ZERO)?;
         let uri: NbdUri = uri.parse().context("parsing the server's URI")?;
-        let options = NbdOptions {
-            replay_log: larder_block::ByteLen::ZERO,
-            ..NbdOptions::default()
-        };
+        let options = NbdOptions { replay_log: larder_block::ByteLen::ZERO, ..NbdOptions::default() };
         let disk = on.block_on(NbdDevice::open(&on, &uri, options))?;
         Ok(Self { process, on, disk })
     }
@@ -119,11 +114,7 @@ impl Served {
         self.on.block_on(self.disk.close()).map_err(plain)?;
         self.process.signal(libc::SIGTERM);
         let status = self.process.wait(LIMIT)?;
-        ensure!(
-            status.success(),
-            "the server exited with {status}: {}",
-            self.process.output()
-        );
+        ensure!(status.success(), "the server exited with {status}: {}", self.process.output());
         Ok(())
     }
 }
@@ -138,8 +129,7 @@ async fn carry_out(disk: &NbdDevice, step: Step) -> Result<(), IoError> {
         Step::Write { at, len, stamp } => {
             let mut bytes = AlignedBuf::zeroed(len as usize);
             bytes[..8].copy_from_slice(&stamp.to_be_bytes());
-            disk.write(ByteOffset::new(at), WriteBuf::new(&bytes), WriteFlags::NONE)
-                .await
+            disk.write(ByteOffset::new(at), WriteBuf::new(&bytes), WriteFlags::NONE).await
         }
         Step::Discard { at, len } => disk.discard(ByteRange::new(at, len)).await,
     }

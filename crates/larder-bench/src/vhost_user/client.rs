@@ -92,9 +92,7 @@ impl Client {
         let mut device = Blkio::new("virtio-blk-vhost-user").map_err(context("creating the client"))?;
         let path = socket.to_str().context("the socket's path is not UTF-8")?;
         device.set_str("path", path).map_err(context("setting the path"))?;
-        device
-            .set_bool("read-only", read_only)
-            .map_err(context("setting read-only"))?;
+        device.set_bool("read-only", read_only).map_err(context("setting read-only"))?;
         // The socket may exist before the server listens.
         let deadline = Instant::now() + CONNECT_MAX;
         while let Err(error) = device.connect() {
@@ -104,34 +102,20 @@ impl Client {
             std::thread::sleep(Duration::from_micros(200));
         }
         let capacity = device.get_u64("capacity").map_err(context("querying the capacity"))?;
-        device
-            .set_i32("num-queues", i32::from(!polling))
-            .map_err(context("setting the number of queues"))?;
+        device.set_i32("num-queues", i32::from(!polling)).map_err(context("setting the number of queues"))?;
         device
             .set_i32("num-poll-queues", i32::from(polling))
             .map_err(context("setting the number of polled queues"))?;
         let mut started = device.start().map_err(context("starting"))?;
-        let region = device
-            .alloc_mem_region(memory_len)
-            .map_err(context("allocating memory"))?;
+        let region = device.alloc_mem_region(memory_len).map_err(context("allocating memory"))?;
         device.map_mem_region(&region).map_err(context("sharing memory"))?;
         let memory = region.addr as *mut u8;
         // SAFETY: the region has this many writable bytes, which only this client uses. Touching them now keeps page
         // faults out of the measurement.
         unsafe { std::ptr::write_bytes(memory, 0x5a, memory_len) };
-        let queue = if polling {
-            started.poll_queues.pop()
-        } else {
-            started.queues.pop()
-        };
+        let queue = if polling { started.poll_queues.pop() } else { started.queues.pop() };
         let queue = queue.context("the client has no queue")?;
-        Ok(Self {
-            queue,
-            memory,
-            memory_len,
-            _device: device,
-            capacity,
-        })
+        Ok(Self { queue, memory, memory_len, _device: device, capacity })
     }
 
     fn start(&mut self, workload: &Workload, slot: usize, offset: u64) {
@@ -154,10 +138,7 @@ impl Client {
             let time_is_up = requests & 63 == 0 && begin.elapsed() >= workload.duration;
             (!time_is_up).then(|| random.below(blocks) * workload.block as u64)
         })?;
-        Ok(Outcome {
-            requests,
-            elapsed: begin.elapsed(),
-        })
+        Ok(Outcome { requests, elapsed: begin.elapsed() })
     }
 
     /// Runs the workload once at each of the offsets, without a time limit, followed by a flush if it writes.
@@ -169,21 +150,14 @@ impl Client {
             self.queue.flush(0, ReqFlags::empty());
             self.wait_for_one()?;
         }
-        Ok(Outcome {
-            requests,
-            elapsed: begin.elapsed(),
-        })
+        Ok(Outcome { requests, elapsed: begin.elapsed() })
     }
 
     /// Keeps the workload's number of requests in flight until `next`, called with the number of completed requests,
     /// returns `None`.
     fn run_requests(&mut self, workload: &Workload, mut next: impl FnMut(u64) -> Option<u64>) -> anyhow::Result<u64> {
         if workload.depth * workload.block > self.memory_len {
-            bail!(
-                "{} requests of {} bytes do not fit the client's memory",
-                workload.depth,
-                workload.block
-            );
+            bail!("{} requests of {} bytes do not fit the client's memory", workload.depth, workload.block);
         }
         let mut done: Vec<MaybeUninit<Completion>> = (0..workload.depth).map(|_| MaybeUninit::uninit()).collect();
         let mut in_flight = 0;
@@ -241,19 +215,12 @@ impl Client {
                     break;
                 }
                 if request.len > largest_bytes {
-                    bail!(
-                        "a request of {} bytes exceeds the maximum of {largest_bytes}",
-                        request.len
-                    );
+                    bail!("a request of {} bytes exceeds the maximum of {largest_bytes}", request.len);
                 }
                 let (slot, buffer) = (*slot, self.memory.wrapping_add(slot * largest_bytes));
                 match request.write {
-                    true => self
-                        .queue
-                        .write(request.start, buffer, request.len, slot, ReqFlags::empty()),
-                    false => self
-                        .queue
-                        .read(request.start, buffer, request.len, slot, ReqFlags::empty()),
+                    true => self.queue.write(request.start, buffer, request.len, slot, ReqFlags::empty()),
+                    false => self.queue.read(request.start, buffer, request.len, slot, ReqFlags::empty()),
                 }
                 since[slot] = (!request.write).then_some(due);
                 read_bytes += if request.write { 0 } else { request.len as u64 };
@@ -277,11 +244,7 @@ impl Client {
                 free.push(slot);
             }
         }
-        Ok(Replayed {
-            latencies,
-            read_bytes,
-            elapsed: begin.elapsed(),
-        })
+        Ok(Replayed { latencies, read_bytes, elapsed: begin.elapsed() })
     }
 
     /// Writes every byte of the disk once.

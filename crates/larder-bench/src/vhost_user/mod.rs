@@ -96,17 +96,11 @@ fn default_servers() -> anyhow::Result<Vec<String>> {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let commands = if arguments.servers.is_empty() {
-        default_servers()?
-    } else {
-        arguments.servers.clone()
-    };
+    let commands = if arguments.servers.is_empty() { default_servers()? } else { arguments.servers.clone() };
     let temporary_image = match &arguments.image {
         Some(_) => None,
         None => {
-            let file = tempfile::Builder::new()
-                .prefix("larder-bench-")
-                .tempfile_in("/dev/shm")?;
+            let file = tempfile::Builder::new().prefix("larder-bench-").tempfile_in("/dev/shm")?;
             file.as_file().set_len(IMAGE_BYTES)?;
             Some(file)
         }
@@ -118,10 +112,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let servers: Vec<(&str, &str)> = commands
         .iter()
-        .map(|text| {
-            text.split_once('=')
-                .with_context(|| format!("'{text}' is not NAME=COMMAND"))
-        })
+        .map(|text| text.split_once('=').with_context(|| format!("'{text}' is not NAME=COMMAND")))
         .collect::<anyhow::Result<_>>()?;
     let directory = tempfile::tempdir()?;
     let socket = directory.path().join("bench.sock");
@@ -172,10 +163,7 @@ fn print(servers: &[(&str, &str)], workloads: &[Workload], series: &[Vec<Series>
     println!(" {:>8} {:>8}", "IOPS x", "CPU x");
     for (index, workload) in workloads.iter().enumerate() {
         let verb = if workload.write { "write" } else { "read" };
-        print!(
-            "{:<22}",
-            format!("{verb} {} depth {}", size(workload.block), workload.depth)
-        );
+        print!("{:<22}", format!("{verb} {} depth {}", size(workload.block), workload.depth));
         let mut results = Vec::new();
         for server in series {
             let (iops, cpu) = (median(&server[index].iops), median(&server[index].cpu_us));

@@ -24,8 +24,7 @@ impl Server {
         // The previous server's socket may still exist.
         let _ = fs::remove_file(socket);
         let substitute = |word: &str| {
-            word.replace("{image}", &image.display().to_string())
-                .replace("{socket}", &socket.display().to_string())
+            word.replace("{image}", &image.display().to_string()).replace("{socket}", &socket.display().to_string())
         };
         let mut arguments = command.split_whitespace().map(substitute);
         let program = arguments.next().context("the server command is empty")?;
@@ -39,10 +38,7 @@ impl Server {
             .stdout(Stdio::null())
             .spawn()
             .with_context(|| format!("starting {program}"))?;
-        let mut server = Self {
-            child,
-            socket: socket.to_owned(),
-        };
+        let mut server = Self { child, socket: socket.to_owned() };
         server.wait_until_ready()?;
         Ok(server)
     }

@@ -240,9 +240,8 @@ impl FileDevice {
             if range.start.get() + (moved as u64) >= size {
                 return self.fill_to_end(range, buffer, moved, size);
             }
-            moved = self
-                .read_blocking(range.start, buffer)
-                .map_err(|errno| self.error(Operation::Read, range, errno))?;
+            moved =
+                self.read_blocking(range.start, buffer).map_err(|errno| self.error(Operation::Read, range, errno))?;
             if moved == buffer.len() {
                 return Ok(());
             }
@@ -351,14 +350,8 @@ impl FileDevice {
         if let Some(errno) = self.flush_failed.get() {
             return Err(self.error(operation, range, errno));
         }
-        let result = self
-            .ring
-            .start_plain(
-                opcode::Fsync::new(Fd(self.descriptor()))
-                    .flags(FsyncFlags::DATASYNC)
-                    .build(),
-            )
-            .await;
+        let result =
+            self.ring.start_plain(opcode::Fsync::new(Fd(self.descriptor())).flags(FsyncFlags::DATASYNC).build()).await;
         if result < 0 {
             if !self.direct {
                 self.flush_failed.set(Some(-result));
@@ -423,10 +416,7 @@ impl FileDevice {
     }
 
     async fn allocate_steps(&self, range: ByteRange) -> IoResult {
-        match self
-            .try_allocate(libc::FALLOC_FL_KEEP_SIZE, &self.can_allocate, range)
-            .await
-        {
+        match self.try_allocate(libc::FALLOC_FL_KEEP_SIZE, &self.can_allocate, range).await {
             Ok(_) => Ok(()),
             Err(errno) => Err(self.error(Operation::Write, range, errno)),
         }
@@ -447,12 +437,7 @@ impl FileDevice {
         let done = done.map_err(failed)?;
         if !done {
             if flags.fast_only {
-                return Err(IoError::new(
-                    &self.name,
-                    Operation::WriteZeroes,
-                    range,
-                    Failure::Unsupported,
-                ));
+                return Err(IoError::new(&self.name, Operation::WriteZeroes, range, Failure::Unsupported));
             }
             self.write_zero_buffers(range).await?;
         }
@@ -467,8 +452,7 @@ impl FileDevice {
         let mut at = range.start;
         while at < range.end() {
             let chunk = (range.end() - at).min(ByteLen::of_buffer(zeros.len()));
-            self.write(at, WriteBuf::new(&zeros[..chunk.as_usize()]), WriteFlags::NONE)
-                .await?;
+            self.write(at, WriteBuf::new(&zeros[..chunk.as_usize()]), WriteFlags::NONE).await?;
             at += chunk;
             // The writes may have completed synchronously, without letting other tasks run.
             yield_now().await;
@@ -494,27 +478,16 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Read, range) {
             return Io::ready(Err(error));
         }
-        let ending = TransferGuard {
-            device: self,
-            use_worker: self.reserve_worker(buffer.len()),
-            counted_sectors: None,
-        };
-        let done = if ending.use_worker {
-            None
-        } else {
-            self.try_read_sync(start, buffer)
-        };
+        let ending =
+            TransferGuard { device: self, use_worker: self.reserve_worker(buffer.len()), counted_sectors: None };
+        let done = if ending.use_worker { None } else { self.try_read_sync(start, buffer) };
         let moved = match done {
             Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
             Some(Ok(moved)) => moved,
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Read, range, errno))),
             None => 0,
         };
-        ending.transfer(
-            start.get() + moved as u64,
-            TransferBuffer::Read(buffer.skip(moved)),
-            false,
-        )
+        ending.transfer(start.get() + moved as u64, TransferBuffer::Read(buffer.skip(moved)), false)
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
@@ -527,22 +500,14 @@ impl BlockDevice for FileDevice {
             use_worker: self.reserve_worker(buffer.len()),
             counted_sectors: self.write_record.as_ref().map(|mark| mark.start_write(range.len.get())),
         };
-        let done = if guard.use_worker {
-            None
-        } else {
-            self.try_write_sync(start, buffer, flags)
-        };
+        let done = if guard.use_worker { None } else { self.try_write_sync(start, buffer, flags) };
         let moved = match done {
             Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
             Some(Ok(moved)) => moved,
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Write, range, errno))),
             None => 0,
         };
-        guard.transfer(
-            start.get() + moved as u64,
-            TransferBuffer::Write(buffer.skip(moved)),
-            flags.fua,
-        )
+        guard.transfer(start.get() + moved as u64, TransferBuffer::Write(buffer.skip(moved)), flags.fua)
     }
 
     fn flush(&self) -> Io<'_> {
@@ -628,10 +593,7 @@ struct TransferGuard<'a> {
 impl<'a> TransferGuard<'a> {
     /// Starts the transfer of `memory`, from byte `at` of the file on.
     fn transfer(self, at: u64, memory: TransferBuffer<'a>, durable: bool) -> Io<'a> {
-        let how = TransferOptions {
-            durable,
-            uses_worker: self.use_worker,
-        };
+        let how = TransferOptions { durable, uses_worker: self.use_worker };
         Io::file(FileIo {
             transfer: RingTransfer::start(&self.device.ring, self.device.descriptor(), at, memory, how),
             guard: self,
@@ -720,12 +682,7 @@ async fn recheck_periodically(on: Loop, device: std::rc::Weak<FileDevice>) {
         let Ok(file) = open.file.try_clone() else { continue };
         // The thread must not keep the device open.
         drop(open);
-        let look = move || {
-            (
-                file.metadata().map(|found| found.len()),
-                locked_file::path_change(&file, &path),
-            )
-        };
+        let look = move || (file.metadata().map(|found| found.len()), locked_file::path_change(&file, &path));
         let Ok((size, displaced)) = on.run_blocking(look).await else {
             continue;
         };

@@ -32,12 +32,8 @@ pub(crate) const WRITER_BYTE: i64 = 300;
 const CONSISTENT_READ: u32 = 1 << 0;
 const WRITE: u32 = 1 << 1;
 const RESIZE: u32 = 1 << 3;
-const PERMISSIONS: [(u32, &str); 4] = [
-    (CONSISTENT_READ, "read"),
-    (WRITE, "write"),
-    (1 << 2, "write unchanged data"),
-    (RESIZE, "resize"),
-];
+const PERMISSIONS: [(u32, &str); 4] =
+    [(CONSISTENT_READ, "read"), (WRITE, "write"), (1 << 2, "write unchanged data"), (RESIZE, "resize")];
 
 /// The use of an image, and the other uses that it tolerates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,10 +217,7 @@ fn in_use_error(file: BorrowedFd<'_>, conflict: String) -> LockError {
     if is_locked_by_this_process(file) {
         return LockError::InUseByThisProcess { conflict };
     }
-    LockError::InUse {
-        conflict,
-        holders: opener().image_lock_owners(file),
-    }
+    LockError::InUse { conflict, holders: opener().image_lock_owners(file) }
 }
 
 fn byte_lock(byte: i64, kind: i32) -> libc::flock {
@@ -268,25 +261,13 @@ mod tests {
     #[test]
     fn inherited_claim_excludes_strangers_between_servers() {
         let image = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
-        let open = || {
-            File::options()
-                .read(true)
-                .write(true)
-                .open(image.path())
-                .expect("opens")
-        };
+        let open = || File::options().read(true).write(true).open(image.path()).expect("opens");
         let try_lock = |file: &File, claim| lock(file.as_fd(), Sharing::Exclusive, claim);
         let (parent, first, second, stranger) = (open(), open(), open(), open());
-        assert!(matches!(
-            try_lock(&first, LockMode::Inherited),
-            Err(LockError::NotInherited)
-        ));
+        assert!(matches!(try_lock(&first, LockMode::Inherited), Err(LockError::NotInherited)));
         try_lock(&parent, LockMode::ForChildren).expect("it is unlocked");
         try_lock(&first, LockMode::Inherited).expect("the parent process has locked it");
-        assert!(matches!(
-            try_lock(&second, LockMode::Inherited),
-            Err(LockError::WritesInFlight)
-        ));
+        assert!(matches!(try_lock(&second, LockMode::Inherited), Err(LockError::WritesInFlight)));
         assert!(try_lock(&stranger, LockMode::Direct).is_err());
         drop(first);
         assert!(try_lock(&stranger, LockMode::Direct).is_err());

@@ -114,10 +114,7 @@ impl BlockDevice for MemoryDevice {
     fn extents(&self, range: ByteRange, _: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         Box::pin(async move {
             self.checked_address(Operation::Extents, range)?;
-            Ok(vec![Extent {
-                range,
-                kind: ExtentKind::Data,
-            }])
+            Ok(vec![Extent { range, kind: ExtentKind::Data }])
         })
     }
 

@@ -136,10 +136,7 @@ impl LoopTime {
 
     /// Returns the time `delay` after this one.
     pub fn after(self, delay: Duration) -> Self {
-        Self(
-            self.0
-                .saturating_add(u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX)),
-        )
+        Self(self.0.saturating_add(u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX)))
     }
 
     /// Returns the time from `earlier` to this point; zero if `earlier` is not earlier.
@@ -210,12 +207,7 @@ impl Loop {
     /// The process is out of descriptors.
     pub fn simulated() -> io::Result<Self> {
         let remote = RemoteWakes::new()?;
-        Ok(Self::build(
-            Clock::Simulated(Cell::new(0)),
-            None,
-            remote,
-            Duration::ZERO,
-        ))
+        Ok(Self::build(Clock::Simulated(Cell::new(0)), None, remote, Duration::ZERO))
     }
 
     fn build(clock: Clock, ring: Option<Ring>, remote: RemoteWakes, poll_max: Duration) -> Self {
@@ -260,10 +252,7 @@ impl Loop {
 
     /// Returns a snapshot of the loop's counters.
     pub fn statistics(&self) -> LoopStatistics {
-        LoopStatistics {
-            sleeps: self.0.counters.sleeps.get(),
-            task_polls: self.0.counters.task_polls.get(),
-        }
+        LoopStatistics { sleeps: self.0.counters.sleeps.get(), task_polls: self.0.counters.task_polls.get() }
     }
 
     /// Runs `future` on this loop, concurrently with other tasks, until the future or the loop ends.
@@ -275,10 +264,7 @@ impl Loop {
 
     /// Runs `future` as a task and passes its result to the handle.
     pub fn spawn_with_result<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> JoinHandle<T> {
-        let shared = Rc::new(JoinState {
-            value: RefCell::new(None),
-            waker: RefCell::new(None),
-        });
+        let shared = Rc::new(JoinState { value: RefCell::new(None), waker: RefCell::new(None) });
         let state = Rc::clone(&shared);
         self.spawn(async move {
             let value = future.await;
@@ -316,10 +302,7 @@ impl Loop {
     /// Adds a source of work to the polling phase until the guard is dropped.
     pub fn add_poller(&self, poller: Rc<dyn Poller>) -> PollerGuard {
         self.0.pollers.borrow_mut().push(Rc::clone(&poller));
-        PollerGuard {
-            core: Rc::downgrade(&self.0),
-            poller,
-        }
+        PollerGuard { core: Rc::downgrade(&self.0), poller }
     }
 
     /// Calls `hook` once, at the end of this turn of the loop.
@@ -417,9 +400,7 @@ pub struct PollerGuard {
 impl Drop for PollerGuard {
     fn drop(&mut self) {
         if let Some(core) = self.core.upgrade() {
-            core.pollers
-                .borrow_mut()
-                .retain(|poller| !Rc::ptr_eq(poller, &self.poller));
+            core.pollers.borrow_mut().retain(|poller| !Rc::ptr_eq(poller, &self.poller));
         }
     }
 }
@@ -448,10 +429,7 @@ impl Core {
     }
 
     fn insert_task(&self, task: Rc<dyn Task>) -> TaskIndex {
-        let slot = TaskSlot {
-            task: Some(task),
-            queued: false,
-        };
+        let slot = TaskSlot { task: Some(task), queued: false };
         if let Some(index) = self.free_tasks.borrow_mut().pop() {
             self.tasks.borrow_mut()[index as usize] = slot;
             return index;
@@ -608,12 +586,7 @@ struct IdlePeriod {
 
 impl<'a> IdlePhase<'a> {
     fn new(core: &'a Core) -> Self {
-        Self {
-            core,
-            predictors: Default::default(),
-            preemption: PreemptionDetector::new(),
-            period: None,
-        }
+        Self { core, predictors: Default::default(), preemption: PreemptionDetector::new(), period: None }
     }
 
     /// Ends the period without work, and trains the predictor with its outcome.
@@ -637,20 +610,11 @@ impl<'a> IdlePhase<'a> {
         let now = Instant::now();
         let period = self.period.get_or_insert_with(|| {
             self.preemption.start(now);
-            IdlePeriod {
-                since: now,
-                predictor_index: usize::from(ring.has_transfers()),
-                spun: None,
-                rechecked: false,
-            }
+            IdlePeriod { since: now, predictor_index: usize::from(ring.has_transfers()), spun: None, rechecked: false }
         });
         if period.spun.is_none() {
             let predictor = &mut self.predictors[period.predictor_index];
-            let spun = if predictor.should_spin() {
-                now - period.since
-            } else {
-                Duration::ZERO
-            };
+            let spun = if predictor.should_spin() { now - period.since } else { Duration::ZERO };
             if predictor.should_spin() && self.preemption.was_preempted(now) {
                 predictor.record_preemption();
             }

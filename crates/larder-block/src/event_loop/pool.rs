@@ -53,10 +53,7 @@ impl<F: Future<Output = ()> + 'static> Task for Slot<F> {
 impl<F: Future<Output = ()> + 'static> TaskPool<F> {
     /// Creates a pool of tasks on the loop `owner`.
     pub fn new(owner: &Loop) -> Self {
-        Self {
-            owner: owner.clone(),
-            idle: Rc::default(),
-        }
+        Self { owner: owner.clone(), idle: Rc::default() }
     }
 
     /// Starts the future that `make` returns, and polls it once before returning, so that work without waiting is done

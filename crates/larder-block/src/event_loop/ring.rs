@@ -45,17 +45,10 @@ const ALLOWED_OPERATIONS: [u8; 8] = [
 
 /// Creates a ring that is disabled at first, and restricts it before it is enabled.
 fn build_restricted(builder: &mut io_uring::Builder) -> io::Result<IoUring> {
-    let uring = builder
-        .setup_r_disabled()
-        .setup_cqsize(COMPLETION_ENTRIES)
-        .build(SUBMISSION_ENTRIES)?;
+    let uring = builder.setup_r_disabled().setup_cqsize(COMPLETION_ENTRIES).build(SUBMISSION_ENTRIES)?;
     let flags = Restriction::sqe_flags_allowed(squeue::Flags::ASYNC.bits());
     // The list permits no operation of io_uring_register, so none works once the ring is enabled.
-    let mut all: Vec<Restriction> = ALLOWED_OPERATIONS
-        .into_iter()
-        .map(Restriction::sqe_op)
-        .chain([flags])
-        .collect();
+    let mut all: Vec<Restriction> = ALLOWED_OPERATIONS.into_iter().map(Restriction::sqe_op).chain([flags]).collect();
     let submitter = uring.submitter();
     submitter.register_restrictions(&mut all)?;
     submitter.register_enable_rings()?;
@@ -100,11 +93,7 @@ impl Ring {
         // Without DEFER_TASKRUN (kernels before 6.1) completions interrupt the thread, which is slower but equally
         // correct.
         let modern = build_restricted(
-            IoUring::builder()
-                .setup_single_issuer()
-                .setup_defer_taskrun()
-                .setup_taskrun_flag()
-                .setup_coop_taskrun(),
+            IoUring::builder().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_coop_taskrun(),
         );
         let uring = match modern {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => build_restricted(&mut IoUring::builder())?,
@@ -153,9 +142,7 @@ impl Ring {
             None => uring.submitter().submit_and_wait(1),
             Some(limit) => {
                 let timespec = Timespec::from(limit);
-                uring
-                    .submitter()
-                    .submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
+                uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
             }
         };
         check_enter(result);
@@ -221,12 +208,7 @@ impl Ring {
     fn start(&self, entry: squeue::Entry, uses_memory: bool) -> RingOp {
         let index = self.allocate_slot();
         self.push(&entry.user_data(u64::from(index)));
-        RingOp {
-            ring: self.clone(),
-            index,
-            uses_memory,
-            result_taken: Cell::new(false),
-        }
+        RingOp { ring: self.clone(), index, uses_memory, result_taken: Cell::new(false) }
     }
 
     /// Starts an operation that uses no memory of the caller.
@@ -261,13 +243,12 @@ impl Ring {
             TransferBuffer::Write(buffer) => buffer.as_single(),
         };
         let entry = match (single, buffer) {
-            (Some(piece), TransferBuffer::Read(_)) => opcode::Read::new(file, piece.base(), to_u32(piece.len()))
-                .offset(offset)
-                .build(),
-            (Some(piece), TransferBuffer::Write(_)) => opcode::Write::new(file, piece.base(), to_u32(piece.len()))
-                .offset(offset)
-                .rw_flags(rw_flags)
-                .build(),
+            (Some(piece), TransferBuffer::Read(_)) => {
+                opcode::Read::new(file, piece.base(), to_u32(piece.len())).offset(offset).build()
+            }
+            (Some(piece), TransferBuffer::Write(_)) => {
+                opcode::Write::new(file, piece.base(), to_u32(piece.len())).offset(offset).rw_flags(rw_flags).build()
+            }
             (None, _) => {
                 let mut slots = self.0.slots.borrow_mut();
                 let list = &mut slots[index as usize].pieces;
@@ -279,29 +260,19 @@ impl Ring {
                 let (base, count) = (list.as_ptr().cast::<libc::iovec>(), to_u32(list.len()));
                 match buffer {
                     TransferBuffer::Read(_) => opcode::Readv::new(file, base, count).offset(offset).build(),
-                    TransferBuffer::Write(_) => opcode::Writev::new(file, base, count)
-                        .offset(offset)
-                        .rw_flags(rw_flags)
-                        .build(),
+                    TransferBuffer::Write(_) => {
+                        opcode::Writev::new(file, base, count).offset(offset).rw_flags(rw_flags).build()
+                    }
                 }
             }
         };
-        let entry = if options.uses_worker {
-            entry.flags(squeue::Flags::ASYNC)
-        } else {
-            entry
-        };
+        let entry = if options.uses_worker { entry.flags(squeue::Flags::ASYNC) } else { entry };
         self.push(&entry.user_data(u64::from(index)));
         if options.uses_worker {
             // Submitted now, not at the end of the turn, so that the worker runs in parallel.
             check_enter(self.0.uring.borrow().submit());
         }
-        RingOp {
-            ring: self.clone(),
-            index,
-            uses_memory: true,
-            result_taken: Cell::new(false),
-        }
+        RingOp { ring: self.clone(), index, uses_memory: true, result_taken: Cell::new(false) }
     }
 }
 
@@ -516,10 +487,7 @@ mod tests {
         let cwd = Fd(libc::AT_FDCWD);
         for (what, entry) in [
             ("openat", opcode::OpenAt::new(cwd, path).build()),
-            (
-                "socket",
-                opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(),
-            ),
+            ("socket", opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build()),
             ("unlinkat", opcode::UnlinkAt::new(cwd, path).build()),
             ("no-op", opcode::Nop::new().build()),
         ] {
@@ -531,9 +499,6 @@ mod tests {
         drop(uring);
         let (_local, peer) = std::os::unix::net::UnixStream::pair().expect("a pair");
         let poll = opcode::PollAdd::new(Fd(std::os::fd::AsRawFd::as_raw_fd(&peer)), libc::POLLOUT as u32).build();
-        assert!(
-            run_operation(&ring, poll) > 0,
-            "operations that the loop needs are allowed"
-        );
+        assert!(run_operation(&ring, poll) > 0, "operations that the loop needs are allowed");
     }
 }

@@ -70,10 +70,7 @@ fn would_block(error: Errno) -> bool {
 impl Loop {
     fn ring(&self) -> io::Result<&Ring> {
         self.0.ring.as_ref().ok_or_else(|| {
-            io::Error::new(
-                io::ErrorKind::Unsupported,
-                "a simulated loop cannot use io_uring or sockets",
-            )
+            io::Error::new(io::ErrorKind::Unsupported, "a simulated loop cannot use io_uring or sockets")
         })
     }
 
@@ -109,21 +106,16 @@ impl Loop {
             value: Option<T>,
             waker: Option<Waker>,
         }
-        let shared = Arc::new(Mutex::new(State::<T> {
-            value: None,
-            waker: None,
-        }));
+        let shared = Arc::new(Mutex::new(State::<T> { value: None, waker: None }));
         let thread_state = Arc::clone(&shared);
-        std::thread::Builder::new()
-            .name("larder-blocking".to_owned())
-            .spawn(move || {
-                let value = work();
-                let mut state = thread_state.lock().unwrap_or_else(PoisonError::into_inner);
-                state.value = Some(value);
-                if let Some(waker) = state.waker.take() {
-                    waker.wake();
-                }
-            })?;
+        std::thread::Builder::new().name("larder-blocking".to_owned()).spawn(move || {
+            let value = work();
+            let mut state = thread_state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.value = Some(value);
+            if let Some(waker) = state.waker.take() {
+                waker.wake();
+            }
+        })?;
         let value = std::future::poll_fn(|context| {
             let mut state = shared.lock().unwrap_or_else(PoisonError::into_inner);
             match state.value.take() {
@@ -184,9 +176,7 @@ impl Socket {
                 let (host, port) = (host.clone(), *port);
                 let addresses = on
                     .run_blocking(move || {
-                        (host.as_str(), port)
-                            .to_socket_addrs()
-                            .map(|found| found.collect::<Vec<_>>())
+                        (host.as_str(), port).to_socket_addrs().map(|found| found.collect::<Vec<_>>())
                     })
                     .await??;
                 let mut last_error = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
@@ -202,11 +192,7 @@ impl Socket {
     }
 
     async fn connect_tcp(on: &Loop, target: std::net::SocketAddr) -> io::Result<Self> {
-        let family = if target.is_ipv4() {
-            AddressFamily::INET
-        } else {
-            AddressFamily::INET6
-        };
+        let family = if target.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let descriptor = rustix::net::socket_with(family, SocketType::STREAM, stream_flags(), None)?;
         match rustix::net::connect(&descriptor, &target) {
             Ok(()) => {}
@@ -226,10 +212,7 @@ impl Socket {
     /// The loop is simulated, or the descriptor cannot be made non-blocking.
     pub fn from_descriptor(on: &Loop, descriptor: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&descriptor, true)?;
-        Ok(Self {
-            descriptor,
-            ring: on.ring()?.clone(),
-        })
+        Ok(Self { descriptor, ring: on.ring()?.clone() })
     }
 
     async fn wait_ready(&self, writable: bool) -> io::Result<()> {
@@ -341,10 +324,7 @@ impl Socket {
         let mut done = 0;
         let total = head.len() + body.len();
         while done < total {
-            match self.try_write_pieces(
-                head.get(done..).unwrap_or(&[]),
-                body.skip(done.saturating_sub(head.len())),
-            ) {
+            match self.try_write_pieces(head.get(done..).unwrap_or(&[]), body.skip(done.saturating_sub(head.len()))) {
                 Ok(count) => done += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_ready(true).await?,
@@ -490,10 +470,7 @@ impl Listener {
     /// The loop is simulated, or the descriptor cannot be made non-blocking.
     pub fn from_descriptor(on: &Loop, descriptor: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&descriptor, true)?;
-        Ok(Self {
-            descriptor,
-            ring: on.ring()?.clone(),
-        })
+        Ok(Self { descriptor, ring: on.ring()?.clone() })
     }
 
     /// Waits for the next connection. Dropping the future loses no connection.

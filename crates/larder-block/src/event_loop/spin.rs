@@ -105,10 +105,7 @@ pub(super) struct PreemptionDetector {
 
 impl PreemptionDetector {
     pub(super) fn new() -> Self {
-        Self {
-            checked_at: Instant::now(),
-            involuntary_switches: involuntary_switches(),
-        }
+        Self { checked_at: Instant::now(), involuntary_switches: involuntary_switches() }
     }
 
     /// Starts watching when the thread begins to spin.

@@ -69,11 +69,7 @@ pub struct Sleep {
 
 impl Sleep {
     pub(super) fn new(owner: &Loop, deadline: LoopTime) -> Self {
-        Self {
-            owner: owner.downgrade(),
-            deadline,
-            key: None,
-        }
+        Self { owner: owner.downgrade(), deadline, key: None }
     }
 }
 

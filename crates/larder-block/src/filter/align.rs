@@ -41,21 +41,13 @@ pub struct AlignOptions {
 
 impl AlignOptions {
     /// Single bytes, for NBD clients: 16 pieces of 64 KiB, allocated on demand.
-    pub const BYTES: Self = Self {
-        block_size: 1,
-        bounce_len: ByteLen::kib(64),
-        bounce_count: 16,
-    };
+    pub const BYTES: Self = Self { block_size: 1, bounce_len: ByteLen::kib(64), bounce_count: 16 };
 }
 
 impl Default for AlignOptions {
     /// Returns blocks of 512 bytes and 16 pieces of 256 KiB, allocated on demand.
     fn default() -> Self {
-        Self {
-            block_size: 512,
-            bounce_len: ByteLen::kib(256),
-            bounce_count: 16,
-        }
+        Self { block_size: 512, bounce_len: ByteLen::kib(256), bounce_count: 16 }
     }
 }
 
@@ -166,11 +158,7 @@ impl Align {
         if enclosing.len <= bounce_len {
             return Piece::Bounced(rest);
         }
-        let end = if direct {
-            full_blocks.start
-        } else {
-            enclosing.start + bounce_len
-        };
+        let end = if direct { full_blocks.start } else { enclosing.start + bounce_len };
         Piece::Bounced(ByteRange::between(rest.start, end.min(rest.end())))
     }
 
@@ -214,10 +202,7 @@ impl Align {
             let done = match self.next_piece(rest, fits) {
                 Piece::Direct(part) => {
                     let _lock = self.locks.lock(part, RangeLockMode::Shared).await;
-                    self.lower
-                        .write(part.start, part_of(part), flags)
-                        .await
-                        .map_err(failed)?;
+                    self.lower.write(part.start, part_of(part), flags).await.map_err(failed)?;
                     part
                 }
                 Piece::Bounced(part) => {
@@ -258,10 +243,7 @@ impl Align {
         let all = bounce.len();
         let parts = match (head, tail) {
             (true, true) if all <= 2 * unit => [0..all, 0..0],
-            _ => [
-                if head { 0..unit } else { 0..0 },
-                if tail { all - unit..all } else { 0..0 },
-            ],
+            _ => [if head { 0..unit } else { 0..0 }, if tail { all - unit..all } else { 0..0 }],
         };
         for part in parts.into_iter().filter(|part| !part.is_empty()) {
             let start = enclosing.start + ByteLen::of_buffer(part.start);

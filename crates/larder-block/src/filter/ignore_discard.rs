@@ -24,18 +24,10 @@ impl Filter for IgnoreDiscard {
     }
 
     fn geometry(&self) -> Geometry {
-        Geometry {
-            discard_granularity: 0,
-            ..self.0.geometry()
-        }
+        Geometry { discard_granularity: 0, ..self.0.geometry() }
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        Io::ready(check_request(
-            self.0.name(),
-            &Filter::geometry(self),
-            Operation::Discard,
-            range,
-        ))
+        Io::ready(check_request(self.0.name(), &Filter::geometry(self), Operation::Discard, range))
     }
 }

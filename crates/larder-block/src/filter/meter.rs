@@ -35,10 +35,7 @@ struct MeteredDevice {
 /// Returns a layer over `lower`, and its counters from now on.
 pub fn metered(lower: Rc<dyn BlockDevice>) -> (Rc<dyn BlockDevice>, Rc<ByteMeter>) {
     let meter = Rc::<ByteMeter>::default();
-    let device = MeteredDevice {
-        lower,
-        meter: Rc::clone(&meter),
-    };
+    let device = MeteredDevice { lower, meter: Rc::clone(&meter) };
     (Rc::new(device), meter)
 }
 

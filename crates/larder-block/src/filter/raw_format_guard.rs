@@ -36,11 +36,7 @@ impl RawFormatGuard {
     /// If `lower` has blocks smaller than a sector: a header could be put together from several writes.
     pub fn new(lower: Rc<dyn BlockDevice>, probe_format: FormatProbe) -> Self {
         assert!(lower.geometry().block_size as usize >= SECTOR);
-        Self {
-            lower,
-            probe_format,
-            has_warned: Cell::new(false),
-        }
+        Self { lower, probe_format, has_warned: Cell::new(false) }
     }
 
     fn write_first_sector<'a>(&'a self, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
@@ -55,9 +51,7 @@ impl RawFormatGuard {
             return Io::ready(Err(error));
         }
         Io::task(async move {
-            self.lower
-                .write(ByteOffset::ZERO, WriteBuf::new(&sector), flags)
-                .await?;
+            self.lower.write(ByteOffset::ZERO, WriteBuf::new(&sector), flags).await?;
             match buffer.skip(SECTOR) {
                 rest if rest.is_empty() => Ok(()),
                 rest => self.lower.write(ByteOffset::new(SECTOR as u64), rest, flags).await,

@@ -59,9 +59,7 @@ impl LayerSwitch {
 
     /// Returns the layer, once requests are not held back.
     async fn wait_for_layer(&self) -> Rc<SharedDevice> {
-        self.resumed
-            .until(|| self.layer_unless_paused().map(|layer| Rc::clone(&layer)))
-            .await
+        self.resumed.until(|| self.layer_unless_paused().map(|layer| Rc::clone(&layer))).await
     }
 }
 

@@ -108,10 +108,7 @@ impl Throttle {
         let now = self.now();
         let mut state = self.state.borrow_mut();
         let queues = std::mem::take(&mut state.queues);
-        *state = State {
-            queues,
-            ..State::new(limits, now)
-        };
+        *state = State { queues, ..State::new(limits, now) };
         state.wake_first();
         Ok(())
     }
@@ -137,13 +134,7 @@ impl Throttle {
             return request();
         }
         Io::task(async move {
-            let admission = Admission {
-                throttle: self,
-                direction,
-                bytes,
-                queue_number: None,
-                timer: None,
-            };
+            let admission = Admission { throttle: self, direction, bytes, queue_number: None, timer: None };
             admission.await;
             request().await
         })
@@ -241,10 +232,7 @@ impl Admission<'_> {
         let number = *self.queue_number.get_or_insert_with(|| {
             let number = queue.next_number;
             queue.next_number += 1;
-            queue.waiting.push_back(Waiter {
-                number,
-                waker: waker.clone(),
-            });
+            queue.waiting.push_back(Waiter { number, waker: waker.clone() });
             number
         });
         // The numbers ascend, so the queue is sorted.
@@ -321,26 +309,20 @@ impl Filter for Throttle {
         if !self.limited.get() {
             return self.lower.read(start, buffer);
         }
-        self.throttle_request(Direction::Read, buffer.byte_len(), move || {
-            self.lower.read(start, buffer)
-        })
+        self.throttle_request(Direction::Read, buffer.byte_len(), move || self.lower.read(start, buffer))
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         if !self.limited.get() {
             return self.lower.write(start, buffer, flags);
         }
-        self.throttle_request(Direction::Write, buffer.byte_len(), move || {
-            self.lower.write(start, buffer, flags)
-        })
+        self.throttle_request(Direction::Write, buffer.byte_len(), move || self.lower.write(start, buffer, flags))
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         if !self.limited.get() {
             return self.lower.write_zeroes(range, flags);
         }
-        self.throttle_request(Direction::Write, range.len, move || {
-            self.lower.write_zeroes(range, flags)
-        })
+        self.throttle_request(Direction::Write, range.len, move || self.lower.write_zeroes(range, flags))
     }
 }

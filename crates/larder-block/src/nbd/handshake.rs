@@ -141,10 +141,7 @@ impl OptionHeader {
     pub fn parse(message: &[u8; OPTION_HEADER_LEN]) -> Result<Self, Malformed> {
         let mut fields = Fields::new("an option", message);
         fields.magic(OPTION_MAGIC)?;
-        Ok(Self {
-            option: fields.u32("number")?,
-            len: fields.u32("length")?,
-        })
+        Ok(Self { option: fields.u32("number")?, len: fields.u32("length")? })
     }
 }
 
@@ -180,11 +177,7 @@ impl OptionReplyHeader {
     pub fn parse(message: &[u8; OPTION_REPLY_HEADER_LEN]) -> Result<Self, Malformed> {
         let mut fields = Fields::new("a reply to an option", message);
         fields.magic(OPTION_REPLY_MAGIC)?;
-        Ok(Self {
-            option: fields.u32("option")?,
-            kind: fields.u32("kind")?,
-            len: fields.u32("length")?,
-        })
+        Ok(Self { option: fields.u32("option")?, kind: fields.u32("kind")?, len: fields.u32("length")? })
     }
 
     /// Returns true if the reply reports an error.
@@ -215,11 +208,7 @@ pub struct BlockSizes {
 
 impl BlockSizes {
     /// The sizes that a client may assume if the server does not report any.
-    pub const DEFAULT: Self = Self {
-        minimum: 512,
-        preferred: 4096,
-        payload_max: PAYLOAD_LEN_MAX,
-    };
+    pub const DEFAULT: Self = Self { minimum: 512, preferred: 4096, payload_max: PAYLOAD_LEN_MAX };
 }
 
 /// A piece of information about an export (spec, `NBD_REP_INFO`).
@@ -252,10 +241,7 @@ impl<'a> ExportInfo<'a> {
         let kind = fields.u16("kind")?;
         let text_len = data.len() - 2;
         let info = match kind {
-            infos::EXPORT => Self::Export {
-                size: fields.u64("size")?,
-                flags: TransmissionFlags(fields.u16("flags")?),
-            },
+            infos::EXPORT => Self::Export { size: fields.u64("size")?, flags: TransmissionFlags(fields.u16("flags")?) },
             infos::NAME => Self::Name(fields.text(text_len, "name")?),
             infos::DESCRIPTION => Self::Description(fields.text(text_len, "description")?),
             infos::BLOCK_SIZE => Self::BlockSize(BlockSizes {
@@ -364,9 +350,7 @@ impl<'a> MetaContextRequest<'a> {
                 allowed: "1024 are",
             });
         }
-        let queries = (0..count)
-            .map(|_| fields.counted_string("query"))
-            .collect::<Result<_, _>>()?;
+        let queries = (0..count).map(|_| fields.counted_string("query")).collect::<Result<_, _>>()?;
         fields.end()?;
         Ok(Self { name, queries })
     }
@@ -455,39 +439,23 @@ mod tests {
 
     #[test]
     fn texts_may_end_with_a_nul() {
-        for (kind, info) in [
-            (infos::NAME, ExportInfo::Name("disk")),
-            (infos::DESCRIPTION, ExportInfo::Description("disk")),
-        ] {
+        for (kind, info) in
+            [(infos::NAME, ExportInfo::Name("disk")), (infos::DESCRIPTION, ExportInfo::Description("disk"))]
+        {
             let data = |text: &[u8]| [&kind.to_be_bytes(), text].concat();
             assert_eq!(ExportInfo::parse(&data(b"disk\0")), Ok(info));
-            assert!(matches!(
-                ExportInfo::parse(&data(b"disk\0\0")),
-                Err(Malformed::Nul { .. })
-            ));
+            assert!(matches!(ExportInfo::parse(&data(b"disk\0\0")), Err(Malformed::Nul { .. })));
         }
-        assert_eq!(
-            ExportInfo::parse(&infos::DESCRIPTION.to_be_bytes()),
-            Ok(ExportInfo::Description(""))
-        );
+        assert_eq!(ExportInfo::parse(&infos::DESCRIPTION.to_be_bytes()), Ok(ExportInfo::Description("")));
     }
 
     #[test]
     fn length_beyond_message_is_refused() {
         let mut data = ExportRequest::encode("disk", &[]);
         data[3] = 200;
-        assert!(matches!(
-            ExportRequest::parse(&data),
-            Err(Malformed::Truncated { field: "name", .. })
-        ));
+        assert!(matches!(ExportRequest::parse(&data), Err(Malformed::Truncated { field: "name", .. })));
         data[0] = 0xff;
-        assert!(matches!(
-            ExportRequest::parse(&data),
-            Err(Malformed::Length { what: "name", .. })
-        ));
-        assert!(
-            MetaContextRequest::parse(&[0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]).is_err(),
-            "four billion queries"
-        );
+        assert!(matches!(ExportRequest::parse(&data), Err(Malformed::Length { what: "name", .. })));
+        assert!(MetaContextRequest::parse(&[0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]).is_err(), "four billion queries");
     }
 }

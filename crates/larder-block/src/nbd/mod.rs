@@ -78,17 +78,9 @@ pub const STATUS_DESCRIPTORS_MAX: u32 = 1 << 20;
 #[allow(missing_docs)]
 pub enum Malformed {
     #[error("{what} begins with {found:#x} instead of {expected:#x}")]
-    Magic {
-        what: &'static str,
-        expected: u64,
-        found: u64,
-    },
+    Magic { what: &'static str, expected: u64, found: u64 },
     #[error("{what} is {len} bytes long; {allowed} allowed")]
-    Length {
-        what: &'static str,
-        len: u64,
-        allowed: &'static str,
-    },
+    Length { what: &'static str, len: u64, allowed: &'static str },
     #[error("{what} ends in the middle of {field}")]
     Truncated { what: &'static str, field: &'static str },
     #[error("{what} is not UTF-8")]
@@ -109,10 +101,7 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn bytes(&mut self, len: usize, field: &'static str) -> Result<&'a [u8], Malformed> {
-        let (taken, rest) = self
-            .rest
-            .split_at_checked(len)
-            .ok_or(Malformed::Truncated { what: self.what, field })?;
+        let (taken, rest) = self.rest.split_at_checked(len).ok_or(Malformed::Truncated { what: self.what, field })?;
         self.rest = rest;
         Ok(taken)
     }
@@ -146,11 +135,7 @@ impl<'a> Fields<'a> {
     /// Takes a string of `len` bytes.
     pub(crate) fn string(&mut self, len: usize, field: &'static str) -> Result<&'a str, Malformed> {
         if len > STRING_LEN_MAX {
-            return Err(Malformed::Length {
-                what: field,
-                len: len as u64,
-                allowed: "4096 bytes are",
-            });
+            return Err(Malformed::Length { what: field, len: len as u64, allowed: "4096 bytes are" });
         }
         let text = std::str::from_utf8(self.bytes(len, field)?).map_err(|_| Malformed::NotUtf8 { what: field })?;
         // Spec, "Conventions": no string contains a NUL.

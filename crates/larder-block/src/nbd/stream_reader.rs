@@ -25,13 +25,7 @@ pub struct StreamReader {
 impl StreamReader {
     /// Creates the receiving side of `stream`.
     pub fn new(stream: Rc<MaybeTlsStream>) -> Self {
-        Self {
-            stream,
-            buffer: vec![0; BUFFER_LEN].into_boxed_slice(),
-            start: 0,
-            end: 0,
-            received: 0,
-        }
+        Self { stream, buffer: vec![0; BUFFER_LEN].into_boxed_slice(), start: 0, end: 0, received: 0 }
     }
 
     /// Returns the number of bytes received so far.

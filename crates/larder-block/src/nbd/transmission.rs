@@ -119,9 +119,7 @@ impl RequestHeader {
                 message.extend((self.len as u32).to_be_bytes());
             }
             Framing::Extended => {
-                let flags = self
-                    .flags
-                    .with_if(self.command == Command::Write.code(), CommandFlags::PAYLOAD_LEN);
+                let flags = self.flags.with_if(self.command == Command::Write.code(), CommandFlags::PAYLOAD_LEN);
                 message.extend(EXTENDED_REQUEST_MAGIC.to_be_bytes());
                 message.extend(flags.0.to_be_bytes());
                 message.extend(self.command.to_be_bytes());
@@ -136,11 +134,7 @@ impl RequestHeader {
     /// by a flag. QEMU's client (seen in 10.0) omits the flag; QEMU's server and this code accept that.
     pub fn payload_len(&self, framing: Framing) -> u64 {
         let is_announced = framing == Framing::Extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
-        if is_announced || self.command == Command::Write.code() {
-            self.len
-        } else {
-            0
-        }
+        if is_announced || self.command == Command::Write.code() { self.len } else { 0 }
     }
 }
 
@@ -203,10 +197,7 @@ impl ReplyHeader {
         let mut fields = Fields::new("a reply", message);
         let magic = fields.u32("magic")?;
         if magic == SIMPLE_REPLY_MAGIC {
-            return Ok(Self::Simple {
-                error: fields.u32("error")?,
-                cookie: fields.u64("cookie")?,
-            });
+            return Ok(Self::Simple { error: fields.u32("error")?, cookie: fields.u64("cookie")? });
         }
         let extended = magic == EXTENDED_REPLY_MAGIC;
         Ok(Self::Chunk {
@@ -214,11 +205,7 @@ impl ReplyHeader {
             kind: fields.u16("type")?,
             cookie: fields.u64("cookie")?,
             offset: if extended { Some(fields.u64("offset")?) } else { None },
-            len: if extended {
-                fields.u64("length")?
-            } else {
-                u64::from(fields.u32("length")?)
-            },
+            len: if extended { fields.u64("length")? } else { u64::from(fields.u32("length")?) },
         })
     }
 }
@@ -241,11 +228,7 @@ pub fn push_chunk_header(
     len: u64,
 ) {
     let extended = framing == Framing::Extended;
-    let magic = if extended {
-        EXTENDED_REPLY_MAGIC
-    } else {
-        STRUCTURED_REPLY_MAGIC
-    };
+    let magic = if extended { EXTENDED_REPLY_MAGIC } else { STRUCTURED_REPLY_MAGIC };
     message.extend(magic.to_be_bytes());
     message.extend(if done { CHUNK_DONE } else { 0 }.to_be_bytes());
     message.extend(kind.to_be_bytes());
@@ -300,10 +283,7 @@ impl ErrorChunk {
         let error = fields.u32("error")?;
         let len = fields.u16("message length")?;
         let text = fields.bytes(usize::from(len), "message")?;
-        Ok(Self {
-            error,
-            text: String::from_utf8_lossy(text).into_owned(),
-        })
+        Ok(Self { error, text: String::from_utf8_lossy(text).into_owned() })
     }
 }
 
@@ -324,11 +304,7 @@ impl StatusLayout {
     /// # Errors
     /// The length is no whole number of descriptors, none, or more than the spec allows.
     pub fn from_chunk(kind: u16, len: u64) -> Result<Self, Malformed> {
-        let (head_len, descriptor_len) = if kind == chunks::BLOCK_STATUS_EXT {
-            (8, 16)
-        } else {
-            (4, 8)
-        };
+        let (head_len, descriptor_len) = if kind == chunks::BLOCK_STATUS_EXT { (8, 16) } else { (4, 8) };
         let rest = len.saturating_sub(head_len as u64);
         let count = rest / descriptor_len as u64;
         if !rest.is_multiple_of(descriptor_len as u64) || count == 0 || count > u64::from(STATUS_DESCRIPTORS_MAX) {
@@ -338,11 +314,7 @@ impl StatusLayout {
                 allowed: "1 to 2^20 whole descriptors are",
             });
         }
-        Ok(Self {
-            head_len,
-            descriptor_len,
-            count: count as u32,
-        })
+        Ok(Self { head_len, descriptor_len, count: count as u32 })
     }
 
     /// Returns the metadata context in the first [`StatusLayout::head_len`] bytes.
@@ -425,37 +397,18 @@ mod tests {
 
     #[test]
     fn error_chunk_round_trips() {
-        let request = RequestHeader {
-            flags: CommandFlags::NONE,
-            command: 0,
-            cookie: 7,
-            offset: 512,
-            len: 512,
-        };
+        let request = RequestHeader { flags: CommandFlags::NONE, command: 0, cookie: 7, offset: 512, len: 512 };
         for framing in [Framing::Structured, Framing::Extended] {
             let mut message = Vec::new();
             let text = "ä".repeat(3000);
             push_error_chunk(&mut message, framing, &request, 28, &text);
             let header = framing.chunk_header_len();
             let parsed = ReplyHeader::parse(&message[..header]).expect("is well-formed");
-            let ReplyHeader::Chunk {
-                done,
-                kind,
-                cookie,
-                len,
-                ..
-            } = parsed
-            else {
-                panic!("{parsed:?}")
-            };
+            let ReplyHeader::Chunk { done, kind, cookie, len, .. } = parsed else { panic!("{parsed:?}") };
             assert_eq!((done, kind, cookie), (true, chunks::ERROR, 7));
             assert_eq!(len as usize, message.len() - header);
             let error = ErrorChunk::parse(&message[header..]).expect("is well-formed");
-            assert_eq!(
-                (error.error, error.text),
-                (28, "ä".repeat(2048)),
-                "cut at a whole character"
-            );
+            assert_eq!((error.error, error.text), (28, "ä".repeat(2048)), "cut at a whole character");
         }
     }
 }

@@ -57,11 +57,7 @@ pub enum NbdUriError {
     #[error("'{uri}': '{key}' is not known; the known keys are socket, tls-certificates and tls-hostname")]
     UnknownKey { uri: String, key: String },
     #[error("'{uri}': '{key}' is valid only with {scheme}")]
-    KeyOfOtherScheme {
-        uri: String,
-        key: &'static str,
-        scheme: &'static str,
-    },
+    KeyOfOtherScheme { uri: String, key: &'static str, scheme: &'static str },
     #[error("'{uri}': an NBD URI has no part after '#'; write %23 for a '#' in a name")]
     Fragment { uri: String },
     #[error("'{uri}': an export's name has at most 4096 bytes")]
@@ -81,9 +77,8 @@ impl FromStr for NbdUri {
             ("nbd://", false, false),
             ("nbds://", false, true),
         ];
-        let Some((rest, unix, tls)) = schemes
-            .iter()
-            .find_map(|(prefix, unix, tls)| Some((strip_prefix(uri, prefix)?, *unix, *tls)))
+        let Some((rest, unix, tls)) =
+            schemes.iter().find_map(|(prefix, unix, tls)| Some((strip_prefix(uri, prefix)?, *unix, *tls)))
         else {
             return match strip_prefix(uri, "nbd:") {
                 Some(rest) => parse_legacy(uri, rest),
@@ -114,11 +109,7 @@ impl FromStr for NbdUri {
             (None, None) => None,
         };
         if let (false, Some(key)) = (tls, key) {
-            return Err(NbdUriError::KeyOfOtherScheme {
-                uri: text,
-                key,
-                scheme: "nbds or nbds+unix",
-            });
+            return Err(NbdUriError::KeyOfOtherScheme { uri: text, key, scheme: "nbds or nbds+unix" });
         }
         Ok(Self {
             address,
@@ -138,17 +129,10 @@ fn parse_legacy(uri: &str, rest: &str) -> Result<NbdUri, NbdUriError> {
         Some(path) => unix_address(uri, "", Some(path.to_owned()))?,
         None => match host_and_port(uri, server)? {
             (_, "") => return Err(NbdUriError::NoPort { uri: uri.to_owned() }),
-            (host, port) => SocketAddress::Tcp {
-                host: host.to_owned(),
-                port: port_number(uri, port)?,
-            },
+            (host, port) => SocketAddress::Tcp { host: host.to_owned(), port: port_number(uri, port)? },
         },
     };
-    Ok(NbdUri {
-        address,
-        export: export_name(uri, export.to_owned())?,
-        tls: None,
-    })
+    Ok(NbdUri { address, export: export_name(uri, export.to_owned())?, tls: None })
 }
 
 fn export_name(uri: &str, name: String) -> Result<String, NbdUriError> {
@@ -176,10 +160,7 @@ impl Query {
                 "tls-certificates" => found.certificates = value,
                 "tls-hostname" => found.hostname = value,
                 key => {
-                    return Err(NbdUriError::UnknownKey {
-                        uri: uri.to_owned(),
-                        key: key.to_owned(),
-                    });
+                    return Err(NbdUriError::UnknownKey { uri: uri.to_owned(), key: key.to_owned() });
                 }
             }
         }
@@ -189,10 +170,7 @@ impl Query {
 
 fn unix_address(uri: &str, authority: &str, socket: Option<String>) -> Result<SocketAddress, NbdUriError> {
     if !authority.is_empty() {
-        return Err(NbdUriError::HostWithUnix {
-            uri: uri.to_owned(),
-            host: authority.to_owned(),
-        });
+        return Err(NbdUriError::HostWithUnix { uri: uri.to_owned(), host: authority.to_owned() });
     }
     match socket {
         Some(path) if !path.is_empty() => Ok(SocketAddress::Unix(path.into())),
@@ -202,10 +180,7 @@ fn unix_address(uri: &str, authority: &str, socket: Option<String>) -> Result<So
 
 fn tcp_address(uri: &str, authority: &str) -> Result<SocketAddress, NbdUriError> {
     if let Some((user, _)) = authority.split_once('@') {
-        return Err(NbdUriError::User {
-            uri: uri.to_owned(),
-            user: user.to_owned(),
-        });
+        return Err(NbdUriError::User { uri: uri.to_owned(), user: user.to_owned() });
     }
     let (host, port) = host_and_port(uri, authority)?;
     Ok(SocketAddress::Tcp {
@@ -221,9 +196,7 @@ fn tcp_address(uri: &str, authority: &str) -> Result<SocketAddress, NbdUriError>
 fn host_and_port<'a>(uri: &str, authority: &'a str) -> Result<(&'a str, &'a str), NbdUriError> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
-            let (host, rest) = rest
-                .split_once(']')
-                .ok_or_else(|| NbdUriError::Bracket { uri: uri.to_owned() })?;
+            let (host, rest) = rest.split_once(']').ok_or_else(|| NbdUriError::Bracket { uri: uri.to_owned() })?;
             (host, rest.strip_prefix(':').unwrap_or(rest))
         }
         None => authority.split_once(':').unwrap_or((authority, "")),
@@ -236,10 +209,7 @@ fn host_and_port<'a>(uri: &str, authority: &'a str) -> Result<(&'a str, &'a str)
 
 fn port_number(uri: &str, port: &str) -> Result<u16, NbdUriError> {
     let number = port.parse().ok().filter(|port| *port != 0);
-    number.ok_or_else(|| NbdUriError::Port {
-        uri: uri.to_owned(),
-        port: port.to_owned(),
-    })
+    number.ok_or_else(|| NbdUriError::Port { uri: uri.to_owned(), port: port.to_owned() })
 }
 
 /// Strips a prefix without regard to case, as schemes are case-insensitive.
@@ -328,10 +298,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn tcp(host: &str, port: u16) -> SocketAddress {
-        SocketAddress::Tcp {
-            host: host.to_owned(),
-            port,
-        }
+        SocketAddress::Tcp { host: host.to_owned(), port }
     }
 
     #[test]
@@ -342,22 +309,14 @@ mod tests {
             ("NBD://example.org:99/disk", tcp("example.org", 99), "disk"),
             ("nbd://[::1]/a/b", tcp("::1", 10809), "a/b"),
             ("nbd://[fe80::1]:7/x%20y", tcp("fe80::1", 7), "x y"),
-            (
-                "nbd+unix:///?socket=/run/nbd%2Bx.sock",
-                SocketAddress::Unix("/run/nbd+x.sock".into()),
-                "",
-            ),
+            ("nbd+unix:///?socket=/run/nbd%2Bx.sock", SocketAddress::Unix("/run/nbd+x.sock".into()), ""),
             ("nbd+unix:///disk?socket=s", SocketAddress::Unix("s".into()), "disk"),
             ("nbd:example.org:99", tcp("example.org", 99), ""),
             ("nbd:[fe80::1%eth0]:7:exportname=x%20y", tcp("fe80::1%eth0", 7), "x%20y"),
             ("nbd:a/b?c#d@e f:7", tcp("a/b?c#d@e f", 7), ""),
             ("nbd://a%2Fb%3Fc/x", tcp("a/b?c", 10809), "x"),
             ("nbd:unix:/run/a:b", SocketAddress::Unix("/run/a:b".into()), ""),
-            (
-                "nbd:unix:/run/n:exportname=a:exportname=b",
-                SocketAddress::Unix("/run/n".into()),
-                "a:exportname=b",
-            ),
+            ("nbd:unix:/run/n:exportname=a:exportname=b", SocketAddress::Unix("/run/n".into()), "a:exportname=b"),
         ] {
             let uri: NbdUri = text.parse().unwrap_or_else(|error| panic!("{error}"));
             assert_eq!((&uri.address, uri.export.as_str()), (&address, export));
@@ -368,9 +327,7 @@ mod tests {
 
     #[test]
     fn tls_uri_gives_certificates_and_hostname() {
-        let uri: NbdUri = "nbds://h/e?tls-certificates=/etc/pki%20x&tls-hostname=other"
-            .parse()
-            .expect("is a URI");
+        let uri: NbdUri = "nbds://h/e?tls-certificates=/etc/pki%20x&tls-hostname=other".parse().expect("is a URI");
         let tls = uri.tls.expect("has TLS");
         assert_eq!(tls.certificates, Some("/etc/pki x".into()));
         assert_eq!(tls.hostname.as_deref(), Some("other"));

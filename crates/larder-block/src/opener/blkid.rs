@@ -24,30 +24,16 @@ pub(super) fn run(file: &File) -> io::Result<BlkidOutput> {
     let mut command = Command::new("blkid");
     // The standard input is the very file that was opened.
     command.args(["--probe", "--output", "export", "/proc/self/fd/0"]);
-    let started = command
-        .stdin(file.try_clone()?)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn();
+    let started = command.stdin(file.try_clone()?).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child = started.map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => io::Error::other("the program blkid was not found; install util-linux"),
         _ => io::Error::other(format!("blkid: {error}")),
     })?;
     let status = wait(&mut child)?;
-    let mut output = BlkidOutput {
-        status,
-        stdout: String::new(),
-        stderr: String::new(),
-    };
+    let mut output = BlkidOutput { status, stdout: String::new(), stderr: String::new() };
     // The output is shorter than a pipe's buffer.
-    let _ = child
-        .stdout
-        .take()
-        .map(|mut out| out.read_to_string(&mut output.stdout));
-    let _ = child
-        .stderr
-        .take()
-        .map(|mut out| out.read_to_string(&mut output.stderr));
+    let _ = child.stdout.take().map(|mut out| out.read_to_string(&mut output.stdout));
+    let _ = child.stderr.take().map(|mut out| out.read_to_string(&mut output.stderr));
     Ok(output)
 }
 
@@ -60,10 +46,7 @@ fn wait(child: &mut Child) -> io::Result<Option<i32>> {
             None => {
                 // A `blkid` that waits for its device exits once the device answers, and is not waited for.
                 let _ = child.kill();
-                return Err(io::Error::other(format!(
-                    "blkid has not completed within {} s",
-                    TIMEOUT.as_secs()
-                )));
+                return Err(io::Error::other(format!("blkid has not completed within {} s", TIMEOUT.as_secs())));
             }
         }
     }

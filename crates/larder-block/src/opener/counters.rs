@@ -70,11 +70,7 @@ pub struct DiskCounters {
 impl fmt::Display for DiskCounters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let reliable = u8::from(self.is_reliable);
-        write!(
-            f,
-            "{} {} {} {reliable}",
-            self.sequence, self.written_sectors, self.written_through_disk
-        )?;
+        write!(f, "{} {} {} {reliable}", self.sequence, self.written_sectors, self.written_through_disk)?;
         match &self.backing {
             None => Ok(()),
             Some(file) => write!(f, " {} {} {} {}", file.inode, file.size, file.mtime_ns, file.ctime_ns),
@@ -111,9 +107,7 @@ impl FromStr for DiskCounters {
 }
 
 fn parse_number<T: FromStr>(text: &str) -> io::Result<T> {
-    text.trim()
-        .parse()
-        .map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
+    text.trim().parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
 }
 
 /// Reads the counters of `device`, to which `devices` (`/sys/dev/block`) has a link.
@@ -209,12 +203,7 @@ mod tests {
 
     #[test]
     fn counters_round_trip_as_text() {
-        let file = FileTimes {
-            inode: 5,
-            size: u64::MAX,
-            mtime_ns: -7,
-            ctime_ns: i64::MAX,
-        };
+        let file = FileTimes { inode: 5, size: u64::MAX, mtime_ns: -7, ctime_ns: i64::MAX };
         for backing in [None, Some(file)] {
             let counters = DiskCounters {
                 sequence: 3086,
@@ -256,10 +245,7 @@ mod tests {
         assert_eq!(read(sys.path(), device).expect("is there"), expected);
         fs::write(at("sda/queue/iostats"), "0\n").expect("a file");
         assert!(!read(sys.path(), device).expect("is there").is_reliable);
-        assert!(!is_local(
-            Path::new("/sys/devices/platform/host3/session1/target3/block/sdb"),
-            0
-        ));
+        assert!(!is_local(Path::new("/sys/devices/platform/host3/session1/target3/block/sdb"), 0));
         assert!(!is_local(Path::new("/sys/devices/virtual/block/nbd3"), 0));
     }
 }

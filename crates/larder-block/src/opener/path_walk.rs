@@ -127,21 +127,14 @@ mod tests {
         symlink(at("d/file"), at("theirs")).expect("a link");
         symlink("loop", at("loop")).expect("a link");
         lchown(at("theirs"), Some(12345), None).expect("root may");
-        let inode = |path: &str| {
-            open_safe_path(&at(path))
-                .and_then(|file| file.metadata())
-                .map(|found| found.ino())
-        };
+        let inode = |path: &str| open_safe_path(&at(path)).and_then(|file| file.metadata()).map(|found| found.ino());
         let file = inode("d/file").expect("is there");
         for path in ["ours/file", "d/up", "ours/up", "d/../ours/file"] {
             assert_eq!(inode(path).expect("is there"), file, "{path}");
         }
         let error = inode("theirs").expect_err("is refused");
         assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
-        assert_eq!(
-            inode("loop").expect_err("is an endless chain").raw_os_error(),
-            Some(libc::ELOOP)
-        );
+        assert_eq!(inode("loop").expect_err("is an endless chain").raw_os_error(), Some(libc::ELOOP));
         assert_eq!(inode("none").expect_err("is not there").kind(), io::ErrorKind::NotFound);
     }
 

@@ -25,11 +25,7 @@ pub use stream::MaybeTlsStream;
 #[allow(missing_docs)]
 pub enum TlsError {
     #[error("cannot read {what} from {}: {source}", path.display())]
-    Pem {
-        what: &'static str,
-        path: PathBuf,
-        source: rustls::pki_types::pem::Error,
-    },
+    Pem { what: &'static str, path: PathBuf, source: rustls::pki_types::pem::Error },
     #[error("{} contains no certificate; it should be a PEM file", path.display())]
     NoCertificate { path: PathBuf },
     #[error(
@@ -39,10 +35,7 @@ pub enum TlsError {
     #[error("the certificate in {} is not usable: {source}", path.display())]
     Certificate { path: PathBuf, source: rustls::Error },
     #[error("the certificate authorities in {} are not usable: {source}", path.display())]
-    Authorities {
-        path: PathBuf,
-        source: rustls::server::VerifierBuilderError,
-    },
+    Authorities { path: PathBuf, source: rustls::server::VerifierBuilderError },
     #[error("'{name}' is neither a host name nor an address, so no certificate can be valid for it")]
     Name { name: String },
     #[error("TLS: {0}")]
@@ -59,11 +52,8 @@ pub struct ClientTls {
 }
 
 /// The paths where hosts keep their trusted authorities.
-pub const HOST_AUTHORITIES: [&str; 3] = [
-    "/etc/ssl/certs/ca-certificates.crt",
-    "/etc/pki/tls/certs/ca-bundle.crt",
-    "/etc/ssl/ca-bundle.pem",
-];
+pub const HOST_AUTHORITIES: [&str; 3] =
+    ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem"];
 
 impl ClientTls {
     /// Loads a configuration that trusts the authorities in `directory/ca-cert.pem`, or the host's if `directory` is
@@ -73,9 +63,7 @@ impl ClientTls {
     /// # Errors
     /// A file is missing or damaged, or `server` is not a valid name.
     pub fn load(directory: Option<&Path>, server: &str) -> Result<Self, TlsError> {
-        let server = ServerName::try_from(server.to_owned()).map_err(|_| TlsError::Name {
-            name: server.to_owned(),
-        })?;
+        let server = ServerName::try_from(server.to_owned()).map_err(|_| TlsError::Name { name: server.to_owned() })?;
         let roots = match directory {
             Some(directory) => authorities(&directory.join("ca-cert.pem"))?,
             None => host_authorities()?,
@@ -93,10 +81,7 @@ impl ClientTls {
                 .with_client_auth_cert(certificates(&path)?, private_key(&key)?)
                 .map_err(|source| TlsError::Certificate { path, source })?,
         };
-        Ok(Self {
-            config: Arc::new(config),
-            server,
-        })
+        Ok(Self { config: Arc::new(config), server })
     }
 }
 
@@ -122,22 +107,14 @@ impl ServerTls {
                 let roots = Arc::new(authorities(path)?);
                 let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider())
                     .build()
-                    .map_err(|source| TlsError::Authorities {
-                        path: path.to_owned(),
-                        source,
-                    })?;
+                    .map_err(|source| TlsError::Authorities { path: path.to_owned(), source })?;
                 builder.with_client_cert_verifier(verifier)
             }
         };
         let config = builder
             .with_single_cert(certificates(certificate)?, private_key(key)?)
-            .map_err(|source| TlsError::Certificate {
-                path: certificate.to_owned(),
-                source,
-            })?;
-        Ok(Self {
-            config: Arc::new(config),
-        })
+            .map_err(|source| TlsError::Certificate { path: certificate.to_owned(), source })?;
+        Ok(Self { config: Arc::new(config) })
     }
 
     /// Loads `server-cert.pem` and `server-key.pem` from `directory`, and with `require_clients` the clients'
@@ -170,15 +147,9 @@ pub fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 /// # Errors
 /// The file is missing, damaged or has no certificate.
 pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let failed = |source| TlsError::Pem {
-        what: "certificates",
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| TlsError::Pem { what: "certificates", path: path.to_owned(), source };
     let text = read(path).map_err(|error| failed(pem::Error::Io(error)))?;
-    let found: Vec<_> = CertificateDer::pem_slice_iter(&text)
-        .collect::<Result<_, _>>()
-        .map_err(failed)?;
+    let found: Vec<_> = CertificateDer::pem_slice_iter(&text).collect::<Result<_, _>>().map_err(failed)?;
     if found.is_empty() {
         return Err(TlsError::NoCertificate { path: path.to_owned() });
     }
@@ -192,11 +163,7 @@ pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErro
 pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     let text = read(path).map_err(pem::Error::Io);
     let key = text.and_then(|text| PrivateKeyDer::from_pem_slice(&text));
-    key.map_err(|source| TlsError::Pem {
-        what: "the private key",
-        path: path.to_owned(),
-        source,
-    })
+    key.map_err(|source| TlsError::Pem { what: "the private key", path: path.to_owned(), source })
 }
 
 /// Loads trusted authorities. Unusable ones are omitted, as is usual: lists of hosts contain some.
@@ -221,8 +188,6 @@ fn host_authorities() -> Result<RootCertStore, TlsError> {
         .iter()
         .map(Path::new)
         .find(|path| opener::metadata(path).is_ok())
-        .ok_or_else(|| TlsError::NoAuthorities {
-            tried: HOST_AUTHORITIES.join(", "),
-        })?;
+        .ok_or_else(|| TlsError::NoAuthorities { tried: HOST_AUTHORITIES.join(", ") })?;
     authorities(path)
 }

@@ -30,10 +30,7 @@ pub struct MaybeTlsStream {
 impl MaybeTlsStream {
     /// Creates an unencrypted stream.
     pub fn plain(socket: Socket) -> Self {
-        Self {
-            socket,
-            session: OnceCell::new(),
-        }
+        Self { socket, session: OnceCell::new() }
     }
 
     /// Encrypts all further data, as the client.

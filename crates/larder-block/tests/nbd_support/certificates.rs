@@ -25,12 +25,7 @@ pub fn authority(folder: &Path) {
 /// [`LOCALHOST`].
 pub fn sign(folder: &Path, name: &str, usage: &str, names: &str) {
     let (usage, names) = (format!("extendedKeyUsage={usage}"), format!("subjectAltName={names}"));
-    certificate(
-        folder,
-        name,
-        Some("ca"),
-        &["basicConstraints=critical,CA:FALSE", &usage, &names],
-    );
+    certificate(folder, name, Some("ca"), &["basicConstraints=critical,CA:FALSE", &usage, &names]);
 }
 
 /// Creates another certificate of the authority in `folder` for an existing key.

@@ -41,12 +41,7 @@ pub struct Offer {
 
 impl Offer {
     pub fn of(size: u64) -> Self {
-        Self {
-            size,
-            flags: FLAGS,
-            structured: false,
-            blocks: None,
-        }
+        Self { size, flags: FLAGS, structured: false, blocks: None }
     }
 }
 
@@ -152,12 +147,7 @@ impl Peer {
     }
 
     pub fn simple(&mut self, cookie: u64, error: u32, data: &[u8]) -> io::Result<()> {
-        self.send(&[
-            &0x67446698u32.to_be_bytes(),
-            &error.to_be_bytes(),
-            &cookie.to_be_bytes(),
-            data,
-        ])
+        self.send(&[&0x67446698u32.to_be_bytes(), &error.to_be_bytes(), &cookie.to_be_bytes(), data])
     }
 
     /// Sends a chunk's header that announces `len` bytes of payload.

@@ -30,14 +30,8 @@ const PACKAGES: [(&str, &str); 9] = [
 pub fn program(program: &str) -> Command {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path).any(|folder| folder.join(program).exists());
-    let package = PACKAGES
-        .iter()
-        .find(|(name, _)| *name == program)
-        .map_or(program, |(_, package)| package);
-    assert!(
-        found,
-        "{program} is needed: apt-get install -y {package}, or run testbed/setup.sh"
-    );
+    let package = PACKAGES.iter().find(|(name, _)| *name == program).map_or(program, |(_, package)| package);
+    assert!(found, "{program} is needed: apt-get install -y {package}, or run testbed/setup.sh");
     Command::new(program)
 }
 
@@ -66,10 +60,7 @@ pub fn run(command: &mut Command) -> String {
 
 /// Runs a program to its end, with any exit status.
 pub fn output(command: &mut Command) -> Output {
-    command
-        .stdin(Stdio::null())
-        .output()
-        .unwrap_or_else(|error| panic!("{command:?}: {error}"))
+    command.stdin(Stdio::null()).output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
 }
 
 /// A helper process that is killed when this value is dropped.
@@ -77,10 +68,7 @@ pub struct Helper(Child);
 
 impl Helper {
     pub fn start(command: &mut Command) -> Self {
-        let child = command
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        let child = command.stdin(Stdio::null()).spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
         Self(child)
     }
 
@@ -118,10 +106,7 @@ impl Drop for Helper {
 /// Creates a directory for sockets and images that is removed after the test.
 pub fn folder() -> tempfile::TempDir {
     // The path is short, because socket paths must be.
-    tempfile::Builder::new()
-        .prefix("larder-nbd-")
-        .tempdir_in("/tmp")
-        .expect("a temporary folder")
+    tempfile::Builder::new().prefix("larder-nbd-").tempdir_in("/tmp").expect("a temporary folder")
 }
 
 /// The listening socket of an NBD server. It exists before the server starts and while the server is down, so that
@@ -189,11 +174,7 @@ fn pass_descriptor(command: &mut Command, descriptor: i32) {
     // SAFETY: between fork and exec only system calls are made.
     unsafe {
         command.pre_exec(move || {
-            let result = if descriptor == 3 {
-                libc::fcntl(3, libc::F_SETFD, 0)
-            } else {
-                libc::dup2(descriptor, 3)
-            };
+            let result = if descriptor == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(descriptor, 3) };
             if result < 0 {
                 return Err(std::io::Error::last_os_error());
             }
@@ -233,9 +214,6 @@ impl Random {
 /// Returns the whole content of an export, as read by nbdcopy.
 pub fn contents(uri: &NbdUri, folder: &Path) -> Vec<u8> {
     let image = folder.join("contents");
-    run(program("nbdcopy")
-        .arg("--request-size=8192")
-        .arg(uri.to_string())
-        .arg(&image));
+    run(program("nbdcopy").arg("--request-size=8192").arg(uri.to_string()).arg(&image));
     std::fs::read(image).expect("is there")
 }

@@ -26,33 +26,19 @@ struct Rig {
 }
 
 fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes, boot: u8) -> Rc<Cache> {
-    let options = CacheOpenOptions {
-        boot: [boot; 16],
-        ..devices::options(notes)
-    };
+    let options = CacheOpenOptions { boot: [boot; 16], ..devices::options(notes) };
     on.block_on(devices::open(on, disk, fast, options))
 }
 
 impl Rig {
     fn new(mode: CacheMode, disk: ByteLen, fast: ByteLen) -> Self {
         let on = Loop::simulated().expect("no kernel is needed");
-        let (disk, fast) = (
-            device(&on, SimulatedMedium::new(disk, 512)),
-            device(&on, SimulatedMedium::new(fast, 512)),
-        );
+        let (disk, fast) = (device(&on, SimulatedMedium::new(disk, 512)), device(&on, SimulatedMedium::new(fast, 512)));
         on.block_on(make(&fast, 1, CacheMode::WriteThrough, disk.geometry().size));
         let notes = Notes::default();
         let cache = open(&on, &disk, &fast, &notes, 1);
         on.block_on(cache.set_mode(mode)).expect("noted");
-        Self {
-            wanted: vec![0; disk.geometry().size.as_usize() / SECTOR],
-            on,
-            disk,
-            fast,
-            notes,
-            boot: 1,
-            cache,
-        }
+        Self { wanted: vec![0; disk.geometry().size.as_usize() / SECTOR], on, disk, fast, notes, boot: 1, cache }
     }
 
     /// Kills the process or cuts the host's power, and opens the cache that is left.
@@ -107,11 +93,7 @@ fn work(rig: &mut Rig) {
     let mut state = 1_u32;
     for step in 0..90 {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        let (kind, line, part) = (
-            state >> 29,
-            (state >> 16) as usize % 48,
-            (state >> 8) as usize % PER_LINE,
-        );
+        let (kind, line, part) = (state >> 29, (state >> 16) as usize % 48, (state >> 8) as usize % PER_LINE);
         let byte = 1 + step;
         match kind {
             0..=2 => rig.write(line * PER_LINE, PER_LINE, byte).expect("written"),
@@ -215,16 +197,11 @@ fn line_supports_any_sector_mix() {
     for how in [None, Some(DeviceStop::Kill), Some(DeviceStop::PowerLoss)] {
         let len = ByteLen::new((lines * LINE) as u64);
         let mut rig = Rig::new(CacheMode::WriteThrough, len, ByteLen::mib(8));
-        rig.on
-            .block_on(rig.cache.set_mode(CacheMode::WriteAround))
-            .expect("noted");
+        rig.on.block_on(rig.cache.set_mode(CacheMode::WriteAround)).expect("noted");
         for line in 0..lines {
-            rig.write(line * PER_LINE, PER_LINE, 1 + (line % 100) as u8)
-                .expect("written");
+            rig.write(line * PER_LINE, PER_LINE, 1 + (line % 100) as u8).expect("written");
         }
-        rig.on
-            .block_on(rig.cache.set_mode(CacheMode::WriteBack))
-            .expect("noted");
+        rig.on.block_on(rig.cache.set_mode(CacheMode::WriteBack)).expect("noted");
         for line in 0..lines {
             for sector in 0..MIXED {
                 let at = line * PER_LINE + sector as usize;

@@ -56,10 +56,7 @@ impl FailureLog for Notes {
 
 /// Opens a device without latency.
 pub(crate) fn device(on: &Loop, medium: SimulatedMedium) -> Rc<SimulatedDevice> {
-    let options = SimulatedOptions {
-        latency: LatencyDistribution::NONE,
-        ..SimulatedOptions::default()
-    };
+    let options = SimulatedOptions { latency: LatencyDistribution::NONE, ..SimulatedOptions::default() };
     SimulatedDevice::open(on, medium, options)
 }
 

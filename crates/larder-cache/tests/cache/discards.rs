@@ -16,12 +16,8 @@ use super::devices::{LINE, Notes, device, make, options};
 
 const SMALL: ByteLen = ByteLen::mib(16 << 10);
 const HUGE: ByteLen = ByteLen::mib(8 << 20);
-const MODES: [CacheMode; 4] = [
-    CacheMode::WriteThrough,
-    CacheMode::WriteBack,
-    CacheMode::WriteAround,
-    CacheMode::PassThrough,
-];
+const MODES: [CacheMode; 4] =
+    [CacheMode::WriteThrough, CacheMode::WriteBack, CacheMode::WriteAround, CacheMode::PassThrough];
 /// Lines in use, spread over the disk.
 const LINES: u64 = 300;
 
@@ -55,9 +51,7 @@ impl SparseDisk {
     fn clear(&self, range: ByteRange) -> Io<'_> {
         self.count();
         assert!(range.is_aligned(LINE as u64));
-        self.lines
-            .borrow_mut()
-            .retain(|at, _| *at < range.start.get() || *at >= range.end().get());
+        self.lines.borrow_mut().retain(|at, _| *at < range.start.get() || *at >= range.end().get());
         Io::ready(Ok(()))
     }
 }
@@ -127,10 +121,7 @@ impl BlockDevice for SparseDisk {
 /// Returns options without background work, which would be counted.
 fn quiet(notes: &Notes) -> CacheOpenOptions {
     CacheOpenOptions {
-        persist: PersistOptions {
-            delay_max: Duration::from_secs(1 << 20),
-            lines_max: Some(1 << 20),
-        },
+        persist: PersistOptions { delay_max: Duration::from_secs(1 << 20), lines_max: Some(1 << 20) },
         ..options(notes)
     }
 }
@@ -233,10 +224,7 @@ fn discard_during_reads_leaves_nothing_stale() {
             make(&fast, 7, mode, HUGE).await;
             let notes = Notes::default();
             let few = || CacheOpenOptions {
-                persist: PersistOptions {
-                    lines_max: Some(4),
-                    ..PersistOptions::default()
-                },
+                persist: PersistOptions { lines_max: Some(4), ..PersistOptions::default() },
                 ..options(&notes)
             };
             let lower = || Rc::clone(&disk) as Rc<dyn BlockDevice>;

@@ -11,11 +11,7 @@ use larder_cache::{Cache, CacheMode, CacheOpenOptions};
 use super::devices::{self, LINE, Notes, device, make};
 
 async fn opened(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes) -> Rc<Cache> {
-    let options = CacheOpenOptions {
-        mode: Some(CacheMode::WriteBack),
-        load_ahead: false,
-        ..devices::options(notes)
-    };
+    let options = CacheOpenOptions { mode: Some(CacheMode::WriteBack), load_ahead: false, ..devices::options(notes) };
     devices::open(on, disk, fast, options).await
 }
 
@@ -50,9 +46,7 @@ fn unreadable_dirty_data_can_be_overwritten() {
         let notes = Notes::default();
         let cache = opened(&on, &disk, &fast, &notes).await;
         for line in 0..4 {
-            write(&cache, line * LINE as u64, 1, LINE)
-                .await
-                .expect("the cache takes it");
+            write(&cache, line * LINE as u64, 1, LINE).await.expect("the cache takes it");
         }
         assert_eq!(cache.statistics().dirty_lines, 4);
         let error = Failure::Os(5);
@@ -62,9 +56,7 @@ fn unreadable_dirty_data_can_be_overwritten() {
 
         // A whole line, a part of another, and a part that is cleared.
         write(&cache, 0, 2, LINE).await.expect("it need not be read");
-        write(&cache, LINE as u64 + 1024, 2, 512)
-            .await
-            .expect("it need not be read");
+        write(&cache, LINE as u64 + 1024, 2, 512).await.expect("it need not be read");
         let part = ByteRange::new(2 * LINE as u64 + 1024, 512);
         let zeroed = cache.write_zeroes(part, larder_block::ZeroFlags::default());
         zeroed.await.expect("it need not be read");
@@ -102,16 +94,10 @@ fn bad_sector_leaves_other_lines_cleaned() {
         let error = Failure::Os(5);
         for line in bad {
             let range = ByteRange::new(line * LINE as u64, 512);
-            disk.inject(
-                InjectedFault::always(FaultEffect::Fail(error))
-                    .on(Operation::Write)
-                    .within(range),
-            );
+            disk.inject(InjectedFault::always(FaultEffect::Fail(error)).on(Operation::Write).within(range));
         }
         for line in 0..LINES {
-            write(&cache, line * LINE as u64, 1 + line as u8, LINE)
-                .await
-                .expect("the cache takes it");
+            write(&cache, line * LINE as u64, 1 + line as u8, LINE).await.expect("the cache takes it");
         }
         for _ in 0..2 {
             let cleaned = cache.clean().await.map_err(|error| error.failure());
@@ -121,10 +107,7 @@ fn bad_sector_leaves_other_lines_cleaned() {
         disk.inject(InjectedFault::always(FaultEffect::Fail(error)).on(Operation::Write));
         let begin = on.now();
         assert!(cache.clean().await.is_err());
-        assert!(
-            on.now().since(begin).as_secs() < 5,
-            "a disk that takes nothing is not asked for each line"
-        );
+        assert!(on.now().since(begin).as_secs() < 5, "a disk that takes nothing is not asked for each line");
         disk.clear_faults();
         cache.clean().await.expect("it takes everything");
         assert_eq!(cache.statistics().dirty_lines, 0);

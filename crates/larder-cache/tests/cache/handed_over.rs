@@ -34,10 +34,7 @@ fn filling_line_counts_as_handed_over() {
         bytes.fill(1);
         let lines = (0..LINES).map(|line| ByteOffset::new(line * LINE as u64));
         for at in lines.clone() {
-            cache
-                .write(at, WriteBuf::new(&bytes), WriteFlags::NONE)
-                .await
-                .expect("written");
+            cache.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await.expect("written");
         }
         cache.flush_dirty().await.expect("both devices work");
         for at in lines {

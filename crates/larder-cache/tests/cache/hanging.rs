@@ -29,10 +29,7 @@ struct Stack {
 
 /// Opens a device with latency.
 fn device(on: &Loop, name: &str, medium: SimulatedMedium) -> Rc<SimulatedDevice> {
-    let options = SimulatedOptions {
-        name: name.to_owned(),
-        ..SimulatedOptions::default()
-    };
+    let options = SimulatedOptions { name: name.to_owned(), ..SimulatedOptions::default() };
     SimulatedDevice::open(on, medium, options)
 }
 
@@ -43,10 +40,7 @@ fn open(
     notes: &Notes,
     mode: CacheMode,
 ) -> Rc<Cache> {
-    let options = CacheOpenOptions {
-        mode: Some(mode),
-        ..devices::options(notes)
-    };
+    let options = CacheOpenOptions { mode: Some(mode), ..devices::options(notes) };
     on.block_on(devices::open(on, disk, fast, options))
 }
 
@@ -59,13 +53,7 @@ impl Stack {
         on.block_on(make(&fast, 1, mode, disk.geometry().size));
         let notes = Notes::default();
         let cache = open(&on, &disk, &fast, &notes, mode);
-        let stack = Self {
-            on,
-            disk,
-            fast,
-            notes,
-            cache,
-        };
+        let stack = Self { on, disk, fast, notes, cache };
         for line in 0..16 {
             stack.write(line, 1).expect("written");
             stack.read(line).expect("read");
@@ -98,8 +86,7 @@ impl Stack {
     /// Makes the cache device answer no request, or none of one kind.
     fn hang(&self, operation: Option<Operation>) {
         let fault = InjectedFault::always(FaultEffect::Hang);
-        self.fast
-            .inject(operation.map_or(fault, |operation| fault.on(operation)));
+        self.fast.inject(operation.map_or(fault, |operation| fault.on(operation)));
     }
 
     /// Makes the cache device answer again, also the earlier requests.
@@ -118,10 +105,7 @@ async fn read(device: &dyn BlockDevice, line: u64) -> IoResult<u8> {
     let mut bytes = AlignedBuf::zeroed(LINE as usize);
     let at = ByteOffset::new(line * LINE);
     device.read(at, ReadBuf::new(&mut bytes)).await?;
-    assert!(
-        bytes.iter().all(|byte| *byte == bytes[0]),
-        "line {line} is of two minds"
-    );
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]), "line {line} is of two minds");
     Ok(bytes[0])
 }
 
@@ -171,9 +155,7 @@ fn hanging_device_is_bypassed() {
                 assert_eq!(stack.read(line).expect("read"), 7);
             }
             stack.flush().expect("flushed");
-            let zeroed = stack
-                .cache
-                .write_zeroes(ByteRange::new(0, 8 * LINE), ZeroFlags::default());
+            let zeroed = stack.cache.write_zeroes(ByteRange::new(0, 8 * LINE), ZeroFlags::default());
             stack.on.block_on(zeroed).expect("zeroed");
             assert_eq!(stack.read(3).expect("read"), 0);
             let errors = stack.cache.statistics();
@@ -305,9 +287,7 @@ fn hanging_device_fails_only_dirty_reads() {
 fn concurrent_failing_flushes_complete() {
     let stack = lose_some();
     let flushes = (0..200).map(|_| stack.cache.flush());
-    stack
-        .wait(join(flushes.collect::<SmallVec<[_; 2]>>()))
-        .expect_err("not durable");
+    stack.wait(join(flushes.collect::<SmallVec<[_; 2]>>())).expect_err("not durable");
 }
 
 /// A server that stops may have to wait for such a flush, which no guest has requested.
@@ -319,10 +299,7 @@ fn persisted_cache_flushes_no_more() {
         let fast = devices::device(&on, SimulatedMedium::new(ByteLen::kib(512), 512));
         make(&fast, 1, CacheMode::WriteThrough, disk.geometry().size).await;
         let options = CacheOpenOptions {
-            persist: PersistOptions {
-                delay_max: Duration::from_secs(5),
-                lines_max: Some(2),
-            },
+            persist: PersistOptions { delay_max: Duration::from_secs(5), lines_max: Some(2) },
             ..devices::options(&Notes::default())
         };
         let cache = devices::open(&on, &disk, &fast, options).await;

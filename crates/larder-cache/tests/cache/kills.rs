@@ -22,10 +22,7 @@ const WRITERS: usize = 8;
 const CHANGES: usize = 60;
 
 fn timed(on: &Loop, medium: SimulatedMedium) -> Rc<SimulatedDevice> {
-    let options = SimulatedOptions {
-        latency: LatencyDistribution::VARIED,
-        ..SimulatedOptions::default()
-    };
+    let options = SimulatedOptions { latency: LatencyDistribution::VARIED, ..SimulatedOptions::default() };
     SimulatedDevice::open(on, medium, options)
 }
 
@@ -57,14 +54,9 @@ async fn change(cache: &Cache, wanted: &Wanted, part: std::ops::Range<usize>, mu
 
 fn check(on: &Loop, cache: &Cache, wanted: &Wanted, what: &str) {
     let mut bytes = AlignedBuf::zeroed(DISK.as_usize());
-    on.block_on(cache.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)))
-        .expect("can be read");
+    on.block_on(cache.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes))).expect("can be read");
     for (sector, (found, wanted)) in bytes.chunks(SECTOR).zip(&*wanted.borrow()).enumerate() {
-        assert!(
-            found.iter().all(|byte| byte == wanted),
-            "{what}: sector {sector}: {} instead of {wanted}",
-            found[0]
-        );
+        assert!(found.iter().all(|byte| byte == wanted), "{what}: sector {sector}: {} instead of {wanted}", found[0]);
     }
 }
 
@@ -73,10 +65,8 @@ fn check(on: &Loop, cache: &Cache, wanted: &Wanted, what: &str) {
 fn concurrent_changes_survive_repeated_kills() {
     for mode in [CacheMode::WriteThrough, CacheMode::WriteBack] {
         let on = Loop::simulated().expect("no kernel is needed");
-        let (mut disk, mut fast) = (
-            timed(&on, SimulatedMedium::new(DISK, 512)),
-            timed(&on, SimulatedMedium::new(FAST, 512)),
-        );
+        let (mut disk, mut fast) =
+            (timed(&on, SimulatedMedium::new(DISK, 512)), timed(&on, SimulatedMedium::new(FAST, 512)));
         on.block_on(make(&fast, 1, mode, DISK));
         let wanted: Wanted = RefCell::new(vec![0; DISK.as_usize() / SECTOR]);
         for round in 0..12 {

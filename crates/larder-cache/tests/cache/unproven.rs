@@ -33,10 +33,7 @@ fn at(sector: usize) -> ByteOffset {
 fn options(verdict: Verdict) -> CacheOpenOptions {
     CacheOpenOptions {
         verdict,
-        persist: PersistOptions {
-            lines_max: Some(4096),
-            ..PersistOptions::default()
-        },
+        persist: PersistOptions { lines_max: Some(4096), ..PersistOptions::default() },
         ..devices::options(&Notes::default())
     }
 }
@@ -57,13 +54,7 @@ impl Rig {
         let [disk, fast] = [DISK, FAST].map(|size| device(&on, SimulatedMedium::new(size, 512)));
         on.block_on(make(&fast, 1, mode, DISK));
         let cache = on.block_on(devices::open(&on, &disk, &fast, options(Verdict::Unchanged)));
-        let mut rig = Self {
-            on,
-            disk,
-            fast,
-            cache,
-            wanted: vec![0; DISK.as_usize() / SECTOR],
-        };
+        let mut rig = Self { on, disk, fast, cache, wanted: vec![0; DISK.as_usize() / SECTOR] };
         for line in 0..LINES {
             rig.write(line * PER_LINE, PER_LINE, 1);
             rig.read(line * PER_LINE, PER_LINE);
@@ -294,8 +285,7 @@ fn interrupted_write_leaves_nothing_stale() {
 fn unreadable_lines_are_compared_later() {
     let mut rig = Rig::new(CacheMode::WriteThrough);
     rig.restart(&CHANGED, 9, Verdict::Unproven);
-    rig.disk
-        .inject(InjectedFault::always(FaultEffect::Fail(Failure::Os(5))).on(Operation::Read));
+    rig.disk.inject(InjectedFault::always(FaultEffect::Fail(Failure::Os(5))).on(Operation::Read));
     rig.sleep(100);
     assert!(rig.unproven() > 0 && rig.superblock().unproven);
     let mut bytes = [0; SECTOR];
@@ -330,10 +320,7 @@ fn writes_race_with_comparing() {
     for mode in MODES {
         let on = Loop::simulated().expect("no kernel is needed");
         let timed = |medium: SimulatedMedium| {
-            let options = SimulatedOptions {
-                latency: LatencyDistribution::VARIED,
-                ..SimulatedOptions::default()
-            };
+            let options = SimulatedOptions { latency: LatencyDistribution::VARIED, ..SimulatedOptions::default() };
             SimulatedDevice::open(&on, medium, options)
         };
         let [mut disk, mut fast] = [DISK, FAST].map(|size| timed(SimulatedMedium::new(size, 512)));
@@ -395,12 +382,6 @@ async fn check(cache: &Cache, wanted: &[u8], sector: usize) {
     let read = cache.read(at(sector), ReadBuf::new(&mut bytes)).await;
     read.expect("both devices work");
     for (index, (found, wanted)) in bytes.chunks(SECTOR).zip(wanted).enumerate() {
-        assert_eq!(
-            found,
-            [*wanted; SECTOR],
-            "sector {}, {:?}",
-            sector + index,
-            cache.mode()
-        );
+        assert_eq!(found, [*wanted; SECTOR], "sector {}, {:?}", sector + index, cache.mode());
     }
 }

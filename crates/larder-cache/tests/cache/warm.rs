@@ -35,10 +35,7 @@ fn slow_flushes_do_not_limit_warming() {
             max: Duration::from_millis(60),
             ..LatencyDistribution::NONE
         };
-        let timed = SimulatedOptions {
-            latency: slow,
-            ..SimulatedOptions::default()
-        };
+        let timed = SimulatedOptions { latency: slow, ..SimulatedOptions::default() };
         let disk = device(&on, SimulatedMedium::new(DISK, 512));
         let fast = SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::mib(16), 512), timed);
         make(&fast, 7, CacheMode::WriteThrough, DISK).await;

@@ -25,10 +25,8 @@ const TIME: Duration = Duration::from_millis(500);
 const SIZES: [usize; 5] = [1, 4, 16, 32, BATCH_PAGES];
 
 fn main() {
-    let mut memories: Vec<(String, Vec<u8>)> = MemoryContent::ALL
-        .iter()
-        .map(|kind| (kind.name().to_owned(), kind.generate(BYTES, 1)))
-        .collect();
+    let mut memories: Vec<(String, Vec<u8>)> =
+        MemoryContent::ALL.iter().map(|kind| (kind.name().to_owned(), kind.generate(BYTES, 1))).collect();
     memories.push(("programs".to_owned(), programs()));
     for path in std::env::args().skip(1) {
         let mut memory = fs::read(&path).unwrap_or_else(|why| panic!("{path}: {why}"));
@@ -53,11 +51,7 @@ fn main() {
                 line(name, method.name(), &measured.expect("it comes back"));
             }
         }
-        for device in devices
-            .available
-            .iter()
-            .filter(|device| matches!(device.name(), "qat" | "iaa"))
-        {
+        for device in devices.available.iter().filter(|device| matches!(device.name(), "qat" | "iaa")) {
             for &method in device.methods() {
                 let measured = measure::measure_accelerator(&**device, method, memory, BATCH_PAGES, TIME);
                 line(name, device.name(), &measured.expect("it was found"));
@@ -85,12 +79,8 @@ fn line(memory: &str, way: &str, measured: &CodecMeasurement) {
 
 /// Returns 256 KiB of each program, in the order of their names.
 fn programs() -> Vec<u8> {
-    let mut paths: Vec<_> = fs::read_dir("/usr/bin")
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
-        .collect();
+    let mut paths: Vec<_> =
+        fs::read_dir("/usr/bin").into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     paths.sort();
     let mut memory = Vec::new();
     for file in paths.iter().filter(|path| !path.is_symlink()).flat_map(fs::File::open) {
@@ -116,9 +106,7 @@ fn deltas() {
         ("16 words by one", 16, |word, _| word.wrapping_add(1)),
         ("51 words", 51, |word, at| word ^ (at as u64 + 1) << 50),
         ("all words by 24", PAGE / 8, |word, _| word.wrapping_add(24)),
-        ("all words", PAGE / 8, |word, at| {
-            (word + at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-        }),
+        ("all words", PAGE / 8, |word, at| (word + at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
     ];
     for (name, words, change) in cases {
         let mut newer = older.clone();
@@ -169,10 +157,7 @@ fn choosing() {
         start.elapsed().as_nanos() as f64 / batches.len() as f64
     });
     let class_ns = class_ns.fold(f64::MAX, f64::min);
-    let sender = SenderProfile {
-        encoders: 2,
-        link_bytes_per_second: 125_000_000,
-    };
+    let sender = SenderProfile { encoders: 2, link_bytes_per_second: 125_000_000 };
     let mut selector = Selector::new(&Method::ALL.map(select::BatchEncoding::from), sender, 1 << 16);
     let choose_ns = (0..PASSES).map(|_| {
         let start = Instant::now();

@@ -29,12 +29,8 @@ pub(crate) fn of_files(name: &str, path: &Path, wanted: fn(&[u8; PAGE]) -> bool)
             continue;
         }
         if path.is_dir() {
-            let mut below: Vec<PathBuf> = fs::read_dir(&path)
-                .into_iter()
-                .flatten()
-                .flatten()
-                .map(|e| e.path())
-                .collect();
+            let mut below: Vec<PathBuf> =
+                fs::read_dir(&path).into_iter().flatten().flatten().map(|e| e.path()).collect();
             below.sort_by(|a, b| b.cmp(a));
             to_visit.extend(below);
         } else if let Ok(mut file) = fs::File::open(&path) {
@@ -49,18 +45,12 @@ pub(crate) fn of_files(name: &str, path: &Path, wanted: fn(&[u8; PAGE]) -> bool)
             }
         }
     }
-    Corpus {
-        name: name.to_owned(),
-        pages,
-    }
+    Corpus { name: name.to_owned(), pages }
 }
 
 /// Returns whether a page is mostly printable.
 pub(crate) fn is_text(page: &[u8; PAGE]) -> bool {
-    page.iter()
-        .filter(|&&byte| byte == b'\n' || byte == b'\t' || (b' '..0x7f).contains(&byte))
-        .count()
-        > PAGE * 9 / 10
+    page.iter().filter(|&&byte| byte == b'\n' || byte == b'\t' || (b' '..0x7f).contains(&byte)).count() > PAGE * 9 / 10
 }
 
 fn made(name: &str, mut fill: impl FnMut(&mut Random, &mut Vec<u8>)) -> Corpus {
@@ -74,10 +64,7 @@ fn made(name: &str, mut fill: impl FnMut(&mut Random, &mut Vec<u8>)) -> Corpus {
         pages.push(bytes[..PAGE].try_into().expect("a page"));
         bytes.drain(..PAGE);
     }
-    Corpus {
-        name: name.to_owned(),
-        pages,
-    }
+    Corpus { name: name.to_owned(), pages }
 }
 
 /// Generates a heap as `malloc` leaves it: objects of 32 to 96 bytes, each after its size, with pointers into one
@@ -101,9 +88,7 @@ pub(crate) fn heap() -> Corpus {
 
 /// Generates records as in a web service.
 pub(crate) fn json() -> Corpus {
-    let names = [
-        "Anna", "Bernd", "Chiara", "Dmitri", "Eve", "Farid", "Grace", "Hiro", "Irene", "Juan",
-    ];
+    let names = ["Anna", "Bernd", "Chiara", "Dmitri", "Eve", "Farid", "Grace", "Hiro", "Irene", "Juan"];
     let states = ["active", "suspended", "invited", "deleted"];
     let mut id = 100_000;
     made("json", |random, out| {
@@ -142,9 +127,7 @@ pub(crate) fn sequence() -> Corpus {
 }
 
 pub(crate) fn random() -> Corpus {
-    made("random", |random, out| {
-        out.extend_from_slice(&random.next().to_le_bytes())
-    })
+    made("random", |random, out| out.extend_from_slice(&random.next().to_le_bytes()))
 }
 
 /// Pseudo-random numbers by xorshift64*.

@@ -29,19 +29,12 @@ fn main() {
         corpus::sequence(),
         corpus::random(),
     ];
-    corpora.extend(
-        std::env::args()
-            .skip(1)
-            .map(|path| corpus::of_files(&path, Path::new(&path), |_| true)),
-    );
+    corpora.extend(std::env::args().skip(1).map(|path| corpus::of_files(&path, Path::new(&path), |_| true)));
 
     println!(
         "ns a page; bytes that are left of 100, pages that do not save a quarter counted as they are; what does not fit"
     );
-    println!(
-        "{:10} {:8} {:>7} {:>7} {:>6} {:>6}",
-        "pages", "", "encode", "decode", "left", "raw"
-    );
+    println!("{:10} {:8} {:>7} {:>7} {:>6} {:>6}", "pages", "", "encode", "decode", "left", "raw");
     for corpus in corpora.iter().filter(|corpus| !corpus.pages.is_empty()) {
         plain(corpus);
         for codec in Codec::ALL {
@@ -75,10 +68,7 @@ fn plain(corpus: &Corpus) {
         black_box(uniform_word(page));
     });
     // The pages are written once, because otherwise all of them would map the kernel's single zero page.
-    let zeros = Corpus {
-        name: String::new(),
-        pages: corpus.pages.iter().map(|_| [black_box(0); PAGE]).collect(),
-    };
+    let zeros = Corpus { name: String::new(), pages: corpus.pages.iter().map(|_| [black_box(0); PAGE]).collect() };
     let look_at_zeros = ns_a_page(&zeros, |_, page| {
         black_box(uniform_word(page));
     });
@@ -96,9 +86,7 @@ fn encoded(corpus: &Corpus, codec: Codec) {
     let (mut encoder, mut decoder) = (Encoder::new(), Decoder::new());
     let mut out = vec![[0; LIMIT]; corpus.pages.len()];
     let mut lens = vec![None; corpus.pages.len()];
-    let encode = ns_a_page(corpus, |index, page| {
-        lens[index] = encoder.encode(codec, page, &mut out[index])
-    });
+    let encode = ns_a_page(corpus, |index, page| lens[index] = encoder.encode(codec, page, &mut out[index]));
 
     let mut page = [0; PAGE];
     for (index, original) in corpus.pages.iter().enumerate() {
@@ -108,9 +96,7 @@ fn encoded(corpus: &Corpus, codec: Codec) {
         }
     }
     let decode = ns_a_page(corpus, |index, original| match lens[index] {
-        Some(len) => decoder
-            .decode(codec, &out[index][..len], black_box(&mut page))
-            .expect("decodes"),
+        Some(len) => decoder.decode(codec, &out[index][..len], black_box(&mut page)).expect("decodes"),
         None => black_box(&mut page).copy_from_slice(original),
     });
     let left: usize = lens.iter().map(|len| len.unwrap_or(PAGE)).sum();

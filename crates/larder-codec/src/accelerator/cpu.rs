@@ -12,13 +12,7 @@ pub(super) struct Cpu;
 pub(super) struct Igzip;
 
 /// Methods that need no other library.
-const METHODS: [Method; 5] = [
-    Method::Lz4,
-    Method::Lz4Fast,
-    Method::WordsLz4,
-    Method::ZstdFast,
-    Method::Zstd,
-];
+const METHODS: [Method; 5] = [Method::Lz4, Method::Lz4Fast, Method::WordsLz4, Method::ZstdFast, Method::Zstd];
 
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
@@ -50,14 +44,12 @@ impl Igzip {
     pub(super) fn find() -> Result<Self, AcceleratorOpenError> {
         match isal::loaded() {
             Ok(_) => Ok(Self),
-            Err(LoadError::Absent(why)) => Err(AcceleratorOpenError::Library {
-                library: isal::LIBRARY,
-                why: why.clone(),
-            }),
-            Err(LoadError::Incompatible(why)) => Err(AcceleratorOpenError::Incompatible {
-                library: isal::LIBRARY,
-                why,
-            }),
+            Err(LoadError::Absent(why)) => {
+                Err(AcceleratorOpenError::Library { library: isal::LIBRARY, why: why.clone() })
+            }
+            Err(LoadError::Incompatible(why)) => {
+                Err(AcceleratorOpenError::Incompatible { library: isal::LIBRARY, why })
+            }
         }
     }
 }

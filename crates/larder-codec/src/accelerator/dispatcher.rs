@@ -77,11 +77,7 @@ impl Dispatcher {
                 Err(refused) => request = refused,
             }
         }
-        if is_supported {
-            Err(request)
-        } else {
-            self.cpu.submit(request)
-        }
+        if is_supported { Err(request) } else { self.cpu.submit(request) }
     }
 
     /// Returns a completed request, if there is one, polling the instances in turn.
@@ -118,10 +114,6 @@ impl Dispatcher {
             is_enabled: slot.is_enabled(),
             statistics: slot.instance.statistics(),
         });
-        slots.chain([InstanceState {
-            name: self.cpu.name(),
-            is_enabled: true,
-            statistics: self.cpu.statistics(),
-        }])
+        slots.chain([InstanceState { name: self.cpu.name(), is_enabled: true, statistics: self.cpu.statistics() }])
     }
 }

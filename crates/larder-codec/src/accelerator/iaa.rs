@@ -68,10 +68,8 @@ fn loaded() -> Result<Functions, AcceleratorOpenError> {
 }
 
 fn load() -> Result<Functions, AcceleratorOpenError> {
-    let absent = |why: libloading::Error| AcceleratorOpenError::Library {
-        library: LIBRARY,
-        why: library::reason(&why),
-    };
+    let absent =
+        |why: libloading::Error| AcceleratorOpenError::Library { library: LIBRARY, why: library::reason(&why) };
     // SAFETY: QPL searches for devices when it is loaded. Another library of this name is the administrator's
     // responsibility.
     let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
@@ -141,9 +139,7 @@ impl Accelerator for Iaa {
             })
         };
         Ok(Box::new(IaaInstance {
-            lanes: (0..LANES)
-                .map(|_| lane())
-                .collect::<Result<_, AcceleratorOpenError>>()?,
+            lanes: (0..LANES).map(|_| lane()).collect::<Result<_, AcceleratorOpenError>>()?,
             oldest: 0,
             in_flight: 0,
             statistics: InstanceStatistics::default(),
@@ -257,11 +253,8 @@ struct Line([u8; 64]);
 
 impl Job {
     fn new(functions: Functions, path: c_int) -> Result<Self, AcceleratorOpenError> {
-        let refused = |call, status: c_int| AcceleratorOpenError::CallFailed {
-            library: LIBRARY,
-            call,
-            status: status.into(),
-        };
+        let refused =
+            |call, status: c_int| AcceleratorOpenError::CallFailed { library: LIBRARY, call, status: status.into() };
         let mut bytes = 0;
         // SAFETY: the function only writes the size.
         let status = unsafe { (functions.job_size)(path, &raw mut bytes) };
@@ -275,12 +268,7 @@ impl Job {
         if status != 0 {
             return Err(refused("qpl_init_job", status));
         }
-        Ok(Self {
-            functions,
-            memory,
-            is_running: false,
-            input_bytes: 0,
-        })
+        Ok(Self { functions, memory, is_running: false, input_bytes: 0 })
     }
 
     /// Starts the job. If it runs, both slices must stay unchanged until [`Self::check`] or [`Self::wait`] returns

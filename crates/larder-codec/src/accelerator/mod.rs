@@ -185,10 +185,7 @@ pub struct AcceleratorSearch {
 /// Finds all accelerators. Libraries are loaded once; devices are checked each time.
 #[must_use]
 pub fn find(software: SoftwarePath) -> AcceleratorSearch {
-    let mut found = AcceleratorSearch {
-        available: vec![Box::new(cpu::Cpu)],
-        missing: Vec::new(),
-    };
+    let mut found = AcceleratorSearch { available: vec![Box::new(cpu::Cpu)], missing: Vec::new() };
     found.add("igzip", cpu::Igzip::find());
     found.add("qat", qat::Qat::find(software));
     found.add("iaa", iaa::Iaa::find(software));

@@ -97,10 +97,8 @@ fn loaded() -> Result<Functions, AcceleratorOpenError> {
 }
 
 fn load() -> Result<Functions, AcceleratorOpenError> {
-    let absent = |why: libloading::Error| AcceleratorOpenError::Library {
-        library: LIBRARY,
-        why: library::reason(&why),
-    };
+    let absent =
+        |why: libloading::Error| AcceleratorOpenError::Library { library: LIBRARY, why: library::reason(&why) };
     // SAFETY: loading QATzip has no relevant effects. Another library of this name is the administrator's
     // responsibility.
     let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
@@ -135,10 +133,7 @@ impl Qat {
         if software == SoftwarePath::Disabled && !DEVICES.iter().any(|path| Path::new(path).exists()) {
             return Err(AcceleratorOpenError::NoDevice("/dev/vfio or /dev/qat_adf_ctl"));
         }
-        let qat = Self {
-            functions: loaded()?,
-            software,
-        };
+        let qat = Self { functions: loaded()?, software };
         // Checks that a device exists and works.
         QatInstance::new(qat.functions, software)?;
         Ok(qat)
@@ -181,11 +176,8 @@ impl QatInstance {
     const QUEUE_MAX: usize = 4;
 
     fn new(functions: Functions, software: SoftwarePath) -> Result<Self, AcceleratorOpenError> {
-        let refused = |call, status: c_int| AcceleratorOpenError::CallFailed {
-            library: LIBRARY,
-            call,
-            status: status.into(),
-        };
+        let refused =
+            |call, status: c_int| AcceleratorOpenError::CallFailed { library: LIBRARY, call, status: status.into() };
         // Built first, so that the session is closed on every path.
         let mut instance = Self {
             functions,
@@ -250,14 +242,7 @@ fn compress(
     let (mut consumed, mut produced) = (input_bytes, buffer_bytes);
     // SAFETY: the session is set up; the buffers have the given lengths, and are not used after the call.
     let status = unsafe {
-        (functions.compress)(
-            session,
-            input.as_ptr(),
-            &raw mut consumed,
-            buffer.as_mut_ptr(),
-            &raw mut produced,
-            1,
-        )
+        (functions.compress)(session, input.as_ptr(), &raw mut consumed, buffer.as_mut_ptr(), &raw mut produced, 1)
     };
     if status != 0 || consumed != input_bytes {
         return EncodeOutcome::Failed;

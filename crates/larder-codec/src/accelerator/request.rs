@@ -218,10 +218,7 @@ impl RequestPool {
     /// Creates a pool of so many requests.
     #[must_use]
     pub fn new(requests: usize) -> Self {
-        Self {
-            free: (0..requests).map(|_| Box::new(EncodeRequest::new())).collect(),
-            requests,
-        }
+        Self { free: (0..requests).map(|_| Box::new(EncodeRequest::new())).collect(), requests }
     }
 
     /// Returns a free request, if there is one. The number of requests in use is thus bounded by the pool.
@@ -234,10 +231,7 @@ impl RequestPool {
     /// # Panics
     /// All requests of the pool are free already.
     pub fn recycle(&mut self, mut request: Box<EncodeRequest>) {
-        assert!(
-            self.free.len() < self.requests,
-            "the request does not belong to this pool"
-        );
+        assert!(self.free.len() < self.requests, "the request does not belong to this pool");
         request.buffer = None;
         self.free.push(request);
     }
@@ -266,9 +260,7 @@ pub(super) fn self_test(mut compress: impl FnMut(&[u8], &mut [u8]) -> EncodeOutc
         };
         let mut decoded = vec![0; pages.len()];
         let mut zlib = flate2::Decompress::new(false);
-        let data = out
-            .get(..len)
-            .ok_or("self-test: the encoded length exceeds the buffer")?;
+        let data = out.get(..len).ok_or("self-test: the encoded length exceeds the buffer")?;
         let status = zlib.decompress(data, &mut decoded, flate2::FlushDecompress::Finish);
         if status.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || decoded != pages {
             return Err("self-test: known pages are encoded incorrectly");

@@ -46,11 +46,7 @@ impl Decoder {
     /// Creates the state.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            shuffled: vec![0; BATCH_BYTES].into(),
-            zstd: zstd::Decoder::new(),
-            deflate: deflate::Decoder::new(),
-        }
+        Self { shuffled: vec![0; BATCH_BYTES].into(), zstd: zstd::Decoder::new(), deflate: deflate::Decoder::new() }
     }
 
     /// Decodes all of `data`, which must fill `out` exactly.
@@ -81,18 +77,8 @@ impl Decoder {
         };
         match decoded {
             Ok(decoded) if decoded == expected => Ok(()),
-            Ok(decoded) => Err(DecodeError::Short {
-                method,
-                len: data.len(),
-                expected,
-                decoded,
-            }),
-            Err(why) => Err(DecodeError::Damaged {
-                method,
-                len: data.len(),
-                expected,
-                why: why.to_owned(),
-            }),
+            Ok(decoded) => Err(DecodeError::Short { method, len: data.len(), expected, decoded }),
+            Err(why) => Err(DecodeError::Damaged { method, len: data.len(), expected, why: why.to_owned() }),
         }
     }
 }

@@ -98,10 +98,8 @@ mod tests {
     /// A batch that does not fit leaves no state that affects the next batch.
     #[test]
     fn misfit_does_not_affect_next_batch() {
-        let (random, text) = (
-            MemoryContent::Random.generate(PAGES * PAGE, 3),
-            MemoryContent::Text.generate(PAGES * PAGE, 3),
-        );
+        let (random, text) =
+            (MemoryContent::Random.generate(PAGES * PAGE, 3), MemoryContent::Text.generate(PAGES * PAGE, 3));
         for (mut encoder, mut fresh) in encoders().into_iter().zip(encoders()) {
             let mut expected = vec![0; text.len()];
             let expected_len = fresh.encode(&text, &mut expected).expect("there is room");

@@ -73,10 +73,7 @@ impl Default for Encoder {
 /// See [`Encoder::encode`].
 fn bytes_of<R: AsRef<[u8]>>(runs: &[R]) -> usize {
     let bytes = runs.iter().map(|run| run.as_ref().len()).sum();
-    assert!(
-        (PAGE..=BATCH_BYTES).contains(&bytes),
-        "invalid batch length: {bytes} bytes"
-    );
+    assert!((PAGE..=BATCH_BYTES).contains(&bytes), "invalid batch length: {bytes} bytes");
     let are_whole_pages = runs.iter().all(|run| run.as_ref().len().is_multiple_of(PAGE));
     assert!(are_whole_pages, "a run does not consist of whole pages");
     bytes

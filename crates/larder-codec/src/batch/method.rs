@@ -32,14 +32,8 @@ impl Method {
     /// Number of methods.
     pub const COUNT: usize = 6;
     /// All methods, in the order of their numbers.
-    pub const ALL: [Self; Self::COUNT] = [
-        Self::Lz4,
-        Self::Lz4Fast,
-        Self::WordsLz4,
-        Self::ZstdFast,
-        Self::Zstd,
-        Self::Deflate,
-    ];
+    pub const ALL: [Self; Self::COUNT] =
+        [Self::Lz4, Self::Lz4Fast, Self::WordsLz4, Self::ZstdFast, Self::Zstd, Self::Deflate];
 
     /// Returns the number on the wire. It is never 0, which a caller may use for unencoded pages.
     #[must_use]
@@ -77,10 +71,7 @@ impl TryFrom<u8> for Method {
     type Error = UnknownMethod;
 
     fn try_from(number: u8) -> Result<Self, UnknownMethod> {
-        Self::ALL
-            .into_iter()
-            .find(|method| method.number() == number)
-            .ok_or(UnknownMethod(number))
+        Self::ALL.into_iter().find(|method| method.number() == number).ok_or(UnknownMethod(number))
     }
 }
 

@@ -122,11 +122,7 @@ fn differences(group: &[u8; GROUP_BYTES], previous_word: &mut u64) -> [Lanes; 8]
 /// Swaps byte k of row i with byte i of row k, in each lane separately: squares of 1, 2 and 4 bytes in turn.
 #[inline(always)]
 fn transpose(rows: &mut [Lanes; 8]) {
-    for (distance, mask) in [
-        (1, 0x00ff_00ff_00ff_00ff),
-        (2, 0x0000_ffff_0000_ffff),
-        (4, 0x0000_0000_ffff_ffff),
-    ] {
+    for (distance, mask) in [(1, 0x00ff_00ff_00ff_00ff), (2, 0x0000_ffff_0000_ffff), (4, 0x0000_0000_ffff_ffff)] {
         for upper in (0..8).filter(|row| row & distance == 0) {
             let (above, below) = (rows[upper], rows[upper + distance]);
             let swapped: Lanes = std::array::from_fn(|lane| (above[lane] >> (8 * distance) ^ below[lane]) & mask);

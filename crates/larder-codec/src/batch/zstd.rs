@@ -14,9 +14,7 @@ pub(super) struct Encoder(CCtx<'static>);
 impl Encoder {
     pub(super) fn new(level: i32) -> Self {
         let mut context = CCtx::create();
-        context
-            .set_parameter(CParameter::CompressionLevel(level))
-            .expect("zstd has this level since 1.3.5");
+        context.set_parameter(CParameter::CompressionLevel(level)).expect("zstd has this level since 1.3.5");
         Self(context)
     }
 

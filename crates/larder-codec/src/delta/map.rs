@@ -37,20 +37,12 @@ impl ChangeMap {
 
     /// Returns the indexes of the changed words, in groups of 64 words of the page.
     pub(super) fn groups(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
-        self.0.iter().enumerate().map(|(index, &bits)| SetBits {
-            bits,
-            base: index * GROUP_WORDS,
-        })
+        self.0.iter().enumerate().map(|(index, &bits)| SetBits { bits, base: index * GROUP_WORDS })
     }
 
     /// Returns the number of bytes that [`Self::write_map`] writes: from 9 to 72.
     pub(super) fn map_bytes(&self) -> usize {
-        size_of::<u64>()
-            + self
-                .0
-                .iter()
-                .map(|group| nonzero_bytes(*group).count_ones() as usize)
-                .sum::<usize>()
+        size_of::<u64>() + self.0.iter().map(|group| nonzero_bytes(*group).count_ones() as usize).sum::<usize>()
     }
 
     /// Writes the map into `to`, which must have its exact length.
@@ -72,13 +64,8 @@ impl ChangeMap {
     /// length.
     pub(super) fn read_map(data: &[u8]) -> Result<(Self, usize), ApplyError> {
         // Lengths include the delta's first byte.
-        let short = |needed| ApplyError::Short {
-            needed: 1 + needed,
-            len: 1 + data.len(),
-        };
-        let (presence, rest) = data
-            .split_first_chunk::<{ size_of::<u64>() }>()
-            .ok_or(short(size_of::<u64>()))?;
+        let short = |needed| ApplyError::Short { needed: 1 + needed, len: 1 + data.len() };
+        let (presence, rest) = data.split_first_chunk::<{ size_of::<u64>() }>().ok_or(short(size_of::<u64>()))?;
         let present: usize = presence.iter().map(|top| top.count_ones() as usize).sum();
         let map_bytes = presence.len() + present;
         let mut bytes = rest.get(..present).ok_or(short(map_bytes))?.iter();
@@ -122,10 +109,7 @@ impl Iterator for SetBits {
 }
 
 fn between_portable(new: &[u8; PAGE], old: &[u8; PAGE]) -> ChangeMap {
-    let (new, old) = (
-        new.as_chunks::<{ 8 * GROUP_WORDS }>().0,
-        old.as_chunks::<{ 8 * GROUP_WORDS }>().0,
-    );
+    let (new, old) = (new.as_chunks::<{ 8 * GROUP_WORDS }>().0, old.as_chunks::<{ 8 * GROUP_WORDS }>().0);
     ChangeMap(std::array::from_fn(|group| {
         let (new, old) = (&new[group], &old[group]);
         // Shortcut for groups without a change.
@@ -133,10 +117,7 @@ fn between_portable(new: &[u8; PAGE], old: &[u8; PAGE]) -> ChangeMap {
             return 0;
         }
         let words = new.as_chunks::<8>().0.iter().zip(old.as_chunks::<8>().0);
-        words
-            .enumerate()
-            .map(|(bit, (new, old))| u64::from(new != old) << bit)
-            .sum()
+        words.enumerate().map(|(bit, (new, old))| u64::from(new != old) << bit).sum()
     }))
 }
 

@@ -116,11 +116,7 @@ pub fn apply(page: &mut [u8; PAGE], data: &[u8]) -> Result<usize, ApplyError> {
         }
         _ => {}
     }
-    let (changed, map_bytes) = if first & MAPPED == 0 {
-        (ChangeMap::ALL, 0)
-    } else {
-        ChangeMap::read_map(rest)?
-    };
+    let (changed, map_bytes) = if first & MAPPED == 0 { (ChangeMap::ALL, 0) } else { ChangeMap::read_map(rest)? };
     let from = 1 + map_bytes;
     let to = from + difference_bytes(encoding, changed.count() as usize);
     let differences = data.get(from..to).ok_or(ApplyError::Short { needed: to, len })?;
@@ -159,11 +155,7 @@ fn choose_encoding(changed: &ChangeMap, new: &[u8; PAGE], old: &[u8; PAGE], room
     }
     let number = width_encoding(magnitudes);
     // If both encodings are equally short, such as for one changed byte, the one with a width per word is used.
-    let encoding = if all_same && difference_bytes(number, count) > WORD_BYTES {
-        ONE_DIFFERENCE
-    } else {
-        number
-    };
+    let encoding = if all_same && difference_bytes(number, count) > WORD_BYTES { ONE_DIFFERENCE } else { number };
     (difference_bytes(encoding, count) <= room).then_some(encoding)
 }
 
@@ -201,10 +193,7 @@ fn add(page: &mut [u8; PAGE], word: usize, difference: u64) {
 
 fn write<const WIDTH: usize>(changed: &ChangeMap, new: &[u8; PAGE], old: &[u8; PAGE], to: &mut [u8]) {
     for (word, target) in changed.words().zip(to.as_chunks_mut::<WIDTH>().0) {
-        *target = *difference(new, old, word)
-            .to_le_bytes()
-            .first_chunk()
-            .expect("at most the width of a word");
+        *target = *difference(new, old, word).to_le_bytes().first_chunk().expect("at most the width of a word");
     }
 }
 

@@ -29,20 +29,10 @@ impl AcceleratedEncoder {
         memory: &[u8],
     ) -> Result<Self, AcceleratorOpenError> {
         let instance = accelerator.open()?;
-        assert!(
-            instance.supports(method),
-            "{} does not support {method}",
-            instance.name()
-        );
+        assert!(instance.supports(method), "{} does not support {method}", instance.name());
         let mut buffer = PageBuffer::new(memory.len().div_ceil(PAGE));
         buffer[..memory.len()].copy_from_slice(memory);
-        Ok(Self {
-            method,
-            instance,
-            pool: RequestPool::new(REQUESTS),
-            memory: Arc::new(buffer),
-            failed_at: None,
-        })
+        Ok(Self { method, instance, pool: RequestPool::new(REQUESTS), memory: Arc::new(buffer), failed_at: None })
     }
 
     /// Encodes the memory, as [`RoundTrip::encode`] does.
@@ -51,13 +41,7 @@ impl AcceleratedEncoder {
             let to = self.memory.len().min(from + pipe.piece_bytes);
             let mut request = self.free_request(pipe);
             let memory = Arc::clone(&self.memory);
-            request.fill(
-                index as u64,
-                self.method,
-                memory,
-                std::iter::once(from..to),
-                to - from - 1,
-            );
+            request.fill(index as u64, self.method, memory, std::iter::once(from..to), to - from - 1);
             let mut refused = self.instance.submit(request).err();
             while let Some(request) = refused {
                 self.poll_once(pipe);
@@ -69,10 +53,7 @@ impl AcceleratedEncoder {
         }
         black_box(&mut pipe.encoded);
         match self.failed_at.take() {
-            Some(at) => Err(MeasureError::Failed {
-                accelerator: self.instance.name(),
-                at,
-            }),
+            Some(at) => Err(MeasureError::Failed { accelerator: self.instance.name(), at }),
             None => Ok(()),
         }
     }

@@ -187,9 +187,7 @@ impl Generator {
 }
 
 fn record(id: u64, random: &mut Random) -> String {
-    const NAMES: [&str; 10] = [
-        "anna", "bernd", "chiara", "dmitri", "eve", "farid", "grace", "hiro", "irene", "juan",
-    ];
+    const NAMES: [&str; 10] = ["anna", "bernd", "chiara", "dmitri", "eve", "farid", "grace", "hiro", "irene", "juan"];
     const STATES: [&str; 4] = ["active", "suspended", "invited", "deleted"];
     let (name, state) = (NAMES[random.below(10) as usize], STATES[random.below(4) as usize]);
     let (day, hour, cents) = (1 + random.below(28), random.below(24), random.below(1_000_000));
@@ -232,9 +230,7 @@ impl Random {
     fn word(&mut self) -> String {
         const LETTERS: &[u8] = b"etaoinshrdlcumwfgypbvk";
         let letters = 2 + self.below(9);
-        (0..letters)
-            .map(|_| char::from(LETTERS[self.rank(LETTERS.len())]))
-            .collect()
+        (0..letters).map(|_| char::from(LETTERS[self.rank(LETTERS.len())])).collect()
     }
 
     /// Returns an instruction of 1 to 4 bytes.

@@ -43,9 +43,7 @@ pub enum Reduction {
 impl Reduction {
     /// Returns all reductions.
     pub fn all() -> impl Iterator<Item = Self> {
-        [Self::None, Self::Uniform, Self::Delta]
-            .into_iter()
-            .chain(Method::ALL.map(Self::Method))
+        [Self::None, Self::Uniform, Self::Delta].into_iter().chain(Method::ALL.map(Self::Method))
     }
 
     /// Returns the name in reports.
@@ -119,10 +117,7 @@ pub struct PassTiming {
 }
 
 impl PassTiming {
-    const MAX: Self = Self {
-        wall: Duration::MAX,
-        cpu: Duration::MAX,
-    };
+    const MAX: Self = Self { wall: Duration::MAX, cpu: Duration::MAX };
 
     /// Returns the rate in 10^6 bytes of memory per second of elapsed time.
     #[must_use]
@@ -216,10 +211,7 @@ pub fn measure_accelerator(
     time: Duration,
 ) -> Result<CodecMeasurement, MeasureError> {
     let line = accelerated::AcceleratedEncoder::new(accelerator, method, memory);
-    let mut line = line.map_err(|why| MeasureError::Open {
-        accelerator: accelerator.name(),
-        why,
-    })?;
+    let mut line = line.map_err(|why| MeasureError::Open { accelerator: accelerator.name(), why })?;
     let reduction = Reduction::Method(method);
     run_passes(reduction, memory, memory, batch_pages, time, |pipe| line.encode(pipe))
 }
@@ -233,14 +225,8 @@ fn run_passes(
     time: Duration,
     mut encode: impl FnMut(&mut RoundTrip) -> Result<(), MeasureError>,
 ) -> Result<CodecMeasurement, MeasureError> {
-    assert!(
-        memory.len().is_multiple_of(PAGE),
-        "the memory does not consist of whole pages"
-    );
-    assert!(
-        (1..=BATCH_PAGES).contains(&batch_pages),
-        "a batch cannot have {batch_pages} pages"
-    );
+    assert!(memory.len().is_multiple_of(PAGE), "the memory does not consist of whole pages");
+    assert!((1..=BATCH_PAGES).contains(&batch_pages), "a batch cannot have {batch_pages} pages");
     let piece_bytes = piece_bytes(reduction, batch_pages);
     let mut pipe = RoundTrip {
         reduction,
@@ -271,10 +257,7 @@ fn run_passes(
         batch_pages,
         bytes: memory.len() as u64,
         bytes_encoded: pieces.clone().map(|(_, &len)| len as u64).sum(),
-        bytes_copied: pieces
-            .filter(|(piece, len)| piece.len() == **len)
-            .map(|(_, &len)| len as u64)
-            .sum(),
+        bytes_copied: pieces.filter(|(piece, len)| piece.len() == **len).map(|(_, &len)| len as u64).sum(),
         encode: encode_passes.best,
         decode: decode_passes.best,
     })
@@ -288,12 +271,9 @@ fn compare(reduction: Reduction, back: &[u8], memory: &[u8]) -> Result<(), Measu
     let mut bytes = back.iter().zip(memory).enumerate();
     match bytes.find(|(_, (found, wanted))| found != wanted) {
         None => Ok(()),
-        Some((at, (&found, &wanted))) => Err(MeasureError::Mismatch {
-            reduction: reduction.name(),
-            at,
-            actual: found,
-            expected: wanted,
-        }),
+        Some((at, (&found, &wanted))) => {
+            Err(MeasureError::Mismatch { reduction: reduction.name(), at, actual: found, expected: wanted })
+        }
     }
 }
 
@@ -315,12 +295,7 @@ struct PassTimer {
 
 impl PassTimer {
     const fn new(time_min: Duration) -> Self {
-        Self {
-            time_min,
-            spent: Duration::ZERO,
-            count: 0,
-            best: PassTiming::MAX,
-        }
+        Self { time_min, spent: Duration::ZERO, count: 0, best: PassTiming::MAX }
     }
 
     fn needs_another_pass(&self) -> bool {
@@ -446,11 +421,7 @@ mod tests {
                 let alone =
                     measure(Reduction::Method(method), &memory, &memory, 60, Duration::ZERO).expect("round trip");
                 let measured = measure_accelerator(&*accelerator, method, &memory, 60, Duration::ZERO);
-                assert_eq!(
-                    measured.map(|one| one.bytes_encoded),
-                    Ok(alone.bytes_encoded),
-                    "{method}"
-                );
+                assert_eq!(measured.map(|one| one.bytes_encoded), Ok(alone.bytes_encoded), "{method}");
             }
         }
     }
@@ -479,9 +450,6 @@ mod tests {
             pipe.lens[1] -= 1;
             Ok(())
         });
-        assert!(
-            matches!(damaged, Err(MeasureError::Decode { at, .. }) if at == 4 * PAGE),
-            "{damaged:?}"
-        );
+        assert!(matches!(damaged, Err(MeasureError::Decode { at, .. }) if at == 4 * PAGE), "{damaged:?}");
     }
 }

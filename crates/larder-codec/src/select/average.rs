@@ -21,11 +21,7 @@ impl Average {
 
     /// Creates averages from an expectation: the remaining share of each byte, and the nanoseconds for it.
     pub(super) fn from_expectation((left, ns_per_byte): (f32, f32)) -> Self {
-        Self {
-            bytes: left * PAGE as f32,
-            ns: ns_per_byte * PAGE as f32,
-            batches: Self::EXPECTATION_BATCHES,
-        }
+        Self { bytes: left * PAGE as f32, ns: ns_per_byte * PAGE as f32, batches: Self::EXPECTATION_BATCHES }
     }
 
     pub(super) fn record(&mut self, bytes: f32, ns: f32) {

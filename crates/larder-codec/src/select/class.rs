@@ -104,93 +104,26 @@ impl BatchClass {
         // Order of the methods: lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate.
         const BY_ENTROPY: [[(f32, f32); Method::COUNT]; ENTROPY_LEVELS as usize] = [
             // Nearly all zeros.
-            [
-                (0.03, 0.15),
-                (0.03, 0.11),
-                (0.13, 0.50),
-                (0.025, 0.15),
-                (0.02, 0.25),
-                (0.03, 0.21),
-            ],
-            [
-                (0.2, 0.6),
-                (0.23, 0.5),
-                (0.4, 0.9),
-                (0.2, 0.8),
-                (0.15, 1.0),
-                (0.17, 0.9),
-            ],
+            [(0.03, 0.15), (0.03, 0.11), (0.13, 0.50), (0.025, 0.15), (0.02, 0.25), (0.03, 0.21)],
+            [(0.2, 0.6), (0.23, 0.5), (0.4, 0.9), (0.2, 0.8), (0.15, 1.0), (0.17, 0.9)],
             // Heaps.
-            [
-                (0.47, 1.9),
-                (0.49, 1.8),
-                (0.9, 1.1),
-                (0.48, 2.1),
-                (0.35, 3.0),
-                (0.37, 2.1),
-            ],
+            [(0.47, 1.9), (0.49, 1.8), (0.9, 1.1), (0.48, 2.1), (0.35, 3.0), (0.37, 2.1)],
             // Text, programs.
-            [
-                (0.55, 1.5),
-                (0.65, 1.2),
-                (0.9, 0.5),
-                (0.53, 1.9),
-                (0.37, 2.4),
-                (0.4, 2.1),
-            ],
+            [(0.55, 1.5), (0.65, 1.2), (0.9, 0.5), (0.53, 1.9), (0.37, 2.4), (0.4, 2.1)],
             // Text, records.
-            [
-                (0.4, 1.4),
-                (0.45, 1.1),
-                (0.97, 0.7),
-                (0.4, 1.6),
-                (0.25, 2.0),
-                (0.27, 1.6),
-            ],
+            [(0.4, 1.4), (0.45, 1.1), (0.97, 0.7), (0.4, 1.6), (0.25, 2.0), (0.27, 1.6)],
             [(0.6, 1.4), (0.7, 1.0), (1.0, 0.5), (0.6, 1.5), (0.5, 2.0), (0.5, 2.0)],
             // Base64, dense programs.
-            [
-                (0.97, 0.5),
-                (0.99, 0.3),
-                (1.0, 0.2),
-                (0.97, 0.5),
-                (0.77, 1.2),
-                (0.75, 1.5),
-            ],
+            [(0.97, 0.5), (0.99, 0.3), (1.0, 0.2), (0.97, 0.5), (0.77, 1.2), (0.75, 1.5)],
             // Compressed or encrypted data.
-            [
-                (1.0, 0.08),
-                (1.0, 0.08),
-                (1.0, 0.2),
-                (1.0, 0.12),
-                (1.0, 0.15),
-                (1.0, 0.55),
-            ],
+            [(1.0, 0.08), (1.0, 0.08), (1.0, 0.2), (1.0, 0.12), (1.0, 0.15), (1.0, 0.55)],
         ];
-        const GROWING: [(f32, f32); Method::COUNT] = [
-            (0.52, 1.1),
-            (0.52, 1.1),
-            (0.13, 0.24),
-            (0.41, 1.9),
-            (0.17, 1.8),
-            (0.23, 1.5),
-        ];
-        const COUNTING: [(f32, f32); Method::COUNT] = [
-            (0.51, 0.9),
-            (0.51, 0.9),
-            (0.005, 0.16),
-            (0.3, 1.8),
-            (0.11, 1.8),
-            (0.17, 1.2),
-        ];
-        const REPEATING: [(f32, f32); Method::COUNT] = [
-            (0.007, 0.04),
-            (0.007, 0.04),
-            (0.014, 0.15),
-            (0.007, 0.08),
-            (0.003, 0.08),
-            (0.03, 0.10),
-        ];
+        const GROWING: [(f32, f32); Method::COUNT] =
+            [(0.52, 1.1), (0.52, 1.1), (0.13, 0.24), (0.41, 1.9), (0.17, 1.8), (0.23, 1.5)];
+        const COUNTING: [(f32, f32); Method::COUNT] =
+            [(0.51, 0.9), (0.51, 0.9), (0.005, 0.16), (0.3, 1.8), (0.11, 1.8), (0.17, 1.2)];
+        const REPEATING: [(f32, f32); Method::COUNT] =
+            [(0.007, 0.04), (0.007, 0.04), (0.014, 0.15), (0.007, 0.08), (0.003, 0.08), (0.03, 0.10)];
         let by_entropy = &BY_ENTROPY[usize::from(self.0 % ENTROPY_LEVELS)];
         let by_method = [by_entropy, &GROWING, &COUNTING, &REPEATING][usize::from(self.0 / ENTROPY_LEVELS)];
         match by_method.get(encoding) {
@@ -246,20 +179,14 @@ mod tests {
 
     fn classes(kind: MemoryContent) -> Vec<BatchClass> {
         let memory = kind.generate(16 * BATCH_BYTES, 5);
-        memory
-            .chunks(BATCH_BYTES)
-            .map(|batch| BatchClass::of(&[batch]))
-            .collect()
+        memory.chunks(BATCH_BYTES).map(|batch| BatchClass::of(&[batch])).collect()
     }
 
     #[test]
     fn differently_compressing_memory_differs_in_class() {
         let one = |kind: MemoryContent| {
             let classes = classes(kind);
-            assert!(
-                classes.iter().all(|class| *class == classes[0]),
-                "{kind:?}: {classes:?}"
-            );
+            assert!(classes.iter().all(|class| *class == classes[0]), "{kind:?}: {classes:?}");
             classes[0]
         };
         assert_eq!(one(MemoryContent::Random), BatchClass(7));
@@ -270,27 +197,14 @@ mod tests {
         assert_eq!(one(MemoryContent::Base64), BatchClass(6));
         assert_eq!(one(MemoryContent::Sparse), BatchClass(0));
         assert_eq!(one(MemoryContent::Counter).0 / ENTROPY_LEVELS, 2);
-        assert!(
-            classes(MemoryContent::Filled)
-                .iter()
-                .all(|class| class.0 / ENTROPY_LEVELS == 3)
-        );
+        assert!(classes(MemoryContent::Filled).iter().all(|class| class.0 / ENTROPY_LEVELS == 3));
         let mut slight = MemoryContent::ALL.to_vec();
         slight.retain(|&kind| classes(kind).iter().all(|class| class.is_highly_compressible()));
         assert_eq!(
             slight,
-            [
-                MemoryContent::Zeros,
-                MemoryContent::Filled,
-                MemoryContent::Sparse,
-                MemoryContent::Counter
-            ]
+            [MemoryContent::Zeros, MemoryContent::Filled, MemoryContent::Sparse, MemoryContent::Counter]
         );
-        assert!(
-            classes(MemoryContent::Sequence)
-                .iter()
-                .all(|class| class.0 / ENTROPY_LEVELS == 1)
-        );
+        assert!(classes(MemoryContent::Sequence).iter().all(|class| class.0 / ENTROPY_LEVELS == 1));
         assert!(one(MemoryContent::Heap).0 < 4);
     }
 

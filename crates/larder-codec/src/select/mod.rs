@@ -75,10 +75,7 @@ impl SenderProfile {
     /// Creates a sender that has not sent anything yet.
     #[must_use]
     pub const fn with_unknown_link(encoders: usize) -> Self {
-        Self {
-            encoders,
-            link_bytes_per_second: Self::LINK_BYTES_PER_SECOND_EXPECTED,
-        }
+        Self { encoders, link_bytes_per_second: Self::LINK_BYTES_PER_SECOND_EXPECTED }
     }
 }
 
@@ -175,13 +172,9 @@ impl Selector {
         ns: u64,
     ) {
         let pages_count = pages.max(1) as f32;
-        let bytes = encoded.map_or(PAGE as f32, |bytes| {
-            (bytes as f32 / pages_count).clamp(1.0, PAGE as f32)
-        });
+        let bytes = encoded.map_or(PAGE as f32, |bytes| (bytes as f32 / pages_count).clamp(1.0, PAGE as f32));
         let average = &mut self.classes[class.index()].averages[encoding.index()];
-        self.regions
-            .get_or_insert(region)
-            .record(encoding.index(), average.bytes, bytes);
+        self.regions.get_or_insert(region).record(encoding.index(), average.bytes, bytes);
         average.record(bytes, ns as f32 / pages_count);
         self.statistics.record_encoded(encoding, pages, encoded, ns);
     }
@@ -209,13 +202,11 @@ impl Selector {
             let averages = &candidates.averages;
             let expected = ExpectedResults {
                 encodings: &self.encodings,
-                bytes: averages.map(|average| {
-                    if average.bytes < USEFUL_BYTES_MAX {
-                        average.bytes
-                    } else {
-                        PAGE as f32
-                    }
-                }),
+                bytes: averages.map(
+                    |average| {
+                        if average.bytes < USEFUL_BYTES_MAX { average.bytes } else { PAGE as f32 }
+                    },
+                ),
                 ns: averages.map(|average| average.ns),
             };
             let expected_result = |way: Option<BatchEncoding>| ExpectedResult {
@@ -254,9 +245,8 @@ impl ExpectedResults<'_> {
     }
 
     fn load(&self, encoding: Option<BatchEncoding>, pages: f32) -> Load {
-        let (bytes, ns) = encoding.map_or((PAGE as f32, UNENCODED_PAGE_NS), |way| {
-            (self.bytes[way.index()], self.ns[way.index()])
-        });
+        let (bytes, ns) =
+            encoding.map_or((PAGE as f32, UNENCODED_PAGE_NS), |way| (self.bytes[way.index()], self.ns[way.index()]));
         Load {
             bytes: bytes * pages,
             ns: ns * pages,

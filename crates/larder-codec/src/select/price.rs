@@ -78,11 +78,7 @@ impl Price {
 
     /// Sets the number of concurrent encoders from now on; the controller adapts the price.
     pub(super) fn set_encoders(&mut self, encoders: f32) {
-        self.encoders = if encoders > ENCODERS_MIN {
-            encoders
-        } else {
-            ENCODERS_MIN
-        };
+        self.encoders = if encoders > ENCODERS_MIN { encoders } else { ENCODERS_MIN };
     }
 
     /// Records other work of an encoder.
@@ -127,11 +123,7 @@ impl Price {
         self.batch_ns += (slower_ns - self.batch_ns) / self.batches;
 
         let excess_ns = link_ns - encoder_ns;
-        let price_matters = if excess_ns > 0.0 {
-            load.has_shorter_alternative
-        } else {
-            load.has_faster_alternative
-        };
+        let price_matters = if excess_ns > 0.0 { load.has_shorter_alternative } else { load.has_faster_alternative };
         if price_matters {
             let step = self.remaining_excess(excess_ns) / (ADJUSTMENT_BATCHES * self.batch_ns);
             self.log_price = clamp_log_price(self.log_price + step.clamp(-STEP_MAX, STEP_MAX));

@@ -38,11 +38,7 @@ fn log_ratio(bytes: f32) -> f32 {
 
 impl RegionDeviation {
     /// Empty slot. Its key belongs to no region, because keys are region numbers plus one.
-    const EMPTY: Self = Self {
-        key: 0,
-        common: 0.0,
-        per_encoding: [0.0; BatchEncoding::COUNT],
-    };
+    const EMPTY: Self = Self { key: 0, common: 0.0, per_encoding: [0.0; BatchEncoding::COUNT] };
 
     /// Returns the initial deviations of the next region.
     fn next(&self, key: u64) -> Self {
@@ -87,11 +83,7 @@ impl RegionTable {
         let slot = self.slot_of(key);
         if self.0[slot].key != key {
             let previous = self.0[self.slot_of(key - 1)];
-            let before = if previous.key == key - 1 {
-                previous
-            } else {
-                RegionDeviation::EMPTY
-            };
+            let before = if previous.key == key - 1 { previous } else { RegionDeviation::EMPTY };
             self.0[slot] = before.next(key);
         }
         &mut self.0[slot]

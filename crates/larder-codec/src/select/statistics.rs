@@ -77,12 +77,8 @@ impl SelectorStatistics {
         Self {
             ns_per_byte: 0.0,
             unencoded_pages: 0,
-            encodings: [EncodingStatistics {
-                pages: 0,
-                incompressible_pages: 0,
-                bytes: 0,
-                ns: 0,
-            }; BatchEncoding::COUNT],
+            encodings: [EncodingStatistics { pages: 0, incompressible_pages: 0, bytes: 0, ns: 0 };
+                BatchEncoding::COUNT],
         }
     }
 

@@ -86,11 +86,7 @@ impl Member {
     }
 
     fn is_idle(&self, now: LoopTime) -> bool {
-        let limit = if self.has_slot.get() {
-            IDLE_AFTER_REQUEST
-        } else {
-            IDLE_AFTER_CONNECT
-        };
+        let limit = if self.has_slot.get() { IDLE_AFTER_REQUEST } else { IDLE_AFTER_CONNECT };
         !self.is_working() && now.since(self.active_at.get()) >= limit
     }
 }
@@ -116,10 +112,7 @@ pub(super) struct NoSlot;
 
 impl Admission {
     pub(super) fn new(clients_max: usize) -> Self {
-        Self {
-            clients_max,
-            members: RefCell::default(),
-        }
+        Self { clients_max, members: RefCell::default() }
     }
 
     /// Admits a client of `peer` that connects at `now`.
@@ -197,9 +190,7 @@ fn choose_victim(members: &[Rc<Member>], clients_max: usize, peer: Peer, now: Lo
     let found = longest_idle(&mut idle).or_else(|| {
         let (largest, count) = *peers.iter().max_by_key(|(_, count)| *count)?;
         let mut of_largest = members.iter().filter(|member| member.peer == largest);
-        (peer_count < share && count > share)
-            .then(|| longest_idle(&mut of_largest))
-            .flatten()
+        (peer_count < share && count > share).then(|| longest_idle(&mut of_largest)).flatten()
     })?;
     members.iter().find(|member| std::ptr::eq(Rc::as_ptr(member), found))
 }

@@ -56,12 +56,7 @@ impl Buffers {
             }
             None => AlignedBuf::zeroed(buffer_bytes(len)),
         };
-        Buffer {
-            memory: Some(memory),
-            len,
-            class,
-            pool: Rc::clone(self),
-        }
+        Buffer { memory: Some(memory), len, class, pool: Rc::clone(self) }
     }
 }
 

@@ -204,11 +204,7 @@ impl Connection {
             Ok(room) => self.shared.wake_evicted(room),
             Err(NoSlot) => return Err(ConnectionEnd::NoSlot),
         }
-        let checked = if self.shared.stopping.get() {
-            Err(Refused(errors::ESHUTDOWN))
-        } else {
-            check(self, &request)
-        };
+        let checked = if self.shared.stopping.get() { Err(Refused(errors::ESHUTDOWN)) } else { check(self, &request) };
         let command = match checked {
             Ok(command) => command,
             Err(refused) => {

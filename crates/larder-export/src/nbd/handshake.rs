@@ -98,10 +98,7 @@ impl<'a> Handshake<'a> {
                 Step::Next => {}
                 Step::Aborted => return Ok(None),
                 Step::Transmission => {
-                    return Ok(Some(NegotiatedOptions {
-                        framing: self.framing,
-                        allocation: self.allocation,
-                    }));
+                    return Ok(Some(NegotiatedOptions { framing: self.framing, allocation: self.allocation }));
                 }
             }
         }
@@ -121,10 +118,7 @@ impl<'a> Handshake<'a> {
 
     async fn handle_option(&mut self, header: OptionHeader) -> Result<Step, HandshakeError> {
         if header.len > OPTION_LEN_MAX {
-            return Err(HandshakeError::LongOption {
-                name: handshake::option_name(header.option),
-                len: header.len,
-            });
+            return Err(HandshakeError::LongOption { name: handshake::option_name(header.option), len: header.len });
         }
         let mut data = vec![0; header.len as usize];
         self.input.read_exact(&mut data).await?;

@@ -177,10 +177,7 @@ impl Limits {
         memory.shared.set(memory.shared.get() + self.shared_needed(bytes));
         self.requests.set(self.requests.get() + 1);
         self.bytes.set(self.bytes.get() + bytes);
-        Permit {
-            limits: Rc::clone(self),
-            bytes,
-        }
+        Permit { limits: Rc::clone(self), bytes }
     }
 
     /// Returns the shared bytes that a request of `bytes` needs now.

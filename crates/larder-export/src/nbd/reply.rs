@@ -47,12 +47,7 @@ pub(super) struct ReplyBuilder<'a> {
 
 impl<'a> ReplyBuilder<'a> {
     pub(super) fn new(framing: Framing, request: &'a RequestHeader) -> Self {
-        Self {
-            framing,
-            request,
-            head: SmallVec::new(),
-            parts: SmallVec::new(),
-        }
+        Self { framing, request, head: SmallVec::new(), parts: SmallVec::new() }
     }
 
     /// Builds a reply that reports a failure.
@@ -143,12 +138,7 @@ impl<'a> ReplyBuilder<'a> {
         if self.parts.is_empty() {
             self.parts.push(ReplyPart::Head(0..self.head.len()));
         }
-        Reply {
-            head: self.head,
-            parts: self.parts,
-            buffer,
-            _permit: permit,
-        }
+        Reply { head: self.head, parts: self.parts, buffer, _permit: permit }
     }
 
     fn chunk(&mut self, kind: u16, done: bool, len: u64) {

@@ -79,9 +79,7 @@ pub(super) fn check(connection: &Connection, request: &RequestHeader) -> Result<
     }
     let range = ByteRange::new(request.offset, request.len);
     let size = connection.shared.device.geometry().size;
-    let inside = range
-        .checked_end()
-        .is_some_and(|end| end <= ByteOffset::new(size.get()));
+    let inside = range.checked_end().is_some_and(|end| end <= ByteOffset::new(size.get()));
     if !inside && command != Command::Flush {
         // Spec, "Error values".
         let writes = matches!(command, Command::Write | Command::WriteZeroes);
@@ -154,9 +152,7 @@ async fn execute_command(
     match command {
         Command::Read => read(connection, request, buffer).await,
         Command::BlockStatus => block_status(connection, request).await,
-        command => execute_change(connection, request, command, buffer)
-            .await
-            .map(|()| RequestResult::Done),
+        command => execute_change(connection, request, command, buffer).await.map(|()| RequestResult::Done),
     }
 }
 
@@ -198,11 +194,7 @@ async fn execute_change(
             connection.shared.counters.wrote(range.len);
             let payload = WriteBuf::new(&buffer);
             let flags = WriteFlags { fua };
-            connection
-                .shared
-                .scheduler
-                .write(device, range.start, payload, flags)
-                .await
+            connection.shared.scheduler.write(device, range.start, payload, flags).await
         }
         Command::Flush => device.flush().await,
         _ if range.is_empty() => Ok(()),
@@ -252,11 +244,7 @@ async fn read(connection: &Connection, request: &RequestHeader, buffer: Option<B
     let may_be_sparse = connection.negotiated.framing != Framing::Simple
         && !request.flags.contains(CommandFlags::DF)
         && request.len >= SPARSE_BYTES_MIN;
-    let runs = if may_be_sparse {
-        query_runs(connection, range).await
-    } else {
-        Vec::new()
-    };
+    let runs = if may_be_sparse { query_runs(connection, range).await } else { Vec::new() };
     if runs.iter().all(|run| !run.zero) {
         let target = ReadBuf::new(&mut buffer);
         let shared = &connection.shared;

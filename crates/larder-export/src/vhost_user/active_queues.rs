@@ -102,9 +102,7 @@ mod tests {
 
     fn persisted_in(file: &File) -> ActiveQueues {
         let active_queues = ActiveQueues::default();
-        active_queues
-            .persist_in(file.try_clone().expect("a descriptor"))
-            .expect("the file is empty or has a set");
+        active_queues.persist_in(file.try_clone().expect("a descriptor")).expect("the file is empty or has a set");
         active_queues
     }
 
@@ -130,10 +128,7 @@ mod tests {
     #[test]
     fn foreign_file_is_refused() {
         let file = tempfile::tempfile().expect("a file");
-        file.write_all_at(b"of something else, and long enough", 0)
-            .expect("writes");
-        ActiveQueues::default()
-            .persist_in(file)
-            .expect_err("the file has other contents");
+        file.write_all_at(b"of something else, and long enough", 0).expect("writes");
+        ActiveQueues::default().persist_in(file).expect_err("the file has other contents");
     }
 }

@@ -113,17 +113,11 @@ pub fn config(geometry: &Geometry, queues: QueueParameters, write_cache: bool, o
     set_bytes(34, &queues.count.to_le_bytes());
     set_bytes(36, &SEGMENT_SECTORS_MAX.to_le_bytes());
     set_bytes(40, &SEGMENTS_MAX.to_le_bytes());
-    set_bytes(
-        44,
-        &(geometry.discard_granularity.max(block) / SECTOR_BYTES as u32).to_le_bytes(),
-    );
+    set_bytes(44, &(geometry.discard_granularity.max(block) / SECTOR_BYTES as u32).to_le_bytes());
     set_bytes(48, &SEGMENT_SECTORS_MAX.to_le_bytes());
     set_bytes(52, &SEGMENTS_MAX.to_le_bytes());
     set_bytes(56, &[1]);
-    (offset as usize..)
-        .take(len as usize)
-        .map(|at| space.get(at).copied().unwrap_or(0))
-        .collect()
+    (offset as usize..).take(len as usize).map(|at| space.get(at).copied().unwrap_or(0)).collect()
 }
 
 /// Returns the write-cache setting in a write to the configuration space. The driver may change no other field.
@@ -170,25 +164,15 @@ pub async unsafe fn execute(
     chain: &DescriptorChain,
 ) -> RequestOutcome {
     // SAFETY: the caller guarantees it.
-    let (readable, writable) = unsafe {
-        (
-            WriteBuf::from_pieces(chain.readable()),
-            ReadBuf::from_pieces(chain.writable()),
-        )
-    };
+    let (readable, writable) =
+        unsafe { (WriteBuf::from_pieces(chain.readable()), ReadBuf::from_pieces(chain.writable())) };
     let mut header = [0; HEADER_BYTES];
     if readable.len() < header.len() || writable.is_empty() {
-        return RequestOutcome {
-            written: 0,
-            error: None,
-        };
+        return RequestOutcome { written: 0, error: None };
     }
     readable.copy_to_slice(&mut header);
     let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = header;
-    let header = RequestHeader {
-        kind: u32::from_le_bytes([k0, k1, k2, k3]),
-        sector: u64::from_le_bytes(sector),
-    };
+    let header = RequestHeader { kind: u32::from_le_bytes([k0, k1, k2, k3]), sector: u64::from_le_bytes(sector) };
     let status = writable.skip(writable.len() - 1);
     let data_in = writable.slice(0, writable.len() - 1);
     let data_out = readable.skip(HEADER_BYTES);
@@ -200,12 +184,7 @@ pub async unsafe fn execute(
         Err(Refusal::Failed(error)) => (S_IOERR, Some(error)),
     };
     if error.as_ref().is_some_and(|error| error.failure().is_memory_fault()) {
-        for segment in chain
-            .readable()
-            .iter()
-            .chain(chain.writable())
-            .filter(|segment| !segment.is_empty())
-        {
+        for segment in chain.readable().iter().chain(chain.writable()).filter(|segment| !segment.is_empty()) {
             // The kernel reports lost memory only as a failed request. An access by this process raises SIGBUS, which
             // marks the memory as lost.
             // SAFETY: the piece is mapped, which the caller guarantees.
@@ -214,10 +193,7 @@ pub async unsafe fn execute(
     }
     status.copy_from_slice(&[code]);
     let data_written = if code == S_OK { data_in.len() } else { 0 };
-    RequestOutcome {
-        written: u32::try_from(data_written + 1).unwrap_or(u32::MAX),
-        error,
-    }
+    RequestOutcome { written: u32::try_from(data_written + 1).unwrap_or(u32::MAX), error }
 }
 
 enum Refusal {
@@ -251,9 +227,7 @@ async fn execute_request(
             scheduler.read(device, start, data_in)
         }
         T_OUT => {
-            let flags = WriteFlags {
-                fua: !state.write_cache,
-            };
+            let flags = WriteFlags { fua: !state.write_cache };
             let start = checked_start(header.sector, data_out.len())?;
             (kind, bytes, started_at) = (RequestKind::Write, data_out.len() as u64, activity.sample_start());
             scheduler.write(device, start, data_out, flags)
@@ -324,11 +298,7 @@ async fn execute_segments(
         let result = if kind == RequestKind::Discard {
             device.discard(range).await
         } else {
-            let flags = ZeroFlags {
-                unmap,
-                fua,
-                ..ZeroFlags::default()
-            };
+            let flags = ZeroFlags { unmap, fua, ..ZeroFlags::default() };
             device.write_zeroes(range, flags).await
         };
         if let Err(error) = result {

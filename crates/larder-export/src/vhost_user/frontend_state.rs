@@ -44,17 +44,12 @@ impl FrontendState {
 
     /// Finds the memo at byte `at` of `mapping`, if there is one.
     pub fn find(mapping: &Rc<Mapping>, at: usize) -> Option<Self> {
-        let fits = at
-            .checked_add(FRONTEND_STATE_BYTES)
-            .is_some_and(|end| end <= mapping.bytes());
+        let fits = at.checked_add(FRONTEND_STATE_BYTES).is_some_and(|end| end <= mapping.bytes());
         let aligned = mapping.base().addr().checked_add(at)?.is_multiple_of(8);
         if !fits || !aligned {
             return None;
         }
-        let state = Self {
-            mapping: Rc::clone(mapping),
-            at,
-        };
+        let state = Self { mapping: Rc::clone(mapping), at };
         (state.field(0).load(Ordering::Relaxed) == MAGIC).then_some(state)
     }
 

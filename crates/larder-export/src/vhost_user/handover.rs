@@ -119,14 +119,10 @@ impl StoredConnection {
         let this = Self::new(options, memfd_create("larder-connection", MemfdFlags::CLOEXEC)?.into());
         this.ledger.write_all_at(&MAGIC, 0)?;
         let image = stored_image_name(&options.image);
-        this.ledger
-            .write_all_at(&[&(image.len() as u64).to_le_bytes(), image].concat(), IMAGE_OFFSET)?;
+        this.ledger.write_all_at(&[&(image.len() as u64).to_le_bytes(), image].concat(), IMAGE_OFFSET)?;
         this.write_text(0)?;
         let (store, names) = (Arc::clone(&options.store), store_names(&options.disk));
-        let files = [
-            this.ledger.try_clone()?.into(),
-            connection.as_fd().try_clone_to_owned()?,
-        ];
+        let files = [this.ledger.try_clone()?.into(), connection.as_fd().try_clone_to_owned()?];
         on.run_blocking(move || {
             let mut all = names.iter().zip(&files);
             all.try_for_each(|(name, file)| store.put(name, file.as_fd()))
@@ -155,11 +151,7 @@ impl StoredConnection {
             [ledger, connection] => {
                 names.iter().for_each(|name| options.store.remove(name));
                 connection.iter().for_each(close);
-                let missing = if ledger.is_none() {
-                    "the ledger"
-                } else {
-                    "the connection"
-                };
+                let missing = if ledger.is_none() { "the ledger" } else { "the connection" };
                 return Err(HandoverError::Missing(missing.to_owned()));
             }
         };
@@ -247,8 +239,7 @@ impl StoredConnection {
         self.file_numbers = file_numbers;
         if !released.is_empty() {
             let store = Arc::clone(&self.options.store);
-            on.run_blocking(move || released.into_iter().for_each(|number| store.release(number)))
-                .await?;
+            on.run_blocking(move || released.into_iter().for_each(|number| store.release(number))).await?;
         }
         Ok(())
     }
@@ -280,12 +271,8 @@ impl StoredConnection {
     }
 
     fn release_files(&self) {
-        self.file_numbers
-            .iter()
-            .for_each(|number| self.options.store.release(*number));
-        store_names(&self.options.disk)
-            .iter()
-            .for_each(|name| self.options.store.remove(name));
+        self.file_numbers.iter().for_each(|number| self.options.store.release(*number));
+        store_names(&self.options.disk).iter().for_each(|name| self.options.store.remove(name));
     }
 
     /// Writes the record to the inactive half, and makes it the active one.
@@ -302,17 +289,11 @@ impl StoredConnection {
             for count in [message.bytes().len(), message.file_numbers.len()] {
                 text.extend((count as u32).to_le_bytes());
             }
-            message
-                .file_numbers
-                .iter()
-                .for_each(|number| text.extend(number.to_le_bytes()));
+            message.file_numbers.iter().for_each(|number| text.extend(number.to_le_bytes()));
             text.extend(message.bytes());
         }
         if text.len() as u64 > TEXT_BYTES_MAX {
-            return Err(io::Error::other(format!(
-                "{} bytes of messages are too many to be stored",
-                text.len()
-            )));
+            return Err(io::Error::other(format!("{} bytes of messages are too many to be stored", text.len())));
         }
         let bytes = text.len() as u64 - 8;
         text[..8].copy_from_slice(&bytes.to_le_bytes());
@@ -394,11 +375,7 @@ fn read_text(ledger: &File, index: usize) -> Result<Vec<StoredMessage>, Handover
         if !is_valid || descriptors > TABLE_REGIONS_MAX {
             return Err(HandoverError::MalformedLedger);
         }
-        let numbers = take_bytes(8 * descriptors)?
-            .0
-            .chunks_exact(8)
-            .map(|bytes| u64_at(bytes, 0))
-            .collect();
+        let numbers = take_bytes(8 * descriptors)?.0.chunks_exact(8).map(|bytes| u64_at(bytes, 0)).collect();
         let (message, end) = take_bytes(bytes)?;
         messages.push((message.to_vec(), numbers));
         is_end = end;

@@ -94,20 +94,12 @@ impl InflightRegion {
     ) -> Result<(InflightInfo, OwnedFd), MemoryError> {
         let state_offset = (queue_bytes(queue_size, packed) * usize::from(queues)) as u64;
         let bytes = state_offset + FRONTEND_STATE_BYTES as u64;
-        let failed = |error: rustix::io::Errno| MemoryError::Map {
-            what: "the in-flight region",
-            bytes,
-            source: error.into(),
-        };
+        let failed =
+            |error: rustix::io::Errno| MemoryError::Map { what: "the in-flight region", bytes, source: error.into() };
         let file = rustix::fs::memfd_create("larder-inflight", MemfdFlags::CLOEXEC).map_err(failed)?;
         rustix::fs::ftruncate(&file, bytes).map_err(failed)?;
         rustix::io::pwrite(&file, &FrontendState::initial_bytes(write_cache), state_offset).map_err(failed)?;
-        let info = InflightInfo {
-            bytes,
-            file_offset: 0,
-            queues,
-            queue_size,
-        };
+        let info = InflightInfo { bytes, file_offset: 0, queues, queue_size };
         Ok((info, file))
     }
 
@@ -420,9 +412,7 @@ impl InflightQueue {
                 }
             })
             .collect();
-        let popped_slots = found
-            .iter()
-            .fold(0u16, |sum, request| sum.saturating_add(request.head.slots));
+        let popped_slots = found.iter().fold(0u16, |sum, request| sum.saturating_add(request.head.slots));
         let used = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
         ring.resume_at(used, popped_slots.min(self.size));
         found

@@ -61,11 +61,7 @@ impl Random {
     }
 }
 
-const RING_OFFSETS: Places = Places {
-    descriptors: 0,
-    driver: 0x1000,
-    device: 0x2000,
-};
+const RING_OFFSETS: Places = Places { descriptors: 0, driver: 0x1000, device: 0x2000 };
 const DATA: u64 = 0x4000;
 const MEMORY_BYTES: usize = 1 << 20;
 
@@ -89,32 +85,19 @@ struct Server {
 impl TestState {
     fn new(packed: bool, size: u16) -> Self {
         let memory = Arc::new(Memory::new(MEMORY_BYTES).expect("memory"));
-        let options = RingOptions {
-            size,
-            packed,
-            event_index: false,
-        };
+        let options = RingOptions { size, packed, event_index: false };
         Self {
             driver: DriverRing::new(&memory, RING_OFFSETS, options),
             memory,
             region: InflightRegion::create(1, size, packed, true).expect("a region"),
-            layout: RingLayout {
-                packed,
-                event_index: false,
-                size: u32::from(size),
-            },
+            layout: RingLayout { packed, event_index: false, size: u32::from(size) },
             pending: BTreeMap::new(),
             next_address: DATA,
         }
     }
 
     fn guest_memory(&self) -> GuestMemory {
-        let info = RegionInfo {
-            guest_address: 0,
-            len: MEMORY_BYTES as u64,
-            user_address: USER_BASE,
-            file_offset: 0,
-        };
+        let info = RegionInfo { guest_address: 0, len: MEMORY_BYTES as u64, user_address: USER_BASE, file_offset: 0 };
         let file = self.memory.file().try_clone_to_owned().expect("a descriptor");
         GuestMemory::default().with(info, &file).expect("maps")
     }
@@ -126,17 +109,8 @@ impl TestState {
             return;
         }
         let address = self.next_address;
-        self.next_address = if address + 64 >= MEMORY_BYTES as u64 {
-            DATA
-        } else {
-            address + 64
-        };
-        let buffers: Vec<_> = (0..count as u64)
-            .map(|index| Buffer {
-                address: address + index,
-                len: 1,
-            })
-            .collect();
+        self.next_address = if address + 64 >= MEMORY_BYTES as u64 { DATA } else { address + 64 };
+        let buffers: Vec<_> = (0..count as u64).map(|index| Buffer { address: address + index, len: 1 }).collect();
         let id = self.driver.add(&buffers, &[], None);
         self.driver.publish();
         self.pending.insert(id, address);
@@ -167,14 +141,9 @@ impl TestState {
         let mut popped = Vec::new();
         for request in &found {
             let mut chain = DescriptorChain::default();
-            record
-                .read_chain(&ring, memory, request, &mut chain)
-                .expect("a valid chain");
+            record.read_chain(&ring, memory, request, &mut chain).expect("a valid chain");
             self.check_address(memory, request.head, &chain);
-            assert!(
-                popped.iter().all(|(head, _): &(Head, u16)| head.id != request.head.id),
-                "found twice"
-            );
+            assert!(popped.iter().all(|(head, _): &(Head, u16)| head.id != request.head.id), "found twice");
             popped.push((request.head, request.entry_index));
         }
         Some(Server { ring, record, popped })
@@ -185,12 +154,7 @@ impl TestState {
         let address = *address
             .unwrap_or_else(|| panic!("chain {} was resubmitted, but the driver does not wait for it", head.id));
         let base = memory.contiguous(address, 1).expect("in memory");
-        assert_eq!(
-            chain.readable()[0].base(),
-            base,
-            "chain {} belongs to another request",
-            head.id
-        );
+        assert_eq!(chain.readable()[0].base(), base, "chain {} belongs to another request", head.id);
     }
 }
 
@@ -272,11 +236,7 @@ fn run(seed: u64, packed: bool) {
         server.push_used(&mut random);
     }
     world.collect();
-    assert!(
-        world.pending.is_empty(),
-        "seed {seed}: {:?} were never pushed as used",
-        world.pending
-    );
+    assert!(world.pending.is_empty(), "seed {seed}: {:?} were never pushed as used", world.pending);
 }
 
 /// Over split rings, a crash at any write loses no request, and repeats none that was answered.

@@ -36,27 +36,15 @@ pub enum MemoryError {
     #[error("guest memory region {0:x?} overlaps another one")]
     Overlaps(RegionInfo),
     #[error("guest memory region {info:x?} ends at byte {end:#x} of a file of {file_bytes:#x} bytes")]
-    PastFileEnd {
-        info: RegionInfo,
-        end: u64,
-        file_bytes: u64,
-    },
+    PastFileEnd { info: RegionInfo, end: u64, file_bytes: u64 },
     #[error("there is no guest memory region {0:x?}")]
     Unknown(RegionInfo),
     #[error("more than {SLOTS_MAX} guest memory regions")]
     TooMany,
     #[error("cannot map {what} of {bytes} bytes: {source}")]
-    Map {
-        what: &'static str,
-        bytes: u64,
-        source: std::io::Error,
-    },
+    Map { what: &'static str, bytes: u64, source: std::io::Error },
     #[error("{what} at {address:#x} of {bytes} bytes is not in guest memory, or not aligned")]
-    BadRing {
-        what: &'static str,
-        address: u64,
-        bytes: u64,
-    },
+    BadRing { what: &'static str, address: u64, bytes: u64 },
 }
 
 /// Guest address that is not in guest memory.
@@ -100,9 +88,7 @@ impl Mapping {
         let failed = |source| MemoryError::Map { what, bytes, source };
         // An access to a mapping past the end of its file raises SIGBUS.
         let file_bytes = rustix::fs::fstat(file.as_fd()).map_err(|error| failed(error.into()))?;
-        let end = offset
-            .checked_add(bytes)
-            .filter(|end| *end <= file_bytes.st_size as u64);
+        let end = offset.checked_add(bytes).filter(|end| *end <= file_bytes.st_size as u64);
         if end.is_none() || bytes == 0 {
             return Err(failed(std::io::Error::from_raw_os_error(libc::ENXIO)));
         }
@@ -158,12 +144,7 @@ impl Mapping {
     /// # Errors
     /// The file was truncated, or its memory has failed: zeros are mapped in its place.
     pub fn check(&self) -> Result<(), LostMapping> {
-        match self
-            .guard
-            .as_ref()
-            .filter(|_| sigbus::any_lost())
-            .and_then(Guard::loss_reason)
-        {
+        match self.guard.as_ref().filter(|_| sigbus::any_lost()).and_then(Guard::loss_reason) {
             None => Ok(()),
             Some(loss) => Err(LostMapping { what: self.what, loss }),
         }
@@ -285,10 +266,7 @@ impl GuestMemory {
         if end > region.guest_end() {
             return Err(bad);
         }
-        Ok(region
-            .mapping
-            .base()
-            .wrapping_add((address - region.info.guest_address) as usize))
+        Ok(region.mapping.base().wrapping_add((address - region.info.guest_address) as usize))
     }
 
     #[inline]
@@ -301,12 +279,8 @@ impl GuestMemory {
 
     #[cold]
     fn search_region(&self, address: u64) -> Option<&Region> {
-        let after = self
-            .regions
-            .partition_point(|region| region.info.guest_address <= address);
-        self.regions
-            .get(after.checked_sub(1)?)
-            .filter(|region| region.contains(address))
+        let after = self.regions.partition_point(|region| region.info.guest_address <= address);
+        self.regions.get(after.checked_sub(1)?).filter(|region| region.contains(address))
     }
 
     /// Checks that no region is lost; see [`Mapping::check`].
@@ -337,9 +311,7 @@ impl GuestMemory {
             let inside = offset.checked_add(bytes)? <= region.info.len;
             inside.then(|| region.mapping.base().wrapping_add(offset as usize))
         });
-        found
-            .filter(|base| base.addr() & (alignment - 1) == 0)
-            .ok_or(MemoryError::BadRing { what, address, bytes })
+        found.filter(|base| base.addr() & (alignment - 1) == 0).ok_or(MemoryError::BadRing { what, address, bytes })
     }
 
     /// Returns the guest address of a byte that is mapped at `host`.

@@ -227,11 +227,7 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<MessageHeader, Message
     if payload_bytes > PAYLOAD_BYTES_MAX {
         return Err(MessageError::TooLong(payload_bytes));
     }
-    Ok(MessageHeader {
-        request,
-        need_reply: flags & FLAG_NEED_REPLY != 0,
-        payload_bytes,
-    })
+    Ok(MessageHeader { request, need_reply: flags & FLAG_NEED_REPLY != 0, payload_bytes })
 }
 
 /// Adds the descriptors that came with one part of a message to those of the parts before it.
@@ -272,19 +268,11 @@ pub fn parse_request(
     let request = header.request;
     let need = |expected: usize| {
         if payload.len() < expected {
-            return Err(MessageError::ShortPayload {
-                request,
-                expected,
-                got: payload.len(),
-            });
+            return Err(MessageError::ShortPayload { request, expected, got: payload.len() });
         }
         Ok(())
     };
-    let mut descriptors = Descriptors {
-        request,
-        received: descriptors.len(),
-        remaining: descriptors.into_iter(),
-    };
+    let mut descriptors = Descriptors { request, received: descriptors.len(), remaining: descriptors.into_iter() };
     let parsed = match request {
         number::GET_FEATURES => FrontendRequest::GetFeatures,
         number::SET_OWNER => FrontendRequest::SetOwner,
@@ -336,10 +324,7 @@ pub fn parse_request(
                 number::SET_VRING_NUM => FrontendRequest::SetRingSize { ring, size: value },
                 number::SET_VRING_BASE => FrontendRequest::SetRingBase { ring, base: value },
                 number::GET_VRING_BASE => FrontendRequest::GetRingBase { ring },
-                _ => FrontendRequest::SetRingEnable {
-                    ring,
-                    enable: value != 0,
-                },
+                _ => FrontendRequest::SetRingEnable { ring, enable: value != 0 },
             }
         }
         number::SET_VRING_ADDR => {
@@ -358,11 +343,7 @@ pub fn parse_request(
             need(8)?;
             let value = u64_at(payload, 0);
             let ring = (value & 0xff) as u32;
-            let event = if value & 0x100 == 0 {
-                Some(descriptors.one()?)
-            } else {
-                None
-            };
+            let event = if value & 0x100 == 0 { Some(descriptors.one()?) } else { None };
             match request {
                 number::SET_VRING_KICK => FrontendRequest::SetRingKick { ring, event },
                 number::SET_VRING_CALL => FrontendRequest::SetRingCall { ring, event },
@@ -372,19 +353,13 @@ pub fn parse_request(
         number::SET_BACKEND_REQ_FD => FrontendRequest::SetBackendChannel(descriptors.one()?),
         number::GET_CONFIG => {
             need(12)?;
-            FrontendRequest::GetConfig {
-                offset: u32_at(payload, 0),
-                len: u32_at(payload, 4),
-            }
+            FrontendRequest::GetConfig { offset: u32_at(payload, 0), len: u32_at(payload, 4) }
         }
         number::SET_CONFIG => {
             need(12)?;
             let len = u32_at(payload, 4) as usize;
             need(12usize.saturating_add(len))?;
-            FrontendRequest::SetConfig {
-                offset: u32_at(payload, 0),
-                bytes: payload[12..12 + len].to_vec(),
-            }
+            FrontendRequest::SetConfig { offset: u32_at(payload, 0), bytes: payload[12..12 + len].to_vec() }
         }
         number::GET_INFLIGHT_FD | number::SET_INFLIGHT_FD => {
             need(20)?;

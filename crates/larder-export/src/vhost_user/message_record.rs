@@ -17,11 +17,7 @@ pub struct RecordedMessage {
 impl RecordedMessage {
     /// Creates a message whose header and payload are `bytes`. Missing bytes of a header read as 0.
     pub fn new(bytes: Vec<u8>, descriptors: Vec<OwnedFd>) -> Self {
-        Self {
-            bytes,
-            descriptors,
-            file_numbers: Vec::new(),
-        }
+        Self { bytes, descriptors, file_numbers: Vec::new() }
     }
 
     /// Creates a message as a front-end would send it, without descriptors.
@@ -109,9 +105,7 @@ fn subject(message: &RecordedMessage) -> Subject {
         number::SET_VRING_KICK | number::SET_VRING_CALL | number::SET_VRING_ERR => {
             Subject::Ring(message.word(0) & 0xff)
         }
-        number::SET_CONFIG => Subject::Config {
-            offset: message.word(0),
-        },
+        number::SET_CONFIG => Subject::Config { offset: message.word(0) },
         number::ADD_MEM_REG | number::REM_MEM_REG => Subject::Memory {
             // Guest address, length, address in QEMU.
             description: message.payload().get(8..32).unwrap_or_default().to_vec(),
@@ -138,10 +132,7 @@ impl MessageRecord {
                 self.remove_matching(|recorded| {
                     recorded.request() == number::SET_VRING_KICK && subject(recorded) == subject(&message)
                 });
-                self.insert_in_order(RecordedMessage::without_descriptors(
-                    number::SET_VRING_BASE,
-                    reply.payload(),
-                ));
+                self.insert_in_order(RecordedMessage::without_descriptors(number::SET_VRING_BASE, reply.payload()));
             }
             // The rings have stopped at positions that are not known here. A successor starts them: it finds the
             // positions in the in-flight region, and the front-end fetches them next.
@@ -236,9 +227,7 @@ mod tests {
     /// Returns the messages for a successor, each with its first two words.
     fn replayed(record: &MessageRecord) -> Vec<(u32, [u32; 2])> {
         let messages = record.messages().iter();
-        messages
-            .map(|message| (message.request(), [message.word(0), message.word(4)]))
-            .collect()
+        messages.map(|message| (message.request(), [message.word(0), message.word(4)])).collect()
     }
 
     /// A successor receives the last message of each kind, in order of dependency.

@@ -79,12 +79,7 @@ pub struct VhostUserOptions {
 
 impl Default for VhostUserOptions {
     fn default() -> Self {
-        Self {
-            queues: QUEUES_MAX,
-            queue_size: QUEUE_SIZE_DEFAULT,
-            serial: Serial::default(),
-            block_size: 512,
-        }
+        Self { queues: QUEUES_MAX, queue_size: QUEUE_SIZE_DEFAULT, serial: Serial::default(), block_size: 512 }
     }
 }
 
@@ -121,12 +116,7 @@ pub enum OptionsError {
         "{disk} is {size}, no multiple of the sectors of {block_size} bytes that the guest sees: the guest could not reach \
          the last {rest} bytes; make the image larger (truncate -s %{block_size}), or the sectors smaller"
     )]
-    PartialSector {
-        disk: String,
-        size: ByteLen,
-        block_size: u32,
-        rest: u64,
-    },
+    PartialSector { disk: String, size: ByteLen, block_size: u32, rest: u64 },
     #[error("cannot allocate the memory shared with the pager: {0}")]
     SharedMemory(std::io::ErrorKind),
 }
@@ -190,9 +180,8 @@ impl VhostUserServer {
                 rest,
             });
         }
-        let in_flight_counter = PagerClient::instance()
-            .map_err(|error| OptionsError::SharedMemory(error.kind()))?
-            .request_counter();
+        let in_flight_counter =
+            PagerClient::instance().map_err(|error| OptionsError::SharedMemory(error.kind()))?.request_counter();
         Ok(Rc::new(Self {
             on: on.clone(),
             shared: Rc::new(Shared {
@@ -295,16 +284,10 @@ impl VhostUserServer {
     pub fn queue_with_stale_base(&self) -> Option<u16> {
         let running = self.shared.running_queues.borrow();
         let is_base_current = |index: u16| {
-            let queue = running
-                .iter()
-                .filter_map(Weak::upgrade)
-                .find(|queue| queue.index() == index);
+            let queue = running.iter().filter_map(Weak::upgrade).find(|queue| queue.index() == index);
             queue.is_some_and(|queue| !queue.base_differs())
         };
-        self.shared
-            .active_queues
-            .queues()
-            .find(|index| !is_base_current(*index))
+        self.shared.active_queues.queues().find(|index| !is_base_current(*index))
     }
 
     /// Accepts and serves front-ends, one after the other, until [`VhostUserServer::stop`].
@@ -408,11 +391,7 @@ impl VhostUserServer {
             span.clone(),
         );
         let done = Rc::new(Cell::new(false));
-        self.on.spawn(announce_sizes(
-            Rc::clone(&self.shared),
-            session.backend_channel(),
-            Rc::clone(&done),
-        ));
+        self.on.spawn(announce_sizes(Rc::clone(&self.shared), session.backend_channel(), Rc::clone(&done)));
         let kept = match (stored, self.handover_options.get()) {
             (None, Some(options)) => {
                 let created = StoredConnection::create(&self.on, options, &*socket).await;
@@ -455,12 +434,7 @@ impl VhostUserServer {
             let _ = socket.readable().await;
         };
         let mut first_message = pin!(first_of(readable, self.handover.requested()));
-        if self
-            .on
-            .timeout(SILENCE_WARNING_DELAY, first_message.as_mut())
-            .await
-            .is_none()
-        {
+        if self.on.timeout(SILENCE_WARNING_DELAY, first_message.as_mut()).await.is_none() {
             tracing::warn!(
                 event = "guest-waits",
                 disk = %self.shared.device.name(),

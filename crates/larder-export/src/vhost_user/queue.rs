@@ -317,9 +317,7 @@ impl Queue {
     fn launch(self: &Rc<Self>, memory: Rc<GuestMemory>, chain: DescriptorChain, bytes: usize, head: Head, entry: u16) {
         self.requests_in_flight.set(self.requests_in_flight.get() + 1);
         let weight = weight_of(&chain, bytes);
-        self.shared
-            .in_flight_weight
-            .set(self.shared.in_flight_weight.get() + weight);
+        self.shared.in_flight_weight.set(self.shared.in_flight_weight.get() + weight);
         if weight > 1 {
             self.excess_weight.set(self.excess_weight.get() + (weight - 1));
         }
@@ -411,11 +409,7 @@ impl Queue {
         request_memory.check()?;
         self.memory.borrow().check()?;
         self.inflight.borrow().as_ref().map_or(Ok(()), InflightQueue::check)?;
-        self.shared
-            .dirty_log
-            .borrow()
-            .as_ref()
-            .map_or(Ok(()), |log| log.check())
+        self.shared.dirty_log.borrow().as_ref().map_or(Ok(()), |log| log.check())
     }
 
     /// Takes no more requests, and ends the session: data read from, or written to, lost memory differs from the
@@ -447,10 +441,7 @@ impl Queue {
             }
             let log = self.shared.dirty_log.borrow();
             if let Some(log) = log.as_ref() {
-                chain
-                    .writable()
-                    .iter()
-                    .for_each(|piece| log.mark(&request.memory, *piece));
+                chain.writable().iter().for_each(|piece| log.mark(&request.memory, *piece));
             }
             let changed = ring.push_used(request.head, written);
             if let Some(log) = log.as_ref().filter(|_| self.log_ring.get()) {
@@ -462,9 +453,7 @@ impl Queue {
                 inflight.after_push_used(&ring, request.inflight_entry);
             }
         }
-        self.shared
-            .in_flight_weight
-            .set(self.shared.in_flight_weight.get() - request.weight);
+        self.shared.in_flight_weight.set(self.shared.in_flight_weight.get() - request.weight);
         if request.weight > 1 {
             self.excess_weight.set(self.excess_weight.get() - (request.weight - 1));
         }
@@ -564,10 +553,7 @@ impl Queue {
         self.interrupt_if_pending();
         if let Some(poller) = self.poller.borrow_mut().take() {
             drop(poller);
-            self.shared
-                .running_queues
-                .borrow_mut()
-                .retain(|queue| !queue.ptr_eq(&self.weak_self));
+            self.shared.running_queues.borrow_mut().retain(|queue| !queue.ptr_eq(&self.weak_self));
         }
         drop(self.start_request.borrow_mut().take());
         self.position()

@@ -81,9 +81,6 @@ mod tests {
             assert_eq!(serial.bytes().len(), 20);
         }
         let warning = Serial::truncation_warning("f9160a20-70c7-38f4-a980-29f0c16f0155").expect("a warning");
-        assert!(
-            warning.contains("has 36 bytes") && warning.ends_with("'f9160a20-70c7-38f4-a'"),
-            "{warning}"
-        );
+        assert!(warning.contains("has 36 bytes") && warning.ends_with("'f9160a20-70c7-38f4-a'"), "{warning}");
     }
 }

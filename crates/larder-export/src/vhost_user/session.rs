@@ -228,22 +228,12 @@ impl Session {
             Some(stored) => stored.remove(&self.on).await,
             None => {}
         }
-        result.map(|_| {
-            if handed_over {
-                SessionEnd::HandedOver
-            } else {
-                SessionEnd::Closed
-            }
-        })
+        result.map(|_| if handed_over { SessionEnd::HandedOver } else { SessionEnd::Closed })
     }
 
     async fn serve(&mut self) -> Result<SessionEnd, SessionError> {
         self.shared.lost_memory.reset();
-        let recorded = self
-            .stored
-            .as_ref()
-            .map(|stored| receive::reparse(stored.messages()))
-            .transpose()?;
+        let recorded = self.stored.as_ref().map(|stored| receive::reparse(stored.messages())).transpose()?;
         let recorded = recorded.unwrap_or_default();
         let is_resumed = !recorded.is_empty();
         self.is_replaying = true;
@@ -375,10 +365,7 @@ impl Session {
             }
             FrontendRequest::SetProtocolFeatures(features) => {
                 if features & !protocol::ALL != 0 {
-                    return Err(SessionError::Features {
-                        wanted: features,
-                        offered: protocol::ALL,
-                    });
+                    return Err(SessionError::Features { wanted: features, offered: protocol::ALL });
                 }
                 self.protocol_features = features;
             }
@@ -416,11 +403,7 @@ impl Session {
                 let memory = self.memory.without(info)?;
                 self.replace_memory(memory).await;
             }
-            FrontendRequest::SetLogBase {
-                bytes,
-                file_offset,
-                file,
-            } => {
+            FrontendRequest::SetLogBase { bytes, file_offset, file } => {
                 self.log = Some(Rc::new(DirtyLog::new(&file, file_offset, bytes)?));
                 self.update_log();
                 return Ok(Reply::u64(number::SET_LOG_BASE, 0));
@@ -515,10 +498,7 @@ impl Session {
     fn set_features(&mut self, features: u64) -> Result<(), SessionError> {
         let offered = self.offered_features();
         if features & !offered != 0 {
-            return Err(SessionError::Features {
-                wanted: features,
-                offered,
-            });
+            return Err(SessionError::Features { wanted: features, offered });
         }
         let changed = features ^ self.features;
         let running = self.rings.iter().position(|ring| ring.queue.is_some());
@@ -528,9 +508,7 @@ impl Session {
         tracing::debug!(parent: &self.span, "features {:#x} are negotiated", features);
         self.features = features;
         // A driver that cannot flush relies on the durability of every write (virtio 1.2, 5.2.6.2).
-        self.shared
-            .driver_flushes
-            .set(features & (feature::FLUSH | feature::CONFIG_WCE) != 0);
+        self.shared.driver_flushes.set(features & (feature::FLUSH | feature::CONFIG_WCE) != 0);
         self.update_log();
         Ok(())
     }
@@ -557,10 +535,7 @@ impl Session {
                 state.set_reported_size(geometry.size);
             }
         }
-        let queues = blk::QueueParameters {
-            count: self.queues_max,
-            size: self.shared.queue_size,
-        };
+        let queues = blk::QueueParameters { count: self.queues_max, size: self.shared.queue_size };
         let bytes = blk::config(&geometry, queues, self.shared.write_cache.get(), offset, len);
         message::reply_config(offset, &bytes)
     }
@@ -624,9 +599,7 @@ impl Session {
 
     fn ring(&mut self, ring: u32) -> Result<&mut RingSetup, SessionError> {
         let queues = self.queues_max;
-        self.rings
-            .get_mut(ring as usize)
-            .ok_or(SessionError::NoSuchQueue { ring, queues })
+        self.rings.get_mut(ring as usize).ok_or(SessionError::NoSuchQueue { ring, queues })
     }
 
     fn idle_ring(&mut self, ring: u32) -> Result<&mut RingSetup, SessionError> {
@@ -685,10 +658,7 @@ impl Session {
         let Ok(size) = self.ring(ring).map(|setup| setup.size as u16) else {
             return;
         };
-        let record = self
-            .inflight
-            .as_ref()
-            .and_then(|region| region.queue(ring as u16, size, packed));
+        let record = self.inflight.as_ref().and_then(|region| region.queue(ring as u16, size, packed));
         if let Some(mut record) = record {
             record.invalidate();
         }
@@ -708,11 +678,7 @@ impl Session {
     }
 
     fn layout(&self, size: u32) -> RingLayout {
-        RingLayout {
-            packed: self.is_packed(),
-            event_index: self.features & feature::EVENT_IDX != 0,
-            size,
-        }
+        RingLayout { packed: self.is_packed(), event_index: self.features & feature::EVENT_IDX != 0, size }
     }
 
     /// Starts a ring, if its setup is complete.
@@ -732,9 +698,7 @@ impl Session {
         if setup.size == 0 || (!layout.packed && !setup.size.is_power_of_two()) {
             return Err(SessionError::RingSize { ring, size: setup.size });
         }
-        let record = inflight
-            .as_ref()
-            .and_then(|region| region.queue(ring as u16, setup.size as u16, layout.packed));
+        let record = inflight.as_ref().and_then(|region| region.queue(ring as u16, setup.size as u16, layout.packed));
         if inflight.is_some() && record.is_none() {
             tracing::warn!(
                 parent: &span,
@@ -857,10 +821,7 @@ pub(super) async fn announce_size(channel: Rc<RefCell<Option<Socket>>>) {
     let taken = channel.borrow_mut().take();
     let Some(socket) = taken else { return };
     if let Err(error) = socket.write_all(&message::config_change()).await {
-        tracing::warn!(
-            event = "size-changed",
-            "cannot notify the front-end of the new size: {error}"
-        );
+        tracing::warn!(event = "size-changed", "cannot notify the front-end of the new size: {error}");
     }
     channel.borrow_mut().get_or_insert(socket);
 }

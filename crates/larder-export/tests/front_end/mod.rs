@@ -99,30 +99,11 @@ impl FrontEnd {
 
     /// Creates a guest that is connected and has sent no message.
     pub fn unconfigured(stream: UnixStream, options: Options, memory: Arc<Memory>) -> io::Result<Self> {
-        let ring = RingOptions {
-            size: options.size,
-            packed: options.packed,
-            event_index: options.event_index,
-        };
+        let ring = RingOptions { size: options.size, packed: options.packed, event_index: options.event_index };
         let queues = (0..options.queues)
-            .map(|index| {
-                Queue::new(
-                    &memory,
-                    area_bytes(options.size) * u64::from(index),
-                    ring,
-                    options.indirect,
-                )
-            })
+            .map(|index| Queue::new(&memory, area_bytes(options.size) * u64::from(index), ring, options.indirect))
             .collect::<io::Result<_>>()?;
-        Ok(Self {
-            wire: Wire::new(stream)?,
-            options,
-            memory,
-            queues,
-            inflight: None,
-            channel: None,
-            features: 0,
-        })
+        Ok(Self { wire: Wire::new(stream)?, options, memory, queues, inflight: None, channel: None, features: 0 })
     }
 
     /// Returns the first guest address for data.
@@ -190,10 +171,7 @@ impl FrontEnd {
             wish.extend(self.options.size.to_ne_bytes());
             wish.extend([0; 4]);
             let mut reply = self.wire.ask(wire::GET_INFLIGHT_FD, &wish)?;
-            let file = reply
-                .files
-                .pop()
-                .ok_or_else(|| io::Error::other("no file for requests in flight"))?;
+            let file = reply.files.pop().ok_or_else(|| io::Error::other("no file for requests in flight"))?;
             self.inflight = Some((reply.payload, file));
         }
         if let Some((description, file)) = &self.inflight {
@@ -210,14 +188,11 @@ impl FrontEnd {
     pub fn start_queue_at(&mut self, index: usize, base: u32) -> io::Result<()> {
         let queue = &self.queues[index];
         let ring = index as u32;
-        self.wire
-            .tell_ring(wire::SET_VRING_NUM, ring, u32::from(self.options.size))?;
+        self.wire.tell_ring(wire::SET_VRING_NUM, ring, u32::from(self.options.size))?;
         self.wire.tell_ring(wire::SET_VRING_BASE, ring, base)?;
         self.set_addresses(index, 0)?;
-        self.wire
-            .tell(wire::SET_VRING_KICK, &longs(&[index as u64]), &[queue.kick.as_fd()])?;
-        self.wire
-            .tell(wire::SET_VRING_CALL, &longs(&[index as u64]), &[queue.call.as_fd()])?;
+        self.wire.tell(wire::SET_VRING_KICK, &longs(&[index as u64]), &[queue.kick.as_fd()])?;
+        self.wire.tell(wire::SET_VRING_CALL, &longs(&[index as u64]), &[queue.call.as_fd()])?;
         self.wire.tell_ring(wire::SET_VRING_ENABLE, ring, 1)
     }
 
@@ -237,9 +212,7 @@ impl FrontEnd {
     pub fn stop_queue(&self, index: usize) -> io::Result<u32> {
         let reply = self.wire.ask(wire::GET_VRING_BASE, &words(&[index as u32, 0]))?;
         let bytes = reply.payload.get(4..8).and_then(|bytes| bytes.try_into().ok());
-        bytes
-            .map(u32::from_ne_bytes)
-            .ok_or_else(|| io::Error::other("no ring base"))
+        bytes.map(u32::from_ne_bytes).ok_or_else(|| io::Error::other("no ring base"))
     }
 
     /// Reads bytes of the configuration space.

@@ -59,30 +59,15 @@ pub struct Request<'a> {
 
 impl<'a> Request<'a> {
     pub fn read(sector: u64, into: &'a [Buffer]) -> Self {
-        Self {
-            kind: T_IN,
-            sector,
-            out: &[],
-            into,
-        }
+        Self { kind: T_IN, sector, out: &[], into }
     }
 
     pub fn write(sector: u64, out: &'a [Buffer]) -> Self {
-        Self {
-            kind: T_OUT,
-            sector,
-            out,
-            into: &[],
-        }
+        Self { kind: T_OUT, sector, out, into: &[] }
     }
 
     pub fn flush() -> Self {
-        Self {
-            kind: T_FLUSH,
-            sector: 0,
-            out: &[],
-            into: &[],
-        }
+        Self { kind: T_FLUSH, sector: 0, out: &[], into: &[] }
     }
 }
 
@@ -111,11 +96,7 @@ impl Queue {
     /// Creates a queue whose rings and headers begin at guest address `area`.
     pub fn new(memory: &Arc<Memory>, area: u64, options: RingOptions, indirect: bool) -> io::Result<Self> {
         let areas = areas(options.size);
-        let places = Places {
-            descriptors: area,
-            driver: area + DRIVER_AT * areas,
-            device: area + DEVICE_AT * areas,
-        };
+        let places = Places { descriptors: area, driver: area + DRIVER_AT * areas, device: area + DEVICE_AT * areas };
         Ok(Self {
             memory: Arc::clone(memory),
             slots: area + SLOTS_AT * areas,
@@ -162,10 +143,7 @@ impl Queue {
         let mut readable = vec![Buffer { address: slot, len: 16 }];
         readable.extend(request.out);
         let mut writable = request.into.to_vec();
-        writable.push(Buffer {
-            address: slot + SLOT_STATUS,
-            len: 1,
-        });
+        writable.push(Buffer { address: slot + SLOT_STATUS, len: 1 });
         let got = self.ring.add(&readable, &writable, table);
         assert_eq!(got, id);
         id
@@ -180,12 +158,7 @@ impl Queue {
         segment.extend(flags.to_le_bytes());
         self.memory.write(at, &segment);
         let out = [Buffer { address: at, len: 16 }];
-        self.add(&Request {
-            kind,
-            sector: 0,
-            out: &out,
-            into: &[],
-        })
+        self.add(&Request { kind, sector: 0, out: &out, into: &[] })
     }
 
     /// Publishes the added requests, and kicks if the device wants it.
@@ -240,10 +213,7 @@ impl Queue {
     /// Waits for an interrupt and consumes it.
     pub fn wait_for_interrupt(&mut self, give_up: Instant) -> io::Result<()> {
         let left = give_up.saturating_duration_since(Instant::now());
-        let limit = Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: i64::from(left.subsec_nanos()),
-        };
+        let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         let mut events = [PollFd::new(&self.call, PollFlags::IN)];
         let count = match poll(&mut events, Some(&limit)) {
             Err(rustix::io::Errno::INTR) => return Ok(()),

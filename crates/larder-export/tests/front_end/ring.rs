@@ -64,11 +64,7 @@ impl DriverRing {
     pub fn new(memory: &Arc<Memory>, places: Places, options: RingOptions) -> Self {
         let size = usize::from(options.size);
         memory.write(places.descriptors, &vec![0; 16 * size]);
-        let (driver, device) = if options.packed {
-            (4, 4)
-        } else {
-            (6 + 2 * size, 6 + 8 * size)
-        };
+        let (driver, device) = if options.packed { (4, 4) } else { (6 + 2 * size, 6 + 8 * size) };
         memory.write(places.driver, &vec![0; driver]);
         memory.write(places.device, &vec![0; device]);
         Self {
@@ -107,9 +103,7 @@ impl DriverRing {
 
     /// Returns the ids in flight.
     pub fn in_flight(&self) -> Vec<u16> {
-        (0..self.options.size)
-            .filter(|id| !self.chains[usize::from(*id)].is_empty())
-            .collect()
+        (0..self.options.size).filter(|id| !self.chains[usize::from(*id)].is_empty()).collect()
     }
 
     /// Returns the base for SET_VRING_BASE as QEMU sends it at the start, or after a server was killed.
@@ -132,22 +126,12 @@ impl DriverRing {
             None => all,
             Some(table) => {
                 self.write_table(table, &all);
-                vec![(
-                    Buffer {
-                        address: table,
-                        len: 16 * all.len() as u32,
-                    },
-                    DESC_F_INDIRECT,
-                )]
+                vec![(Buffer { address: table, len: 16 * all.len() as u32 }, DESC_F_INDIRECT)]
             }
         };
         assert!(all.len() <= self.free_slots(), "the ring is full");
         self.free_slots -= all.len() as u16;
-        if self.options.packed {
-            self.add_packed(&all)
-        } else {
-            self.add_split(&all)
-        }
+        if self.options.packed { self.add_packed(&all) } else { self.add_split(&all) }
     }
 
     fn write_table(&self, table: u64, all: &[(Buffer, u16)]) {
@@ -157,11 +141,7 @@ impl DriverRing {
             let next = if last || self.options.packed { 0 } else { DESC_F_NEXT };
             let (link, flags) = (index as u16 + 1, flags | next);
             let at = table + 16 * index as u64;
-            self.write_descriptor(
-                at,
-                *buffer,
-                if self.options.packed { [0, flags] } else { [flags, link] },
-            );
+            self.write_descriptor(at, *buffer, if self.options.packed { [0, flags] } else { [flags, link] });
         }
     }
 
@@ -190,9 +170,7 @@ impl DriverRing {
     /// Puts a head into the available ring, valid or not.
     pub fn put_available(&mut self, id: u16) {
         let slot = u64::from(self.next_available % self.options.size);
-        self.memory
-            .word16(self.places.driver + 4 + 2 * slot)
-            .store(id, Ordering::Relaxed);
+        self.memory.word16(self.places.driver + 4 + 2 * slot).store(id, Ordering::Relaxed);
         self.next_available = self.next_available.wrapping_add(1);
     }
 
@@ -261,11 +239,7 @@ impl DriverRing {
 
     /// Takes the next used chain: its id, and the number of bytes that the device reports as written.
     pub fn take_used(&mut self) -> Option<(u16, u32)> {
-        let (id, written) = if self.options.packed {
-            self.packed_used()?
-        } else {
-            self.split_used()?
-        };
+        let (id, written) = if self.options.packed { self.packed_used()? } else { self.split_used()? };
         let chain = std::mem::take(&mut self.chains[usize::from(id)]);
         assert!(!chain.is_empty(), "chain {id} was given back, but is not in flight");
         self.free_slots += chain.len() as u16;

@@ -60,10 +60,7 @@ pub struct Wire {
 impl Wire {
     pub fn new(stream: UnixStream) -> io::Result<Self> {
         stream.set_read_timeout(Some(PATIENCE))?;
-        Ok(Self {
-            stream,
-            acknowledged: false,
-        })
+        Ok(Self { stream, acknowledged: false })
     }
 
     pub fn stream(&self) -> &UnixStream {
@@ -108,12 +105,7 @@ impl Wire {
         let [request, flags, size] = [0, 4, 8].map(|at| u32::from_ne_bytes([0, 1, 2, 3].map(|byte| head[at + byte])));
         let mut payload = vec![0; size as usize];
         self.fill(&mut payload, &mut files)?;
-        Ok(Message {
-            request,
-            flags,
-            payload,
-            files,
-        })
+        Ok(Message { request, flags, payload, files })
     }
 
     fn fill(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<()> {
@@ -161,10 +153,7 @@ impl Wire {
     fn reply_to(&self, request: u32) -> io::Result<Message> {
         let reply = self.receive()?;
         if reply.request != request || reply.flags & REPLY == 0 {
-            return Err(io::Error::other(format!(
-                "request {request} was answered by {}",
-                reply.request
-            )));
+            return Err(io::Error::other(format!("request {request} was answered by {}", reply.request)));
         }
         Ok(reply)
     }

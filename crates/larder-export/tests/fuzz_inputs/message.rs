@@ -17,9 +17,7 @@ pub fn run(data: &[u8]) {
         let mut payload = input.bytes(header.payload_bytes).to_vec();
         payload.resize(header.payload_bytes, 0);
         let mut descriptors = Vec::new();
-        let came: Vec<OwnedFd> = (0..files)
-            .map(|_| File::open("/dev/null").expect("/dev/null").into())
-            .collect();
+        let came: Vec<OwnedFd> = (0..files).map(|_| File::open("/dev/null").expect("/dev/null").into()).collect();
         if add_descriptors(&mut descriptors, came).is_ok() {
             let _ = parse_request(&header, &payload, descriptors);
         }

@@ -136,11 +136,7 @@ fn client_bytes(input: &mut Input<'_>) -> Vec<u8> {
         3 => negotiation(input.byte()),
         step => {
             let extended = step == 5;
-            let magic = if extended {
-                EXTENDED_REQUEST_MAGIC
-            } else {
-                REQUEST_MAGIC
-            };
+            let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
             let mut bytes = magic.to_be_bytes().to_vec();
             bytes.extend(input.word().to_be_bytes());
             bytes.extend(u16::from(input.byte() % 10).to_be_bytes());
@@ -148,11 +144,7 @@ fn client_bytes(input: &mut Input<'_>) -> Vec<u8> {
             let near = input.byte() & 3 != 0;
             let offset = input.long();
             bytes.extend(if near { offset % DISK_BYTES / 512 * 512 } else { offset }.to_be_bytes());
-            let len = if near {
-                u32::from(input.byte() % 16) * 512
-            } else {
-                input.long() as u32
-            };
+            let len = if near { u32::from(input.byte() % 16) * 512 } else { input.long() as u32 };
             if extended {
                 bytes.extend(u64::from(len).to_be_bytes());
             } else {
@@ -192,11 +184,7 @@ pub fn client(data: &[u8]) {
             std::future::poll_fn(|context| {
                 both.0 = both.0 || script.as_mut().poll(context).is_ready();
                 both.1 = both.1 || use_it.as_mut().poll(context).is_ready();
-                if both.0 && both.1 {
-                    std::task::Poll::Ready(())
-                } else {
-                    std::task::Poll::Pending
-                }
+                if both.0 && both.1 { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
             })
             .await;
         });
@@ -208,9 +196,7 @@ async fn ask(device: &dyn BlockDevice) {
     let mut bytes = [0; 4096];
     let _ = device.extents(ByteRange::new(0, 65536), 16).await;
     let _ = device.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await;
-    let _ = device
-        .write(ByteOffset::ZERO, WriteBuf::new(&bytes), WriteFlags::FUA)
-        .await;
+    let _ = device.write(ByteOffset::ZERO, WriteBuf::new(&bytes), WriteFlags::FUA).await;
     let _ = device.write_zeroes(ByteRange::new(0, 4096), ZeroFlags::default()).await;
     let _ = device.discard(ByteRange::new(0, 4096)).await;
     let _ = device.flush().await;

@@ -17,32 +17,15 @@ pub fn run(data: &[u8], packed: bool) {
     rustix::fs::ftruncate(&file, MEMORY_BYTES).expect("a size");
     let low = input.byte() & 1 == 0;
     let guest_address = if low { 0 } else { GUEST_BASE };
-    let info = RegionInfo {
-        guest_address,
-        len: MEMORY_BYTES,
-        user_address: 0,
-        file_offset: 0,
-    };
+    let info = RegionInfo { guest_address, len: MEMORY_BYTES, user_address: 0, file_offset: 0 };
     let memory = GuestMemory::default().with(info, &file).expect("maps");
     let size = match packed {
         true => 1 + u32::from(input.byte()),
         false => 1 << (input.byte() % 9),
     };
-    let layout = RingLayout {
-        packed,
-        event_index: input.byte() & 1 != 0,
-        size,
-    };
-    let addresses = RingAddresses {
-        descriptors: 0,
-        driver: 0x4000,
-        device: 0x6000,
-        log: false,
-    };
-    let position = RingPosition {
-        available: input.word(),
-        used: input.word(),
-    };
+    let layout = RingLayout { packed, event_index: input.byte() & 1 != 0, size };
+    let addresses = RingAddresses { descriptors: 0, driver: 0x4000, device: 0x6000, log: false };
+    let position = RingPosition { available: input.word(), used: input.word() };
     let base = memory.contiguous(guest_address, MEMORY_BYTES).expect("is there");
     let mut ring = Ring::new(&memory, layout, &addresses, position).expect("fits");
     for _ in 0..64 {
@@ -55,10 +38,7 @@ pub fn run(data: &[u8], packed: bool) {
             Ok(Some(head)) => {
                 for piece in chain.readable().iter().chain(chain.writable()) {
                     let offset = piece.base().addr() - base.addr();
-                    assert!(
-                        piece.is_empty() || (offset + piece.len()) as u64 <= MEMORY_BYTES,
-                        "outside of memory"
-                    );
+                    assert!(piece.is_empty() || (offset + piece.len()) as u64 <= MEMORY_BYTES, "outside of memory");
                 }
                 let changed = ring.push_used(head, u32::from(input.word()));
                 assert!((changed.base().addr() - base.addr() + changed.len()) as u64 <= MEMORY_BYTES);

@@ -161,11 +161,7 @@ impl Guest {
             self.send(wire::SET_INFLIGHT_FD, &description, &[self.other.as_fd()]);
         }
         self.send(wire::SET_VRING_NUM, &words(&[ring, size]), &[]);
-        self.send(
-            wire::SET_VRING_BASE,
-            &words(&[ring, u32::from(input.word()) * 0x1_0001]),
-            &[],
-        );
+        self.send(wire::SET_VRING_BASE, &words(&[ring, u32::from(input.word()) * 0x1_0001]), &[]);
         let at = USER_BASE + u64::from(ring) * 0x8000;
         let mut addresses = words(&[ring, u32::from(input.byte() & 1)]);
         addresses.extend(longs(&[at, at + 0x2000, at + 0x1000, 0]));

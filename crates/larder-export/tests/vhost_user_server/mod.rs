@@ -116,11 +116,7 @@ impl BlockDevice for ProbeDevice {
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        let counter = if flags.fua {
-            &self.probe.durable_writes
-        } else {
-            &self.probe.plain_writes
-        };
+        let counter = if flags.fua { &self.probe.durable_writes } else { &self.probe.plain_writes };
         counter.fetch_add(1, Ordering::SeqCst);
         Io::task(async move {
             self.probe.pass().await;
@@ -168,34 +164,23 @@ impl Server {
         let thread = std::thread::spawn(move || {
             let _log = tracing::subscriber::set_default(ErrorCounter(Arc::clone(&theirs)));
             let on = Loop::new(Duration::from_micros(20)).expect("io_uring");
-            let device = Rc::new(ProbeDevice {
-                inner: MemoryDevice::new(ByteLen::new(DISK_BYTES), 512),
-                probe: theirs,
-            });
-            let options = VhostUserOptions {
-                serial: Serial::of("a serial"),
-                ..VhostUserOptions::default()
-            };
+            let device =
+                Rc::new(ProbeDevice { inner: MemoryDevice::new(ByteLen::new(DISK_BYTES), 512), probe: theirs });
+            let options = VhostUserOptions { serial: Serial::of("a serial"), ..VhostUserOptions::default() };
             let server = VhostUserServer::new(&on, device, &options, &Activity::new(&on)).expect("sound options");
             while let Ok(stream) = incoming.recv() {
                 let socket = Socket::from_descriptor(&on, stream.into()).expect("a socket");
                 on.block_on(server.serve(socket));
             }
         });
-        Self {
-            probe,
-            connections: Some(connections),
-            thread: Some(thread),
-        }
+        Self { probe, connections: Some(connections), thread: Some(thread) }
     }
 
     /// Returns a connection, which is served once the earlier ones have ended.
     pub fn connect(&self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().expect("a socket pair");
         let connections = self.connections.as_ref().expect("runs");
-        connections
-            .send(theirs)
-            .expect("the server's thread died: see its panic");
+        connections.send(theirs).expect("the server's thread died: see its panic");
         ours
     }
 }

@@ -61,15 +61,7 @@ struct Sim {
 impl Sim {
     fn new(total: u64, reserve: u64, vms: Vec<Vm>) -> Self {
         let policy = BalancePolicy { reserve, stall: 0.01 };
-        Self {
-            balancer: Balancer::new(policy),
-            policy,
-            total,
-            used_by_others: 0,
-            vms,
-            changes: Vec::new(),
-            polls: 0,
-        }
+        Self { balancer: Balancer::new(policy), policy, total, used_by_others: 0, vms, changes: Vec::new(), polls: 0 }
     }
 
     fn available(&self) -> u64 {
@@ -98,57 +90,35 @@ impl Sim {
         let granted: u64 = changes.iter().map(|change| change.to.saturating_sub(change.from)).sum();
         let claimable: u64 = observations.iter().map(|vm| vm.budget.saturating_sub(vm.used)).sum();
         if granted > 0 {
-            assert!(
-                granted + claimable + self.policy.reserve <= available,
-                "{changes:?} of {available}"
-            );
+            assert!(granted + claimable + self.policy.reserve <= available, "{changes:?} of {available}");
         }
-        let goes_below_low = changes
-            .iter()
-            .any(|change| change.to < change.from && change.to < self.vms[vm_index(change)].bounds.low);
+        let goes_below_low =
+            changes.iter().any(|change| change.to < change.from && change.to < self.vms[vm_index(change)].bounds.low);
         for change in &changes {
             let vm = &self.vms[vm_index(change)];
             assert!(vm.is_responding, "who does not answer is left alone: {change:?}");
             assert_eq!(change.from, vm.budget);
             let BudgetBounds { min, max, .. } = vm.bounds;
-            assert!(
-                change.to >= min.min(change.from) && change.to <= max.max(change.from),
-                "{change:?} {vm:?}"
-            );
+            assert!(change.to >= min.min(change.from) && change.to <= max.max(change.from), "{change:?} {vm:?}");
             if change.to < change.from {
-                assert!(
-                    change.stall <= self.policy.stall,
-                    "who is short is squeezed: {change:?}"
-                );
+                assert!(change.stall <= self.policy.stall, "who is short is squeezed: {change:?}");
                 let idle = vm.budget.saturating_sub(vm.used);
                 let bound = vm.size / 16;
-                assert!(
-                    change.from - change.to <= bound.max(idle),
-                    "too much at a time: {change:?}"
-                );
+                assert!(change.from - change.to <= bound.max(idle), "too much at a time: {change:?}");
                 if change.reason == ChangeReason::Calm {
-                    assert!(
-                        change.from - change.to <= vm.size / 100,
-                        "too much at a time: {change:?}"
-                    );
+                    assert!(change.from - change.to <= vm.size / 100, "too much at a time: {change:?}");
                 }
             }
         }
         if goes_below_low {
             assert!(available < self.policy.reserve, "{changes:?}");
             let after = |at: usize| {
-                changes
-                    .iter()
-                    .find(|change| vm_index(change) == at)
-                    .map_or(self.vms[at].budget, |change| change.to)
+                changes.iter().find(|change| vm_index(change) == at).map_or(self.vms[at].budget, |change| change.to)
             };
             for (at, vm) in self.vms.iter().enumerate() {
                 let may_be_squeezed =
                     vm.is_responding && observations[at].stall.is_some_and(|stall| stall <= self.policy.stall);
-                assert!(
-                    !may_be_squeezed || after(at) <= vm.bounds.low,
-                    "{at} is above its low: {changes:?}"
-                );
+                assert!(!may_be_squeezed || after(at) <= vm.bounds.low, "{at} is above its low: {changes:?}");
             }
         }
         for change in changes {
@@ -175,10 +145,7 @@ impl Sim {
 
     /// Returns how often a VM's budget has turned from growing to shrinking or back since a poll.
     fn turns(&self, vm: usize, since: usize) -> usize {
-        let of = self
-            .changes
-            .iter()
-            .filter(|(poll, change)| *poll >= since && vm_index(change) == vm);
+        let of = self.changes.iter().filter(|(poll, change)| *poll >= since && vm_index(change) == vm);
         let ups: Vec<bool> = of.map(|(_, change)| change.to > change.from).collect();
         ups.windows(2).filter(|pair| pair[0] != pair[1]).count()
     }
@@ -210,10 +177,7 @@ fn budgets_converge_to_working_sets() {
 /// On a full host, budgets follow working sets that swap sizes.
 #[test]
 fn budgets_follow_swapped_working_sets() {
-    let vms = vec![
-        Vm::with_wide_bounds(4 * GIB, 3 * GIB, 3 * GIB),
-        Vm::with_wide_bounds(4 * GIB, GIB, GIB),
-    ];
+    let vms = vec![Vm::with_wide_bounds(4 * GIB, 3 * GIB, 3 * GIB), Vm::with_wide_bounds(4 * GIB, GIB, GIB)];
     let mut sim = Sim::new(5 * GIB, GIB / 2, vms);
     sim.run(300);
     assert!(sim.vms[0].budget > 2 * sim.vms[1].budget);
@@ -234,18 +198,12 @@ fn reserve_is_restored_from_other_vms() {
     sim.run(1);
     // A VM that is short keeps its budget.
     assert!(
-        sim.changes
-            .iter()
-            .all(|(_, change)| change.reason == ChangeReason::Reserve && change.name != "1"),
+        sim.changes.iter().all(|(_, change)| change.reason == ChangeReason::Reserve && change.name != "1"),
         "{:?}",
         sim.changes
     );
     sim.run(60);
-    assert!(
-        sim.available() >= GIB || sim.vms[0].budget == 512 * MIB,
-        "{:?}",
-        sim.vms
-    );
+    assert!(sim.available() >= GIB || sim.vms[0].budget == 512 * MIB, "{:?}", sim.vms);
     assert!(sim.vms[0].budget >= GIB && sim.vms[2].budget >= GIB, "{:?}", sim.vms);
     sim.used_by_others = 5 * GIB;
     sim.run(60);
@@ -258,10 +216,7 @@ fn reserve_is_restored_from_other_vms() {
 #[test]
 fn memory_beyond_high_is_reclaimable() {
     let bounds = [GIB / 4, GIB / 2, 2 * GIB, 4 * GIB];
-    let vms = vec![
-        Vm::new(4 * GIB, bounds, GIB, 4 * GIB),
-        Vm::new(4 * GIB, bounds, GIB, GIB / 2),
-    ];
+    let vms = vec![Vm::new(4 * GIB, bounds, GIB, 4 * GIB), Vm::new(4 * GIB, bounds, GIB, GIB / 2)];
     let mut sim = Sim::new(6 * GIB, GIB, vms);
     sim.run(200);
     assert!(sim.vms[0].budget > 3 * GIB, "memory is plenty: {:?}", sim.vms);
@@ -275,37 +230,20 @@ fn memory_beyond_high_is_reclaimable() {
 /// No budget changes if it is fixed, at the first poll of its VM, or while the VM gives no answer.
 #[test]
 fn unadjustable_vms_keep_budgets() {
-    let mut balancer = Balancer::new(BalancePolicy {
-        reserve: 0,
-        stall: 0.01,
-    });
+    let mut balancer = Balancer::new(BalancePolicy { reserve: 0, stall: 0.01 });
     let vm = |name: &str| VmObservation {
         name: name.to_owned(),
         is_responding: true,
-        bounds: Some(BudgetBounds {
-            min: MIB,
-            low: MIB,
-            high: GIB,
-            max: GIB,
-        }),
+        bounds: Some(BudgetBounds { min: MIB, low: MIB, high: GIB, max: GIB }),
         size: GIB,
         budget: GIB / 2,
         used: GIB / 2,
         stall: Some(0.5),
         is_stuck: false,
     };
-    let fixed = VmObservation {
-        bounds: None,
-        ..vm("fixed")
-    };
-    let silent = VmObservation {
-        is_responding: false,
-        ..vm("silent")
-    };
-    let new = VmObservation {
-        stall: None,
-        ..vm("new")
-    };
+    let fixed = VmObservation { bounds: None, ..vm("fixed") };
+    let silent = VmObservation { is_responding: false, ..vm("silent") };
+    let new = VmObservation { stall: None, ..vm("new") };
     for _ in 0..20 {
         let all = [fixed.clone(), silent.clone(), new.clone()];
         assert_eq!(balancer.decide(64 * GIB, &all), []);
@@ -317,25 +255,14 @@ fn unadjustable_vms_keep_budgets() {
 /// Unused budget is taken for another VM at once, but is not granted before it is free.
 #[test]
 fn idle_budget_is_not_granted_twice() {
-    let mut vms = vec![
-        Vm::with_wide_bounds(4 * GIB, 4 * GIB, GIB),
-        Vm::with_wide_bounds(4 * GIB, GIB, 3 * GIB),
-    ];
+    let mut vms = vec![Vm::with_wide_bounds(4 * GIB, 4 * GIB, GIB), Vm::with_wide_bounds(4 * GIB, GIB, 3 * GIB)];
     vms[0].used = GIB;
-    let mut balancer = Balancer::new(BalancePolicy {
-        reserve: 0,
-        stall: 0.01,
-    });
+    let mut balancer = Balancer::new(BalancePolicy { reserve: 0, stall: 0.01 });
     let sim = Sim::new(5 * GIB, 0, vms);
     // All free memory is promised to the first VM.
     let changes = balancer.decide(3 * GIB, &sim.observations());
     assert!(changes.iter().all(|change| change.to < change.from), "{changes:?}");
-    assert!(
-        changes
-            .iter()
-            .any(|change| change.name == "0" && change.reason == ChangeReason::ForOthers),
-        "{changes:?}"
-    );
+    assert!(changes.iter().any(|change| change.name == "0" && change.reason == ChangeReason::ForOthers), "{changes:?}");
 }
 
 /// Memory that was taken although it was needed is given back, and is tried less and less often.
@@ -346,17 +273,9 @@ fn harmful_takes_are_returned_and_rarer() {
     sim.run(200);
     let early = sim.changes.iter().filter(|(poll, _)| *poll < 200).count();
     sim.run(2000);
-    let late = sim
-        .changes
-        .iter()
-        .filter(|(poll, _)| (2000..2200).contains(poll))
-        .count();
+    let late = sim.changes.iter().filter(|(poll, _)| (2000..2200).contains(poll)).count();
     assert!(late < early.max(8), "{early} moves at first, {late} later");
-    let backs = sim
-        .changes
-        .iter()
-        .filter(|(_, change)| change.reason == ChangeReason::Return)
-        .count();
+    let backs = sim.changes.iter().filter(|(_, change)| change.reason == ChangeReason::Return).count();
     assert!(backs > 0);
 }
 

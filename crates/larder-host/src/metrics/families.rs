@@ -55,13 +55,7 @@ pub(super) const fn family(
     help: &'static str,
     scope: FamilyScope,
 ) -> Family {
-    Family {
-        name,
-        kind,
-        unit,
-        help,
-        scope,
-    }
+    Family { name, kind, unit, help, scope }
 }
 
 /// Families about VMs and disks, in the order in which they are written.
@@ -79,9 +73,7 @@ pub(super) const FAMILIES: &[Family] = &[
         None,
         "Control sockets of VMs that exist, existed or may exist, by state",
         FamilyScope::Host(|host, put| {
-            host.sockets
-                .iter()
-                .for_each(|(state, count)| put.labelled_value(&[("state", state)], count))
+            host.sockets.iter().for_each(|(state, count)| put.labelled_value(&[("state", state)], count))
         }),
     ),
     family(
@@ -108,13 +100,7 @@ pub(super) const FAMILIES: &[Family] = &[
         "Whether the VM's server, or the server of its memory, runs but does not answer in time, or one of the disks does not",
         FamilyScope::Vm(|vm, put| put.bool_value(vm.health == Health::Stuck)),
     ),
-    family(
-        "larder_vm",
-        MetricKind::Info,
-        None,
-        "Properties of the VM",
-        FamilyScope::Vm(vm_info),
-    ),
+    family("larder_vm", MetricKind::Info, None, "Properties of the VM", FamilyScope::Vm(vm_info)),
     family(
         "larder_vm_start_time_seconds",
         MetricKind::Gauge,
@@ -133,13 +119,7 @@ pub(super) const FAMILIES: &[Family] = &[
         "Disks that the VM's server serves",
         FamilyScope::Vm(|vm, put| vm.sample.iter().for_each(|sample| put.value(sample.disks.len()))),
     ),
-    family(
-        "larder_disk",
-        MetricKind::Info,
-        None,
-        "Properties of the disk",
-        FamilyScope::Disk(disk_info),
-    ),
+    family("larder_disk", MetricKind::Info, None, "Properties of the disk", FamilyScope::Disk(disk_info)),
     family(
         "larder_disk_size_bytes",
         MetricKind::Gauge,
@@ -300,10 +280,7 @@ pub(super) const FAMILIES: &[Family] = &[
         None,
         "Limits of the disk, under QEMU's names: requests or bytes per second, lengths of bursts in seconds",
         FamilyScope::Disk(|disk, put| {
-            disk.limits
-                .0
-                .iter()
-                .for_each(|(name, value)| put.labelled_value(&[("limit", name)], value))
+            disk.limits.0.iter().for_each(|(name, value)| put.labelled_value(&[("limit", name)], value))
         }),
     ),
     family(
@@ -398,23 +375,13 @@ pub(super) const FAMILIES: &[Family] = &[
         "Detected readers, by direction",
         FamilyScope::Disk(prefetch_streams),
     ),
-    family(
-        "larder_cache",
-        MetricKind::Info,
-        None,
-        "Properties of the disk's cache",
-        FamilyScope::Disk(cache_info),
-    ),
+    family("larder_cache", MetricKind::Info, None, "Properties of the disk's cache", FamilyScope::Disk(cache_info)),
     family(
         "larder_cache_working",
         MetricKind::Gauge,
         None,
         "Whether the cache works (1), or its device has failed (0)",
-        FamilyScope::Disk(|disk, put| {
-            disk.cache
-                .iter()
-                .for_each(|it| put.bool_value(it.state == CacheHealth::Works))
-        }),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.bool_value(it.state == CacheHealth::Works))),
     ),
     family(
         "larder_cache_size_bytes",
@@ -484,11 +451,7 @@ pub(super) const FAMILIES: &[Family] = &[
         MetricKind::Gauge,
         None,
         "Whether the last requested operation on the cache failed",
-        FamilyScope::Disk(|disk, put| {
-            disk.cache
-                .iter()
-                .for_each(|it| put.bool_value(it.flush.error.is_some()))
-        }),
+        FamilyScope::Disk(|disk, put| disk.cache.iter().for_each(|it| put.bool_value(it.flush.error.is_some()))),
     ),
     family(
         "larder_cache_reads",
@@ -587,10 +550,7 @@ pub(super) const FAMILIES: &[Family] = &[
         Some("bytes"),
         "Limit of bytes written to the cache's device per day",
         FamilyScope::Disk(|disk, put| {
-            disk.cache
-                .iter()
-                .filter_map(|it| it.endurance)
-                .for_each(|limit| put.value(limit))
+            disk.cache.iter().filter_map(|it| it.endurance).for_each(|limit| put.value(limit))
         }),
     ),
     family(

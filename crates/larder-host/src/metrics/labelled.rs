@@ -51,11 +51,8 @@ pub(super) fn prefetch_reads(disk: &DiskState, put: &mut SampleWriter<'_>) {
 
 pub(super) fn prefetch_streams(disk: &DiskState, put: &mut SampleWriter<'_>) {
     if let Some(state) = disk.prefetch.as_ref().map(|prefetch| &prefetch.streams) {
-        for (direction, count) in [
-            ("forward", state.forward),
-            ("backward", state.backward),
-            ("strided", state.strided),
-        ] {
+        for (direction, count) in [("forward", state.forward), ("backward", state.backward), ("strided", state.strided)]
+        {
             put.labelled_value(&[("direction", direction)], count);
         }
     }

@@ -98,12 +98,7 @@ pub(super) const FAMILIES: &[Family] = &[
         Some("ratio"),
         "Size of the compressed pages before compression, divided by the memory that they use",
         FamilyScope::Memory(|metrics, put| {
-            metrics
-                .memory
-                .state
-                .compression_ratio()
-                .iter()
-                .for_each(|ratio| put.value(ratio))
+            metrics.memory.state.compression_ratio().iter().for_each(|ratio| put.value(ratio))
         }),
     ),
     family(
@@ -265,12 +260,7 @@ fn bounds(metrics: &MemoryMetrics<'_>, put: &mut SampleWriter<'_>) {
     let Some(bounds) = state.range.map(|range| range.bounds(state.size)) else {
         return;
     };
-    for (name, bytes) in [
-        ("min", bounds.min),
-        ("low", bounds.low),
-        ("high", bounds.high),
-        ("max", bounds.max),
-    ] {
+    for (name, bytes) in [("min", bounds.min), ("low", bounds.low), ("high", bounds.high), ("max", bounds.max)] {
         put.labelled_value(&[("bound", name)], bytes);
     }
 }

@@ -50,13 +50,8 @@ pub(super) fn collect(fleet: &Fleet) -> Vec<MigrationMetrics> {
         .collect();
     // A migration of the same name and direction in another directory is the same VM's; only the newer one is kept.
     all.sort_by(|a, b| {
-        let key = |metrics: &MigrationMetrics| {
-            (
-                metrics.domain.clone(),
-                metrics.state.direction,
-                metrics.state.started_ms,
-            )
-        };
+        let key =
+            |metrics: &MigrationMetrics| (metrics.domain.clone(), metrics.state.direction, metrics.state.started_ms);
         key(b).cmp(&key(a))
     });
     all.dedup_by(|one, other| one.domain == other.domain && one.state.direction == other.state.direction);
@@ -171,11 +166,7 @@ pub(super) const FAMILIES: &[Family] = &[
         Some("seconds"),
         "Downtime of the guest",
         FamilyScope::Migration(|metrics, put| {
-            metrics
-                .state
-                .downtime_ms
-                .iter()
-                .for_each(|ms| put.value(*ms as f64 / 1e3))
+            metrics.state.downtime_ms.iter().for_each(|ms| put.value(*ms as f64 / 1e3))
         }),
     ),
     family(
@@ -251,9 +242,7 @@ pub(super) const FAMILIES: &[Family] = &[
         Some("seconds"),
         "CPU time of the sender (encoding, other) or of the receiver (decoding, other)",
         FamilyScope::Migration(|metrics, put| {
-            let sent = metrics
-                .sent()
-                .map(|it| ("encoding", it.cpu_seconds, it.encode_cpu_seconds));
+            let sent = metrics.sent().map(|it| ("encoding", it.cpu_seconds, it.encode_cpu_seconds));
             let received = metrics.state.delivered.as_ref();
             let received = received.map(|it| ("decoding", it.cpu_seconds, it.decode_cpu_seconds));
             if let Some((work, all, seconds)) = sent.or(received) {
@@ -273,10 +262,7 @@ pub(super) const FAMILIES: &[Family] = &[
 
 fn info(metrics: &MigrationMetrics, put: &mut SampleWriter<'_>) {
     let peer = truncate_name(metrics.state.peer.clone().unwrap_or_default());
-    put.labelled_value(
-        &[("peer", &peer), ("qemu", &truncate_name(metrics.state.qemu.clone()))],
-        1,
-    );
+    put.labelled_value(&[("peer", &peer), ("qemu", &truncate_name(metrics.state.qemu.clone()))], 1);
 }
 
 fn write_course_value(

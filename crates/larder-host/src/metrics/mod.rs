@@ -103,11 +103,7 @@ fn collect(fleet: &Fleet) -> (Vec<VmMetrics>, HostMetrics) {
         budget_changes: balance.changes_of(&vm.name),
         domain: vm.name,
     });
-    let host = HostMetrics {
-        sockets: sockets.into(),
-        unwatched: fleet.unwatched(),
-        memory: balance.host,
-    };
+    let host = HostMetrics { sockets: sockets.into(), unwatched: fleet.unwatched(), memory: balance.host };
     (all.collect(), host)
 }
 
@@ -129,10 +125,8 @@ pub(crate) fn unique_names(names: impl Iterator<Item = String>) -> Vec<String> {
 pub(crate) fn render(fleet: &Fleet, format: ExpositionFormat) -> String {
     let (vms, host) = collect(fleet);
     let mut writer = ExpositionWriter::new(format);
-    let vm_rows: Vec<(Labels, &VmMetrics)> = vms
-        .iter()
-        .map(|vm| (Labels::new(&[("domain", &vm.domain)]), vm))
-        .collect();
+    let vm_rows: Vec<(Labels, &VmMetrics)> =
+        vms.iter().map(|vm| (Labels::new(&[("domain", &vm.domain)]), vm)).collect();
     let mut disk_rows: Vec<(Labels, &NamedDisk)> = Vec::new();
     for vm in &vms {
         for disk in vm.sample.iter().flat_map(|sample| &sample.disks) {
@@ -147,15 +141,13 @@ pub(crate) fn render(fleet: &Fleet, format: ExpositionFormat) -> String {
         let mut put = writer.family(family);
         match family.scope {
             FamilyScope::Host(emit) => emit(&host, &mut put),
-            FamilyScope::Vm(emit) => vm_rows
-                .iter()
-                .for_each(|(labels, vm)| emit(vm, put.with_labels(labels))),
-            FamilyScope::Disk(emit) => disk_rows
-                .iter()
-                .for_each(|(labels, disk)| emit(&disk.state, put.with_labels(labels))),
-            FamilyScope::Migration(emit) => migration_rows
-                .iter()
-                .for_each(|(labels, metrics)| emit(metrics, put.with_labels(labels))),
+            FamilyScope::Vm(emit) => vm_rows.iter().for_each(|(labels, vm)| emit(vm, put.with_labels(labels))),
+            FamilyScope::Disk(emit) => {
+                disk_rows.iter().for_each(|(labels, disk)| emit(&disk.state, put.with_labels(labels)))
+            }
+            FamilyScope::Migration(emit) => {
+                migration_rows.iter().for_each(|(labels, metrics)| emit(metrics, put.with_labels(labels)))
+            }
             FamilyScope::Memory(emit) => vm_rows.iter().for_each(|(labels, vm)| {
                 if let Some(memory) = vm.memory() {
                     let budget_changes = &vm.budget_changes;

@@ -47,10 +47,7 @@ pub(super) struct ExpositionWriter {
 
 impl ExpositionWriter {
     pub(super) fn new(format: ExpositionFormat) -> Self {
-        Self {
-            text: String::new(),
-            format,
-        }
+        Self { text: String::new(), format }
     }
 
     /// Begins a metric family.
@@ -73,12 +70,7 @@ impl ExpositionWriter {
             MetricKind::Info => "_info",
             MetricKind::Gauge | MetricKind::Histogram => "",
         };
-        SampleWriter {
-            text: &mut self.text,
-            name: family.name,
-            suffix,
-            labels: "",
-        }
+        SampleWriter { text: &mut self.text, name: family.name, suffix, labels: "" }
     }
 
     pub(super) fn end(mut self) -> String {
@@ -146,11 +138,7 @@ impl<'a> SampleWriter<'a> {
     }
 
     fn line(&mut self, suffix: &str, extra_labels: &str, value: impl Display) {
-        let comma = if self.labels.is_empty() || extra_labels.is_empty() {
-            ""
-        } else {
-            ","
-        };
+        let comma = if self.labels.is_empty() || extra_labels.is_empty() { "" } else { "," };
         let (name, labels) = (self.name, self.labels);
         let _ = match labels.is_empty() && extra_labels.is_empty() {
             true => writeln!(self.text, "{name}{suffix} {value}"),
@@ -168,10 +156,7 @@ mod tests {
 
     #[test]
     fn hostile_names_stay_within_their_quotes() {
-        assert_eq!(
-            Labels::new(&[("a", "x\"} 1\n\\"), ("b", "")]).0,
-            r#"a="x\"} 1\n\\",b="""#
-        );
+        assert_eq!(Labels::new(&[("a", "x\"} 1\n\\"), ("b", "")]).0, r#"a="x\"} 1\n\\",b="""#);
     }
 
     /// Each observation is counted in exactly one bucket.
@@ -190,10 +175,7 @@ mod tests {
                 bucket(None, 8),
             ],
         };
-        let family = FAMILIES
-            .iter()
-            .find(|family| family.kind == MetricKind::Histogram)
-            .expect("one");
+        let family = FAMILIES.iter().find(|family| family.kind == MetricKind::Histogram).expect("one");
         let mut writer = ExpositionWriter::new(ExpositionFormat::OpenMetrics);
         writer.family(family).histogram(&times);
         let text = writer.end();
@@ -205,10 +187,7 @@ mod tests {
             "_count 21",
             "_sum 1.5",
         ] {
-            assert!(
-                text.contains(&format!("{}{line}\n", family.name)),
-                "no {line} in {text}"
-            );
+            assert!(text.contains(&format!("{}{line}\n", family.name)), "no {line} in {text}");
         }
     }
 }

@@ -17,10 +17,7 @@ impl Attached {
 
     fn ranges(&self) -> Vec<AddressRange> {
         let regions = self.pager.regions().iter().filter(|region| !region.is_unmapped());
-        let range = |region: &Region| AddressRange {
-            start: region.address,
-            len: region.bytes(),
-        };
+        let range = |region: &Region| AddressRange { start: region.address, len: region.bytes() };
         regions.map(range).collect()
     }
 

@@ -45,11 +45,7 @@ pub(super) fn marked_files_of(pid: Pid) -> Vec<(i32, (u64, u64))> {
         let metadata = std::fs::metadata(format!("/proc/{}/fd/{number}", pid.as_raw_pid())).ok()?;
         Some((number, (metadata.dev(), metadata.ino())))
     };
-    marker_descriptors(pid)
-        .unwrap_or_default()
-        .into_iter()
-        .filter_map(file_of)
-        .collect()
+    marker_descriptors(pid).unwrap_or_default().into_iter().filter_map(file_of).collect()
 }
 
 /// Returns each file of `memories` once, except those in `marked`.
@@ -131,23 +127,14 @@ pub(super) fn donate(
         match made {
             Ok((userfaultfd, taken)) => {
                 closed?;
-                let mut given = DonatedFds {
-                    pages,
-                    compressed,
-                    userfaultfd,
-                    ring_memory: None,
-                };
+                let mut given = DonatedFds { pages, compressed, userfaultfd, ring_memory: None };
                 if let Some(ring) = ring {
                     move_into_ring(thread, &mut given, taken.as_fd(), state, ring)?;
                 }
                 Ok(Ok((given, taken)))
             }
             Err(error) => {
-                for number in marker_descriptors(pid)
-                    .unwrap_or_default()
-                    .into_iter()
-                    .chain([compressed, pages])
-                {
+                for number in marker_descriptors(pid).unwrap_or_default().into_iter().chain([compressed, pages]) {
                     thread.close(number)?;
                 }
                 Err(error)
@@ -225,9 +212,8 @@ pub(super) fn warn_unlocked(pid: Pid, why: &dyn std::fmt::Display) {
 
 /// Closes descriptors in the process.
 pub(super) fn close_in_process(pid: Pid, numbers: &[i32]) -> Result<Duration, InjectError> {
-    let closed = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
-        numbers.iter().try_for_each(|number| thread.close(*number))
-    });
+    let closed =
+        with_stopped_thread(pid, INJECT_LIMIT, |thread| numbers.iter().try_for_each(|number| thread.close(*number)));
     closed.map(|((), paused_for)| paused_for)
 }
 

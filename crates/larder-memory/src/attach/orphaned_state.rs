@@ -43,12 +43,7 @@ pub(super) fn open_orphaned(target: &Target, descriptors: &OrphanedDescriptors) 
         // The earlier pager may have been killed between making a userfaultfd and recording its number.
         let ring = state.ring_number().and_then(|number| i32::try_from(number).ok());
         let ring = ring.filter(|number| link_of(*number).is_ok_and(|is| is.as_os_str() == RING_LINK));
-        let numbers = descriptors
-            .unrecorded_userfaultfds
-            .iter()
-            .copied()
-            .chain(ring)
-            .chain(numbers());
+        let numbers = descriptors.unrecorded_userfaultfds.iter().copied().chain(ring).chain(numbers());
         return Ok(OrphanedState::Unregistered(numbers.collect(), state));
     };
     let ring_memory = state.ring_memory_number().map(i32::try_from).transpose();
@@ -120,16 +115,9 @@ pub(super) fn open_orphaned_memory(
     what: &'static str,
 ) -> Result<SharedMemory, AttachError> {
     let pid = target.pid();
-    let file = File::from(fetch_fd(
-        target,
-        number,
-        "cannot fetch a descriptor that an earlier pager has left",
-    )?);
-    let failed = |source| AttachError::Failed {
-        pid,
-        what: "cannot open memory that an earlier pager has left",
-        source,
-    };
+    let file = File::from(fetch_fd(target, number, "cannot fetch a descriptor that an earlier pager has left")?);
+    let failed =
+        |source| AttachError::Failed { pid, what: "cannot open memory that an earlier pager has left", source };
     if file.metadata().map_err(failed)?.uid() != rustix::process::geteuid().as_raw() {
         return Err(AttachError::Foreign { pid, what });
     }
@@ -148,10 +136,6 @@ pub(super) fn lock(pid: Pid, state: &PagerState) -> Result<(), AttachError> {
     match state.memory().try_lock() {
         Ok(true) => Ok(()),
         Ok(false) => Err(AttachError::Managed { pid }),
-        Err(source) => Err(AttachError::Failed {
-            pid,
-            what: "cannot lock its state",
-            source,
-        }),
+        Err(source) => Err(AttachError::Failed { pid, what: "cannot lock its state", source }),
     }
 }

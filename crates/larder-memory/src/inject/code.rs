@@ -41,42 +41,30 @@ impl Code {
                 }
                 search_in(&part, at, &mut found);
                 if let [Some(call), Some(give_back)] = found {
-                    return Ok(Self {
-                        call,
-                        sigreturn: give_back,
-                    });
+                    return Ok(Self { call, sigreturn: give_back });
                 }
                 at += CHUNK_BYTES;
                 bytes_left = bytes_left.saturating_sub(CHUNK_BYTES);
             }
         }
         let missing = INSTRUCTIONS.iter().zip(found).find(|(_, found)| found.is_none());
-        Err(InjectError::NoInstruction {
-            pid,
-            what: missing.map_or("code", |((_, what), _)| what),
-        })
+        Err(InjectError::NoInstruction { pid, what: missing.map_or("code", |((_, what), _)| what) })
     }
 
     /// Returns true if the code is still there.
     pub(super) fn is_present_in(&self, tid: Pid) -> bool {
-        [self.call, self.sigreturn]
-            .iter()
-            .zip(INSTRUCTIONS)
-            .all(|(at, (variants, _))| {
-                variants.iter().any(|code| {
-                    let mut current = vec![0; code.len()];
-                    memory::read(tid, *at, &mut current).is_ok() && current == *code
-                })
+        [self.call, self.sigreturn].iter().zip(INSTRUCTIONS).all(|(at, (variants, _))| {
+            variants.iter().any(|code| {
+                let mut current = vec![0; code.len()];
+                memory::read(tid, *at, &mut current).is_ok() && current == *code
             })
+        })
     }
 }
 
 fn search_in(part: &[u8], at: u64, found: &mut [Option<u64>]) {
     for (found, (variants, _)) in found.iter_mut().zip(INSTRUCTIONS) {
-        let offset = variants
-            .iter()
-            .filter_map(|code| part.windows(code.len()).position(|there| there == *code))
-            .min();
+        let offset = variants.iter().filter_map(|code| part.windows(code.len()).position(|there| there == *code)).min();
         *found = found.or(offset.map(|offset| at + offset as u64));
     }
 }

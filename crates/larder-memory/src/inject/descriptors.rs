@@ -41,16 +41,10 @@ impl StoppedThread {
             return Ok(Vec::new());
         }
         if count > DESCRIPTORS_MAX {
-            return Err(InjectError::TooManyDescriptors {
-                count,
-                max: DESCRIPTORS_MAX,
-            });
+            return Err(InjectError::TooManyDescriptors { count, max: DESCRIPTORS_MAX });
         }
         let kind = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as u64;
-        self.system_call(
-            libc::SYS_socketpair,
-            [libc::AF_UNIX as u64, kind, 0, self.scratch(), 0, 0],
-        )?;
+        self.system_call(libc::SYS_socketpair, [libc::AF_UNIX as u64, kind, 0, self.scratch(), 0, 0])?;
         // After a kill before they are closed, these two stay open, without harm.
         let mut pair = [0; 8];
         self.read_scratch(0, &mut pair)?;
@@ -67,12 +61,7 @@ impl StoppedThread {
             self.close(*number)?;
         }
         let (pid, tid, received) = (self.pid(), self.tid(), received.len());
-        Err(InjectError::DescriptorsNotReceived {
-            pid,
-            tid,
-            sent: count,
-            received,
-        })
+        Err(InjectError::DescriptorsNotReceived { pid, tid, sent: count, received })
     }
 
     /// Takes a descriptor of the process, by its number for the stopped thread: the same open file description, in
@@ -101,8 +90,7 @@ impl StoppedThread {
     /// # Errors
     /// Errors of close(2), after most of which the descriptor is closed.
     pub fn close(&mut self, number: RawFd) -> Result<(), InjectError> {
-        self.system_call(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0])
-            .map(drop)
+        self.system_call(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0]).map(drop)
     }
 
     /// Sends descriptors through one end of a socket pair in the process, and makes the process receive them from the
@@ -119,18 +107,8 @@ impl StoppedThread {
         let is_pushed = control.push(SendAncillaryMessage::ScmRights(descriptors));
         debug_assert!(is_pushed, "no more than DESCRIPTORS_MAX");
         let (pid, tid) = (self.pid(), self.tid());
-        let sent = sendmsg(
-            sending.as_fd(),
-            &[IoSlice::new(&[0])],
-            &mut control,
-            SendFlags::NOSIGNAL,
-        );
-        sent.map_err(|errno| InjectError::Request {
-            pid,
-            tid,
-            tried: "send descriptors to it",
-            errno,
-        })?;
+        let sent = sendmsg(sending.as_fd(), &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL);
+        sent.map_err(|errno| InjectError::Request { pid, tid, tried: "send descriptors to it", errno })?;
         self.receive(receiving)
     }
 
@@ -148,9 +126,7 @@ impl StoppedThread {
 
         let mut length = [0; 8];
         self.read_scratch(HEADER_AT + CONTROL_LENGTH_AT, &mut length)?;
-        let length = usize::try_from(u64::from_ne_bytes(length))
-            .unwrap_or(0)
-            .min(CONTROL_BYTES_MAX);
+        let length = usize::try_from(u64::from_ne_bytes(length)).unwrap_or(0).min(CONTROL_BYTES_MAX);
         let mut control = vec![0; length];
         self.read_scratch(CONTROL_AT, &mut control)?;
         Ok(rights_in(&control))
@@ -167,14 +143,9 @@ fn rights_in(control: &[u8]) -> Vec<RawFd> {
     if header[8..] != kind {
         return Vec::new();
     }
-    let bytes = usize::try_from(length)
-        .unwrap_or(0)
-        .saturating_sub(CONTROL_HEADER_BYTES)
-        .min(data.len());
+    let bytes = usize::try_from(length).unwrap_or(0).saturating_sub(CONTROL_HEADER_BYTES).min(data.len());
     let numbers = data[..bytes].chunks_exact(4);
-    numbers
-        .map(|bytes| RawFd::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
-        .collect()
+    numbers.map(|bytes| RawFd::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])).collect()
 }
 
 fn bytes_of(words: &[u64]) -> Vec<u8> {

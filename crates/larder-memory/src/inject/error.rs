@@ -11,10 +11,7 @@ use rustix::process::Pid;
 #[derive(Debug, thiserror::Error)]
 pub enum InjectError {
     /// The processor architecture is not supported.
-    #[error(
-        "system calls in another process are supported only on x86_64, and this is {}",
-        std::env::consts::ARCH
-    )]
+    #[error("system calls in another process are supported only on x86_64, and this is {}", std::env::consts::ARCH)]
     UnsupportedArchitecture,
     /// The process has ended, or is exiting.
     #[error("process {pid} has ended", pid = .pid.as_raw_pid())]

@@ -50,10 +50,7 @@ pub(super) fn mappings(pid: Pid, tid: Pid) -> Result<Vec<Mapping>, InjectError> 
     let path = format!("/proc/{}/task/{}/maps", pid.as_raw_pid(), tid.as_raw_pid());
     match fs::read(&path) {
         // A path may contain any bytes.
-        Ok(maps) => Ok(String::from_utf8_lossy(&maps)
-            .lines()
-            .filter_map(Mapping::parse)
-            .collect()),
+        Ok(maps) => Ok(String::from_utf8_lossy(&maps).lines().filter_map(Mapping::parse).collect()),
         Err(error) => match error.raw_os_error() {
             Some(libc::ENOENT | libc::ESRCH) => Ok(Vec::new()),
             Some(libc::EACCES | libc::EPERM) => Err(InjectError::PermissionDenied {
@@ -70,14 +67,8 @@ pub(super) fn mappings(pid: Pid, tid: Pid) -> Result<Vec<Mapping>, InjectError> 
 /// Fills `to` from the memory at `at` of a thread's process.
 pub(super) fn read(tid: Pid, at: u64, to: &mut [u8]) -> Result<(), InjectError> {
     let bytes = to.len();
-    let local = libc::iovec {
-        iov_base: to.as_mut_ptr().cast(),
-        iov_len: bytes,
-    };
-    let remote = libc::iovec {
-        iov_base: at as *mut libc::c_void,
-        iov_len: bytes,
-    };
+    let local = libc::iovec { iov_base: to.as_mut_ptr().cast(), iov_len: bytes };
+    let remote = libc::iovec { iov_base: at as *mut libc::c_void, iov_len: bytes };
     // SAFETY: `local` is `to`, exclusively borrowed for the call; the remote address is only ever used in the other
     // process, by the kernel, which checks it.
     let done = unsafe { libc::process_vm_readv(tid.as_raw_pid(), &local, 1, &remote, 1, 0) };
@@ -87,14 +78,8 @@ pub(super) fn read(tid: Pid, at: u64, to: &mut [u8]) -> Result<(), InjectError> 
 /// Writes `from` to the memory at `at` of a thread's process.
 pub(super) fn write(tid: Pid, at: u64, from: &[u8]) -> Result<(), InjectError> {
     let bytes = from.len();
-    let local = libc::iovec {
-        iov_base: from.as_ptr().cast_mut().cast(),
-        iov_len: bytes,
-    };
-    let remote = libc::iovec {
-        iov_base: at as *mut libc::c_void,
-        iov_len: bytes,
-    };
+    let local = libc::iovec { iov_base: from.as_ptr().cast_mut().cast(), iov_len: bytes };
+    let remote = libc::iovec { iov_base: at as *mut libc::c_void, iov_len: bytes };
     // SAFETY: the kernel only reads from `local`, which is `from`, borrowed for the call; the remote address is only
     // ever used in the other process, by the kernel, which checks it.
     let done = unsafe { libc::process_vm_writev(tid.as_raw_pid(), &local, 1, &remote, 1, 0) };
@@ -108,11 +93,5 @@ fn check(pid: Pid, done: &'static str, at: u64, bytes: usize, copied: isize) -> 
         Ok(_) => Errno::FAULT,
         Err(_) => Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO),
     };
-    Err(InjectError::Memory {
-        pid,
-        done,
-        at,
-        bytes,
-        errno,
-    })
+    Err(InjectError::Memory { pid, done, at, bytes, errno })
 }

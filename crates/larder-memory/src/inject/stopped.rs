@@ -93,12 +93,7 @@ impl StoppedThread {
             Err(Errno::SRCH) => return Ok(Err(Refusal::temporary(InjectError::Exited { pid }))),
             Err(Errno::PERM | Errno::ACCESS) => return Ok(Err(candidate.trace_refusal())),
             Err(errno) => {
-                return Err(InjectError::Request {
-                    pid,
-                    tid,
-                    tried: "PTRACE_SEIZE",
-                    errno,
-                });
+                return Err(InjectError::Request { pid, tid, tried: "PTRACE_SEIZE", errno });
             }
         };
         let since = Instant::now();
@@ -107,11 +102,7 @@ impl StoppedThread {
             Stop::Event => {}
             Stop::Ended => return Ok(Err(Refusal::temporary(InjectError::Exited { pid }))),
             _ => {
-                return Ok(Err(Refusal::temporary(InjectError::NotStopped {
-                    pid,
-                    threads: 1,
-                    limit,
-                })));
+                return Ok(Err(Refusal::temporary(InjectError::NotStopped { pid, threads: 1, limit })));
             }
         }
 
@@ -134,14 +125,7 @@ impl StoppedThread {
         let vectors = VectorRegisters::read(&tracee)?;
         let stack = original.stack_pointer();
         let top = stack.saturating_sub(RED_ZONE_BYTES);
-        let no_stack = |bytes| {
-            Ok(Err(Refusal::temporary(InjectError::NoStack {
-                pid,
-                tid,
-                at: stack,
-                bytes,
-            })))
-        };
+        let no_stack = |bytes| Ok(Err(Refusal::temporary(InjectError::NoStack { pid, tid, at: stack, bytes })));
         let Some(frame) = Frame::new(&original, &vectors, mask, top, code.sigreturn) else {
             return no_stack(0);
         };
@@ -161,11 +145,7 @@ impl StoppedThread {
         if written.is_err() {
             return no_stack(stack - scratch_at);
         }
-        let net = RestoreArea {
-            scratch_at,
-            frame_at: frame.at,
-            saved: before,
-        };
+        let net = RestoreArea { scratch_at, frame_at: frame.at, saved: before };
         Ok(Ok(Self {
             tracee,
             code,
@@ -205,18 +185,11 @@ impl StoppedThread {
         match self.position {
             ThreadPosition::Original | ThreadPosition::AtFrame => {}
             ThreadPosition::InCall | ThreadPosition::StoppedInCall => {
-                return Err(InjectError::CallTimedOut {
-                    pid,
-                    tid,
-                    call,
-                    limit: self.limit,
-                });
+                return Err(InjectError::CallTimedOut { pid, tid, call, limit: self.limit });
             }
             ThreadPosition::Detached => return Err(InjectError::Exited { pid }),
         }
-        let registers = self
-            .original
-            .for_call(number, arguments, self.code.call, self.restore_area.frame_at);
+        let registers = self.original.for_call(number, arguments, self.code.call, self.restore_area.frame_at);
         if self.position == ThreadPosition::Original {
             self.enter_restore_frame()?;
         }
@@ -229,12 +202,9 @@ impl StoppedThread {
             Ok(value) => Ok(value),
             // Error numbers are -4095 to -1; other values are addresses.
             Err(_) if returned < -4095 => Ok(returned as u64),
-            Err(_) => Err(InjectError::SystemCall {
-                pid,
-                tid,
-                call,
-                errno: Errno::from_raw_os_error(-returned as i32),
-            }),
+            Err(_) => {
+                Err(InjectError::SystemCall { pid, tid, call, errno: Errno::from_raw_os_error(-returned as i32) })
+            }
         }
     }
 
@@ -256,12 +226,7 @@ impl StoppedThread {
     fn run(&mut self, call: CallName) -> Result<i64, InjectError> {
         let (pid, tid) = (self.pid(), self.tid());
         let until = Instant::now() + self.limit;
-        let hangs = InjectError::CallTimedOut {
-            pid,
-            tid,
-            call,
-            limit: self.limit,
-        };
+        let hangs = InjectError::CallTimedOut { pid, tid, call, limit: self.limit };
         let mut signal = 0;
         loop {
             self.tracee.resume(Resume::ToSyscallStop, signal)?;
@@ -282,12 +247,7 @@ impl StoppedThread {
                 // The code is missing, or has a breakpoint. These are not sent signals, which are all blocked.
                 Stop::Signal(raised @ (libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGTRAP | libc::SIGSYS)) => {
                     self.position = ThreadPosition::AtFrame;
-                    return Err(InjectError::Fault {
-                        pid,
-                        tid,
-                        call,
-                        signal: raised,
-                    });
+                    return Err(InjectError::Fault { pid, tid, call, signal: raised });
                 }
                 // SIGSTOP, which cannot be blocked.
                 Stop::Signal(sent) => signal = sent,
@@ -318,11 +278,7 @@ impl StoppedThread {
     /// # Panics
     /// If the range is not within [`SCRATCH_BYTES`].
     pub fn write_scratch(&mut self, at: usize, bytes: &[u8]) -> Result<(), InjectError> {
-        assert!(
-            at + bytes.len() <= SCRATCH_BYTES,
-            "{} bytes at {at} are past the scratch memory",
-            bytes.len()
-        );
+        assert!(at + bytes.len() <= SCRATCH_BYTES, "{} bytes at {at} are past the scratch memory", bytes.len());
         memory::write(self.tid(), self.restore_area.scratch_at + at as u64, bytes)
     }
 
@@ -334,11 +290,7 @@ impl StoppedThread {
     /// # Panics
     /// If the range is not within [`SCRATCH_BYTES`].
     pub fn read_scratch(&self, at: usize, to: &mut [u8]) -> Result<(), InjectError> {
-        assert!(
-            at + to.len() <= SCRATCH_BYTES,
-            "{} bytes at {at} are past the scratch memory",
-            to.len()
-        );
+        assert!(at + to.len() <= SCRATCH_BYTES, "{} bytes at {at} are past the scratch memory", to.len());
         memory::read(self.tid(), self.restore_area.scratch_at + at as u64, to)
     }
 
@@ -356,11 +308,8 @@ impl StoppedThread {
             ThreadPosition::AtFrame | ThreadPosition::InCall | ThreadPosition::StoppedInCall => {
                 self.run_to_event_stop(position)?;
                 self.restart_block_lost |= Registers::read(&self.tracee)?.needs_restart_block();
-                let original = if self.restart_block_lost {
-                    self.original.without_restart_block()
-                } else {
-                    self.original
-                };
+                let original =
+                    if self.restart_block_lost { self.original.without_restart_block() } else { self.original };
                 // The mask comes first: after a kill in between, the restore frame still applies. Signals that arrive
                 // then are handled on top of the frame.
                 self.tracee.set_signal_mask(self.mask)?;
@@ -386,12 +335,7 @@ impl StoppedThread {
             Stop::Event => Ok(()),
             Stop::Ended => Err(InjectError::Exited { pid }),
             // The thread restores itself when this tracing thread ends.
-            _ => Err(InjectError::Request {
-                pid,
-                tid,
-                tried: "stop it again",
-                errno: Errno::TIMEDOUT,
-            }),
+            _ => Err(InjectError::Request { pid, tid, tried: "stop it again", errno: Errno::TIMEDOUT }),
         }
     }
 }

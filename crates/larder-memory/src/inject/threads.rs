@@ -31,17 +31,11 @@ pub(super) struct Refusal {
 
 impl Refusal {
     pub(super) fn temporary(error: InjectError) -> Self {
-        Self {
-            error,
-            is_temporary: true,
-        }
+        Self { error, is_temporary: true }
     }
 
     pub(super) fn permanent(error: InjectError) -> Self {
-        Self {
-            error,
-            is_temporary: false,
-        }
+        Self { error, is_temporary: false }
     }
 }
 
@@ -98,13 +92,7 @@ impl Candidate {
             (b'D', _) => 10 + is_main,
             _ => 5,
         };
-        Some(Self {
-            pid,
-            tid,
-            rank,
-            is_in_fault,
-            status,
-        })
+        Some(Self { pid, tid, rank, is_in_fault, status })
     }
 
     /// Returns the reason not to use this thread, if there is one.
@@ -126,8 +114,7 @@ impl Candidate {
             }
         }
         let (threads, limit) = (1, Duration::ZERO);
-        self.is_in_fault
-            .then(|| Refusal::temporary(InjectError::NotStopped { pid, threads, limit }))
+        self.is_in_fault.then(|| Refusal::temporary(InjectError::NotStopped { pid, threads, limit }))
     }
 
     /// Returns the reason not to make calls in a thread with a filter.
@@ -151,17 +138,10 @@ impl Candidate {
     pub(super) fn trace_refusal(&self) -> Refusal {
         let (pid, tid) = (self.pid, self.tid);
         match Status::read(&task_directory(pid, tid)) {
-            Some(Status {
-                tracer: tracer @ 1.., ..
-            }) => traced(pid, tid, tracer),
+            Some(Status { tracer: tracer @ 1.., .. }) => traced(pid, tid, tracer),
             Some(_) => {
                 let (tried, takes) = ("trace it", rights_needed());
-                Refusal::permanent(InjectError::PermissionDenied {
-                    pid,
-                    tid,
-                    tried,
-                    required: takes,
-                })
+                Refusal::permanent(InjectError::PermissionDenied { pid, tid, tried, required: takes })
             }
             None => Refusal::temporary(InjectError::Exited { pid }),
         }
@@ -197,9 +177,8 @@ pub(super) fn combined_error(pid: Pid, limit: Duration, refusals: Vec<Refusal>) 
         return InjectError::NotStopped { pid, threads, limit };
     }
     // Each thread has its own reason; that of the best candidate is as good as any. An ended thread says the least.
-    let (ended, others): (Vec<_>, Vec<_>) = refusals
-        .into_iter()
-        .partition(|refusal| matches!(refusal.error, InjectError::Exited { .. }));
+    let (ended, others): (Vec<_>, Vec<_>) =
+        refusals.into_iter().partition(|refusal| matches!(refusal.error, InjectError::Exited { .. }));
     let first = others.into_iter().chain(ended).next();
     first.map_or(InjectError::Exited { pid }, |refusal| refusal.error)
 }
@@ -207,10 +186,7 @@ pub(super) fn combined_error(pid: Pid, limit: Duration, refusals: Vec<Refusal>) 
 /// Returns the rights that the kernel requires of a tracer (ptrace(2), "Ptrace access mode checking").
 pub(super) fn rights_needed() -> String {
     let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
-    let scope = scope
-        .ok()
-        .and_then(|scope| scope.trim().parse::<u8>().ok())
-        .unwrap_or(0);
+    let scope = scope.ok().and_then(|scope| scope.trim().parse::<u8>().ok()).unwrap_or(0);
     match scope {
         0 => "CAP_SYS_PTRACE, or the same user and a dumpable process".into(),
         1 | 2 => format!("CAP_SYS_PTRACE, because /proc/sys/kernel/yama/ptrace_scope is {scope}"),
@@ -227,17 +203,8 @@ fn traced(pid: Pid, tid: Pid, tracer: i32) -> Refusal {
     let tgid = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
     let by_pid = tgid.and_then(|tgid| tgid.trim().parse().ok()).unwrap_or(tracer);
     let name = fs::read_to_string(format!("/proc/{by_pid}/comm")).unwrap_or_default();
-    let by = if name.is_empty() {
-        "an unknown process".into()
-    } else {
-        name.trim_end().to_owned()
-    };
-    let error = InjectError::Traced {
-        pid,
-        tid,
-        tracer_name: by,
-        tracer_pid: by_pid,
-    };
+    let by = if name.is_empty() { "an unknown process".into() } else { name.trim_end().to_owned() };
+    let error = InjectError::Traced { pid, tid, tracer_name: by, tracer_pid: by_pid };
     // Temporary if the tracer is this process: another injection, or an attempt whose thread has not quite ended. A
     // tracer that has disappeared is about to be detached.
     let is_temporary = by_pid == getpid().as_raw_pid() || status.is_empty();
@@ -248,10 +215,7 @@ fn traced(pid: Pid, tid: Pid, tracer: i32) -> Refusal {
 fn program_name(pid: Pid, tid: Pid) -> String {
     let task_directory = task_directory(pid, tid);
     let file_name = fs::read_link(format!("{task_directory}/exe")).ok();
-    let of_file = file_name
-        .as_deref()
-        .and_then(Path::file_name)
-        .map(|name| name.to_string_lossy().into_owned());
+    let of_file = file_name.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     of_file.unwrap_or_else(|| {
         let name = fs::read_to_string(format!("/proc/{}/comm", pid.as_raw_pid())).unwrap_or_default();
         name.trim_end().to_owned()

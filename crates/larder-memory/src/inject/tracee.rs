@@ -86,11 +86,7 @@ impl Tracee {
     /// Starts to trace a thread, which keeps running. When the tracing thread or this process ends, the kernel
     /// detaches it.
     pub(super) fn seize(pid: Pid, tid: Pid) -> Result<Self, Errno> {
-        let tracee = Self {
-            pid,
-            tid,
-            _on_this_thread: std::marker::PhantomData,
-        };
+        let tracee = Self { pid, tid, _on_this_thread: std::marker::PhantomData };
         let options = libc::PTRACE_O_TRACESYSGOOD as *mut c_void;
         // SAFETY: PTRACE_SEIZE takes no pointers, but options in the place of one.
         unsafe { tracee.ptrace(libc::PTRACE_SEIZE as _, ptr::null_mut(), options) }?;
@@ -177,10 +173,7 @@ impl Tracee {
         };
         if done == 0 {
             // Any other code means a stop, or no change.
-            return Ok(matches!(
-                told.si_code,
-                libc::CLD_EXITED | libc::CLD_KILLED | libc::CLD_DUMPED
-            ));
+            return Ok(matches!(told.si_code, libc::CLD_EXITED | libc::CLD_KILLED | libc::CLD_DUMPED));
         }
         match last_errno() {
             Errno::INTR => Ok(false),
@@ -228,10 +221,7 @@ impl Tracee {
 
     /// Reads a register set of the stopped thread, as much of it as exists, and returns the number of bytes.
     pub(super) fn register_set(&self, kind: usize, to: &mut [u8]) -> Result<usize, InjectError> {
-        let mut part = libc::iovec {
-            iov_base: to.as_mut_ptr().cast(),
-            iov_len: to.len(),
-        };
+        let mut part = libc::iovec { iov_base: to.as_mut_ptr().cast(), iov_len: to.len() };
         // SAFETY: the kernel writes to the buffer that `part` describes, which is `to`, and writes the length to
         // `part`.
         let done = unsafe {
@@ -244,10 +234,7 @@ impl Tracee {
 
     /// Writes a register set of the stopped thread.
     pub(super) fn set_register_set(&self, kind: usize, from: &[u8]) -> Result<(), InjectError> {
-        let mut part = libc::iovec {
-            iov_base: from.as_ptr().cast_mut().cast(),
-            iov_len: from.len(),
-        };
+        let mut part = libc::iovec { iov_base: from.as_ptr().cast_mut().cast(), iov_len: from.len() };
         // SAFETY: the kernel reads from the buffer that `part` describes, which is `from`, and writes the length to
         // `part`.
         let done = unsafe {
@@ -278,10 +265,7 @@ impl Tracee {
         let mut setup = RseqConfiguration::default();
         // SAFETY: the kernel writes up to the size given to `setup`, which is of plain numbers.
         let done = unsafe {
-            let (size, to) = (
-                size_of::<RseqConfiguration>() as *mut c_void,
-                ptr::from_mut(&mut setup).cast(),
-            );
+            let (size, to) = (size_of::<RseqConfiguration>() as *mut c_void, ptr::from_mut(&mut setup).cast());
             self.ptrace(PTRACE_GET_RSEQ_CONFIGURATION, size, to)
         };
         // Unknown before Linux 5.13, and absent without rseq. libc itself has no such sequences.
@@ -300,10 +284,8 @@ impl Tracee {
             let bytes = sequence[at..at + 8].try_into();
             bytes.map_or(0, u64::from_ne_bytes)
         };
-        let (start, bytes) = (
-            number(offset_of!(RseqCriticalSection, start)),
-            number(offset_of!(RseqCriticalSection, bytes)),
-        );
+        let (start, bytes) =
+            (number(offset_of!(RseqCriticalSection, start)), number(offset_of!(RseqCriticalSection, bytes)));
         Ok(instruction.wrapping_sub(start) < bytes)
     }
 
@@ -325,12 +307,7 @@ impl Tracee {
         match errno {
             // A stopped thread exists until it is killed.
             Errno::SRCH => InjectError::Exited { pid: self.pid },
-            errno => InjectError::Request {
-                pid: self.pid,
-                tid: self.tid,
-                tried,
-                errno,
-            },
+            errno => InjectError::Request { pid: self.pid, tid: self.tid, tried, errno },
         }
     }
 }

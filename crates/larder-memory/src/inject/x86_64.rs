@@ -20,10 +20,7 @@ pub(super) const INSTRUCTIONS: [(&[&[u8]], &str); 2] = [
     (&[&[0x0f, 0x05, 0xc3]], "a system call that returns"),
     // mov $15, %rax or %eax; syscall. Every program with glibc or musl has one of them, to return from signals.
     (
-        &[
-            &[0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05],
-            &[0xb8, 15, 0, 0, 0, 0x0f, 0x05],
-        ],
+        &[&[0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05], &[0xb8, 15, 0, 0, 0, 0x0f, 0x05]],
         "a return from a signal (rt_sigreturn)",
     ),
 ];
@@ -64,9 +61,7 @@ impl Registers {
         tracee.register_set(NT_PRSTATUS, &mut bytes)?;
         // SAFETY: the struct consists of plain numbers, for which any bytes are valid, and is as long as `bytes`. The
         // kernel writes fewer bytes for a 32-bit thread, which `is_64_bit` detects: zeros are no code segment.
-        Ok(Self(unsafe {
-            std::mem::transmute::<[u8; REGISTERS_BYTES], libc::user_regs_struct>(bytes)
-        }))
+        Ok(Self(unsafe { std::mem::transmute::<[u8; REGISTERS_BYTES], libc::user_regs_struct>(bytes) }))
     }
 
     pub(super) fn write(&self, tracee: &Tracee) -> Result<(), InjectError> {
@@ -106,14 +101,7 @@ impl Registers {
         registers.rax = number as u64;
         // The kernel must not restart any call.
         registers.orig_rax = u64::MAX;
-        [
-            registers.rdi,
-            registers.rsi,
-            registers.rdx,
-            registers.r10,
-            registers.r8,
-            registers.r9,
-        ] = arguments;
+        [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = arguments;
         Self(registers)
     }
 
@@ -193,9 +181,7 @@ impl VectorRegisters {
     pub(super) fn read(tracee: &Tracee) -> Result<Self, InjectError> {
         match read_register_set(tracee, NT_X86_XSTATE, VECTOR_REGISTERS_BYTES_MAX) {
             // The processor has no XSAVE.
-            Err(InjectError::Request {
-                errno: Errno::NODEV, ..
-            }) => Self::read_fxsave(tracee),
+            Err(InjectError::Request { errno: Errno::NODEV, .. }) => Self::read_fxsave(tracee),
             read => Ok(Self::Xsave(read?)),
         }
     }
@@ -263,10 +249,7 @@ fn xsave_to_frame(bytes: &[u8]) -> Vec<u8> {
 }
 
 fn number_at(bytes: &[u8], at: usize) -> u64 {
-    bytes
-        .get(at..at + 8)
-        .and_then(|bytes| bytes.try_into().ok())
-        .map_or(0, u64::from_ne_bytes)
+    bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_ne_bytes)
 }
 
 /// Returns the length of the registers of these features in the standard format (CPUID leaf 0xd, Intel SDM 1, 13.2).
@@ -340,12 +323,7 @@ impl Frame {
             restored.eflags,
         ];
         let others = [segments, 0, 0, 0, 0, vectors_at, 0, 0, 0, 0, 0, 0, 0, 0];
-        let words = head
-            .iter()
-            .chain(&alternate_stack)
-            .chain(&general)
-            .chain(&others)
-            .chain([&mask]);
+        let words = head.iter().chain(&alternate_stack).chain(&general).chain(&others).chain([&mask]);
 
         let mut bytes: Vec<u8> = words.flat_map(|word| word.to_ne_bytes()).collect();
         debug_assert_eq!(bytes.len(), 8 + CONTEXT_BYTES);

@@ -40,10 +40,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         // Threads that waited for the earlier pager, or whose message was just handled, retry.
         for region in &self.regions {
-            self.guest.wake(PageRun {
-                first: region.first,
-                count: region.pages,
-            });
+            self.guest.wake(PageRun { first: region.first, count: region.pages });
         }
     }
 
@@ -66,14 +63,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return;
         }
         let is_valid = match word.decode() {
-            Some(CopyLocation::InTier {
-                tier: Tier::Ram,
-                object: stored,
-                ..
-            }) => self.ram.adopt(stored),
-            Some(CopyLocation::InTier {
-                tier, object: stored, ..
-            }) => self.adopt_on_disk(tier, stored),
+            Some(CopyLocation::InTier { tier: Tier::Ram, object: stored, .. }) => self.ram.adopt(stored),
+            Some(CopyLocation::InTier { tier, object: stored, .. }) => self.adopt_on_disk(tier, stored),
             Some(CopyLocation::Uniform { .. } | CopyLocation::Lost) => true,
             Some(CopyLocation::NotStored) | None => false,
         };

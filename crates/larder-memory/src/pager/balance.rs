@@ -64,9 +64,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn excess_pages(&self) -> usize {
         let target = self.options.limit_bytes.saturating_sub(self.reserve_bytes());
         let excess = self.used_bytes().saturating_sub(target).div_ceil(PAGE_BYTES);
-        (excess as usize)
-            .max(self.pages_to_make_room())
-            .saturating_sub(self.batches.evicting() + self.punching)
+        (excess as usize).max(self.pages_to_make_room()).saturating_sub(self.batches.evicting() + self.punching)
     }
 
     /// Returns the number of pages to evict because an allocation has failed although the limit allows it. Evicting
@@ -99,13 +97,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.no_memory_until = None;
             tracing::debug!("allocations for pages are tried again");
         }
-        while let Some((
-            page,
-            PageWaiter {
-                since,
-                wants_write: write,
-            },
-        )) = self.stalled.front().copied()
+        while let Some((page, PageWaiter { since, wants_write: write })) = self.stalled.front().copied()
             && !self.must_stall()
         {
             self.stalled.pop_front();

@@ -34,10 +34,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             if has_copy && !word.is_clean() && matches!(phase, Phase::Resident | Phase::Evicting(_)) {
                 return Err(format!("{page:?} is {phase:?}, but its entry is {:#x}", word.0));
             }
-            if let Some(CopyLocation::InTier {
-                tier, object: stored, ..
-            }) = word.decode()
-            {
+            if let Some(CopyLocation::InTier { tier, object: stored, .. }) = word.decode() {
                 let log = match tier {
                     Tier::Ram => Some(0),
                     Tier::Ssd | Tier::Slow => self.disks.index_of(tier).map(|disk| disk + 1),
@@ -50,10 +47,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         check_equal("pages in memory", &self.resident, &resident)?;
         check_equal("pages being read", &self.reading, &reading)?;
         if punching > self.punching {
-            return Err(format!(
-                "{punching} pages are being removed, but {} are counted",
-                self.punching
-            ));
+            return Err(format!("{punching} pages are being removed, but {} are counted", self.punching));
         }
         let all = std::iter::once(&self.ram).chain(self.disks.all.iter().map(|disk| &disk.log));
         all.zip(&logs).try_for_each(|(log, live)| log.check(live))

@@ -191,10 +191,7 @@ const SPARE_MAX: usize = 8;
 
 impl Disks {
     pub(super) fn new(stores: Vec<(Tier, Box<dyn SegmentStore>)>) -> Self {
-        Self {
-            all: stores.into_iter().map(|(tier, store)| Disk::new(tier, store)).collect(),
-            ..Self::default()
-        }
+        Self { all: stores.into_iter().map(|(tier, store)| Disk::new(tier, store)).collect(), ..Self::default() }
     }
 
     pub(super) fn index_of(&self, tier: Tier) -> Option<usize> {
@@ -239,9 +236,7 @@ impl Disks {
         self.last_read_id += 1;
         let ticket = ReadId(self.last_read_id);
         let bytes = self.buffer(reading.len);
-        self.all[reading.disk]
-            .store
-            .read(reading.start, reading.len, bytes, ticket);
+        self.all[reading.disk].store.read(reading.start, reading.len, bytes, ticket);
         self.reads.insert(ticket, reading);
     }
 
@@ -276,11 +271,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                         self.disks.recycle(bytes);
                         self.on_disk_written(index, segment, failed);
                     }
-                    StoreCompletion::Read {
-                        read_id: ticket,
-                        bytes,
-                        failed,
-                    } => {
+                    StoreCompletion::Read { read_id: ticket, bytes, failed } => {
                         self.disks.all[index].update_reachability(failed.as_ref());
                         if let Some(reading) = self.disks.reads.remove(&ticket) {
                             match failed {
@@ -314,10 +305,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Returns true if a demotion or a cleaning in progress will free space.
     pub(super) fn is_demoting(&self) -> bool {
         let reads = self.disks.reads.values();
-        self.disks
-            .all
-            .iter()
-            .any(|disk| disk.worker_contents.is_some() || !disk.writes.is_empty())
+        self.disks.all.iter().any(|disk| disk.worker_contents.is_some() || !disk.writes.is_empty())
             || reads
                 .chain(self.disks.retries.iter().map(|(_, reading)| reading))
                 .any(|reading| matches!(reading.target, ReadTarget::Segment(..)))
@@ -353,8 +341,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if disk.queue.is_empty() && ram_is_over && has_room {
             let from = crate::segment_log::SEGMENT_HEADER_BYTES;
             let oldest = self.ram.reserve_oldest();
-            disk.queue
-                .extend(oldest.map(|segment| (DemotionSource::Ram(segment), from)));
+            disk.queue.extend(oldest.map(|segment| (DemotionSource::Ram(segment), from)));
         }
         // The reserved free segments are only for moving objects within this disk.
         let is_allowed = |origin: &DemotionSource| {
@@ -380,11 +367,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                     return false;
                 };
                 let (tier, bytes) = (disk.tier, self.disks.buffer(SEGMENT_BYTES));
-                let lease = SegmentLease {
-                    segment,
-                    from: 0,
-                    generation: number,
-                };
+                let lease = SegmentLease { segment, from: 0, generation: number };
                 (DiskLease { tier, lease, bytes }, SegmentContents::default())
             }
         };
@@ -415,9 +398,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Some(at) => disk.queue.push_front((origin, at)),
             None => match origin {
                 DemotionSource::Ram(segment) => filling.sources.push(SourceSegment::Ram(segment)),
-                DemotionSource::Disk {
-                    tier, segment, bytes, ..
-                } => {
+                DemotionSource::Disk { tier, segment, bytes, .. } => {
                     filling.sources.push(SourceSegment::Disk(tier, segment));
                     self.disks.recycle(bytes);
                     // The next segment to be cleaned may fill the rest of the buffer.
@@ -507,9 +488,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         for (origin, _) in std::mem::take(&mut self.disks.all[index].queue) {
             match origin {
                 DemotionSource::Ram(segment) => origins.push(SourceSegment::Ram(segment)),
-                DemotionSource::Disk {
-                    tier, segment, bytes, ..
-                } => {
+                DemotionSource::Disk { tier, segment, bytes, .. } => {
                     origins.push(SourceSegment::Disk(tier, segment));
                     self.disks.recycle(bytes);
                     if let Some(of) = self.disks.index_of(tier) {
@@ -529,17 +508,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return false;
         }
         // With a next disk, only a segment that is at least half dead is moved within this disk.
-        let limit = if has_next {
-            SEGMENT_BYTES as u32 / 2
-        } else {
-            CLEANABLE_LIVE_BYTES_MAX
-        };
+        let limit = if has_next { SEGMENT_BYTES as u32 / 2 } else { CLEANABLE_LIVE_BYTES_MAX };
         let is_stuck = disk.log.available() == 0 && disk.filling.is_none();
-        let emptiest = if is_stuck {
-            None
-        } else {
-            disk.log.reserve_emptiest(limit)
-        };
+        let emptiest = if is_stuck { None } else { disk.log.reserve_emptiest(limit) };
         let (segment, to) = match emptiest {
             Some(segment) => (segment, index),
             None if has_next => match disk.log.reserve_oldest() {

@@ -85,11 +85,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let Some(slot) = self.batches.free.pop() else { return 0 };
         let mut pages: Vec<PageIndex> = std::iter::from_fn(|| self.queues.pop_victim()).take(count).collect();
         // A thread whose page was unprotected gets the time to write before the page is evicted again.
-        self.recently_unprotected
-            .retain(|(_, since)| now.saturating_duration_since(*since) < UNPROTECTED_TIME_MIN);
-        let unprotected: Vec<PageIndex> = pages
-            .extract_if(.., |page| self.is_recently_unprotected(*page))
-            .collect();
+        self.recently_unprotected.retain(|(_, since)| now.saturating_duration_since(*since) < UNPROTECTED_TIME_MIN);
+        let unprotected: Vec<PageIndex> = pages.extract_if(.., |page| self.is_recently_unprotected(*page)).collect();
         for page in unprotected {
             self.queues.push(ResidentQueue::Working, page);
         }
@@ -150,8 +147,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             let word = self.state.word(*page);
             let checksum = self.state.eviction_record(*page).checksum;
             let evicted_at = number as u32;
-            self.state
-                .set_eviction_record(*page, EvictionRecord { checksum, evicted_at });
+            self.state.set_eviction_record(*page, EvictionRecord { checksum, evicted_at });
             self.set_word(*page, word.with_clean(false));
             self.phases.set(*page, Phase::Punching);
             number += 1;
@@ -165,10 +161,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     fn punch(&mut self, slot: u8, pages: Vec<PageIndex>) {
         self.punching += pages.len();
-        self.submit(Job::Punch {
-            batch: BatchIndex(slot),
-            pages,
-        });
+        self.submit(Job::Punch { batch: BatchIndex(slot), pages });
     }
 
     /// Returns the time at which the quarantine of the next batch ends. `None` if there is no batch, or while the
@@ -181,10 +174,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Returns true if the next pages can be stored, because no device writes to them any more.
     fn is_due(&self, now: Instant) -> bool {
         self.next_due().is_some_and(|due| due <= now)
-            && self
-                .batches
-                .next()
-                .is_some_and(|batch| self.guest.is_io_fence_passed(batch.io_fence))
+            && self.batches.next().is_some_and(|batch| self.guest.is_io_fence_passed(batch.io_fence))
     }
 
     /// Returns true if evicted pages wait for the end of device I/O, which the pager cannot stop. The time at which
@@ -233,12 +223,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 return true;
             };
             self.batches.slots[usize::from(slot)].is_being_stored = true;
-            self.submit(Job::Store {
-                batch: BatchIndex(slot),
-                pages,
-                lease,
-                allow_raw: !self.disks.all.is_empty(),
-            });
+            self.submit(Job::Store { batch: BatchIndex(slot), pages, lease, allow_raw: !self.disks.all.is_empty() });
             return true;
         }
         false
@@ -277,11 +262,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     fn new_segment(&mut self) -> Option<SegmentLease> {
         let (segment, filling) = self.ram.allocate()?;
-        Some(SegmentLease {
-            segment,
-            from: 0,
-            generation: filling,
-        })
+        Some(SegmentLease { segment, from: 0, generation: filling })
     }
 
     /// Returns the maximum number of segments of compressed RAM. With a disk there are always a few, since pages pass
@@ -340,32 +321,15 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn on_job_done(&mut self, done: WorkerResult) {
         self.jobs -= 1;
         match done {
-            WorkerResult::Stored {
-                batch,
-                pages,
-                outcomes,
-                lease,
-                failed,
-            } => self.on_stored(batch, pages, outcomes, lease, failed),
+            WorkerResult::Stored { batch, pages, outcomes, lease, failed } => {
+                self.on_stored(batch, pages, outcomes, lease, failed)
+            }
             WorkerResult::Punched { pages, failed, .. } => self.on_punched(pages, failed),
-            WorkerResult::Moved {
-                segment,
-                copied,
-                skipped: left_out,
-                lease,
-                complete,
-            } => {
+            WorkerResult::Moved { segment, copied, skipped: left_out, lease, complete } => {
                 self.drop_clean(left_out);
                 self.on_moved(segment, copied, lease, complete);
             }
-            WorkerResult::Demoted {
-                origin,
-                next_at,
-                copied,
-                skipped: left_out,
-                into,
-                is_full,
-            } => {
+            WorkerResult::Demoted { origin, next_at, copied, skipped: left_out, into, is_full } => {
                 self.drop_clean(left_out);
                 self.on_demoted(origin, next_at, copied, into, is_full);
             }
@@ -403,16 +367,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 StoreOutcome::Stored(stored, checksum) => {
                     self.ram.add_live(stored);
                     self.stats.evicted_bytes += u64::from(stored.len);
-                    let location = CopyLocation::InTier {
-                        tier: Tier::Ram,
-                        object: stored,
-                        clean: false,
-                    };
+                    let location = CopyLocation::InTier { tier: Tier::Ram, object: stored, clean: false };
                     let evicted_at = number as u32;
-                    (
-                        EntryWord::encode(location),
-                        EvictionRecord { checksum, evicted_at }.to_word(),
-                    )
+                    (EntryWord::encode(location), EvictionRecord { checksum, evicted_at }.to_word())
                 }
             };
             self.state.insert(page, word, second);
@@ -449,9 +406,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
             None if self.is_detaching => self.cancel_eviction(slot, rest.into_iter()),
             // The segment had no room for these pages. They come first in the next segment.
-            None => self.batches.slots[usize::from(slot)]
-                .pages
-                .extend(rest.into_iter().rev()),
+            None => self.batches.slots[usize::from(slot)].pages.extend(rest.into_iter().rev()),
         }
         if self.batches.slots[usize::from(slot)].pages.is_empty() {
             self.end_batch(slot);
@@ -487,19 +442,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     fn on_moved(&mut self, segment: SegmentIndex, copied: Vec<CopiedObject>, lease: SegmentLease, complete: bool) {
         for CopiedObject { page, from, to } in copied {
-            let Some(CopyLocation::InTier {
-                object: stored, clean, ..
-            }) = from.decode()
-            else {
+            let Some(CopyLocation::InTier { object: stored, clean, .. }) = from.decode() else {
                 continue;
             };
             if self.state.word(page) == from {
                 let tier = Tier::Ram;
-                let location = CopyLocation::InTier {
-                    tier,
-                    object: to,
-                    clean,
-                };
+                let location = CopyLocation::InTier { tier, object: to, clean };
                 self.set_word(page, EntryWord::encode(location));
                 self.ram.add_live(to);
                 self.ram.remove_live(stored);

@@ -48,19 +48,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     pub(super) fn fault(&mut self, page: PageIndex, cause: FaultCause, write: bool, since: Instant) {
         match self.phases.get(page) {
-            Phase::Absent if self.must_stall() => self.stalled.push_back((
-                page,
-                PageWaiter {
-                    since,
-                    wants_write: write,
-                },
-            )),
+            Phase::Absent if self.must_stall() => {
+                self.stalled.push_back((page, PageWaiter { since, wants_write: write }))
+            }
             Phase::Absent => self.page_in(page, since, write),
             Phase::Punching | Phase::Reading => {
-                let waiting = self.waiters.entry(page).or_insert(PageWaiter {
-                    since,
-                    wants_write: write,
-                });
+                let waiting = self.waiters.entry(page).or_insert(PageWaiter { since, wants_write: write });
                 waiting.wants_write |= write;
             }
             phase @ (Phase::Resident | Phase::Evicting(_)) => match cause {
@@ -93,9 +86,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// the file, so that it reads as zeros, or the page was put in place after the fault.
     fn on_missing_unexpectedly(&mut self, page: PageIndex, since: Instant, write: bool) {
         let mut is_resident = false;
-        let searched = self
-            .guest
-            .visit_resident(PageRun::one(page), &mut |_| is_resident = true);
+        let searched = self.guest.visit_resident(PageRun::one(page), &mut |_| is_resident = true);
         if searched.is_ok() && is_resident {
             self.guest.wake(PageRun::one(page));
             return;
@@ -134,21 +125,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
             // The thread faults again after the messages about mappings have been read.
             PageInResult::MappingChanged => self.guest.wake(PageRun::one(page)),
-            PageInResult::NoMemory => self.stalled.push_back((
-                page,
-                PageWaiter {
-                    since,
-                    wants_write: write,
-                },
-            )),
+            PageInResult::NoMemory => self.stalled.push_back((page, PageWaiter { since, wants_write: write })),
             PageInResult::Reading => {
-                self.waiters.insert(
-                    page,
-                    PageWaiter {
-                        since,
-                        wants_write: write,
-                    },
-                );
+                self.waiters.insert(page, PageWaiter { since, wants_write: write });
             }
             PageInResult::AlreadyPresent | PageInResult::Lost | PageInResult::Unmapped => {}
         }
@@ -171,21 +150,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 };
                 (PageSource::Uniform, ResidentQueue::Probation, filled)
             }
-            Some(CopyLocation::InTier {
-                tier: Tier::Ram,
-                object: stored,
-                ..
-            }) if self.load_from_ram(page, stored) => {
+            Some(CopyLocation::InTier { tier: Tier::Ram, object: stored, .. }) if self.load_from_ram(page, stored) => {
                 let queue = self.queue_for_refault(page);
-                (
-                    PageSource::Ram,
-                    queue,
-                    self.guest.fill(page, &*self.page_buffer, false).1,
-                )
+                (PageSource::Ram, queue, self.guest.fill(page, &*self.page_buffer, false).1)
             }
-            Some(CopyLocation::InTier {
-                tier, object: stored, ..
-            }) if let Some(disk) = self.disks.index_of(tier) => {
+            Some(CopyLocation::InTier { tier, object: stored, .. }) if let Some(disk) = self.disks.index_of(tier) => {
                 if let Some(content) = self.streams.take(page, word)
                     && checksum(page, &content) == self.state.eviction_record(page).checksum
                 {
@@ -373,9 +342,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn mark_lost(&mut self, page: PageIndex, word: EntryWord, why: &str) {
         // If the page is in memory after all (its removal may have failed), nothing is lost.
         let mut is_resident = false;
-        let searched = self
-            .guest
-            .visit_resident(PageRun::one(page), &mut |_| is_resident = true);
+        let searched = self.guest.visit_resident(PageRun::one(page), &mut |_| is_resident = true);
         if searched.is_ok() && is_resident {
             self.on_already_present(page, ResidentQueue::Probation);
             return;
@@ -398,10 +365,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.poison_pending = true;
                 self.guest.wake(PageRun::one(page));
             }
-            FillResult::Unmapped => tracing::error!(
-                "page {:#x} cannot be poisoned: threads that wait for it keep waiting",
-                page.get()
-            ),
+            FillResult::Unmapped => {
+                tracing::error!("page {:#x} cannot be poisoned: threads that wait for it keep waiting", page.get())
+            }
         }
     }
 
@@ -435,10 +401,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Marks the object that `word` points to as dead.
     pub(super) fn release_copy(&mut self, word: EntryWord) {
-        let Some(CopyLocation::InTier {
-            tier, object: stored, ..
-        }) = word.decode()
-        else {
+        let Some(CopyLocation::InTier { tier, object: stored, .. }) = word.decode() else {
             return;
         };
         match (tier, self.disks.index_of(tier)) {
@@ -458,10 +421,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 continue;
             }
             let Some(first) = region.page_at(start) else { continue };
-            let run = PageRun {
-                first,
-                count: ((end - start) / PAGE_BYTES) as u32,
-            };
+            let run = PageRun { first, count: ((end - start) / PAGE_BYTES) as u32 };
             if unmapped {
                 self.on_unmapped(run);
             } else if run.count > 0 {
@@ -493,11 +453,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         let mut resident: Vec<PageRun> = Vec::new();
         let searched = self.guest.visit_resident(run, &mut |found| resident.push(found));
-        let removed = searched.and_then(|()| {
-            resident
-                .into_iter()
-                .try_for_each(|found| self.guest.remove_pages(found))
-        });
+        let removed = searched.and_then(|()| resident.into_iter().try_for_each(|found| self.guest.remove_pages(found)));
         if let Err(error) = removed {
             tracing::warn!("discarded pages cannot be removed from memory: {error}");
         }
@@ -556,11 +512,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Serves the thread that has waited until `page` was removed from memory or read.
     pub(super) fn serve_waiter(&mut self, page: PageIndex) {
-        let Some(PageWaiter {
-            since,
-            wants_write: write,
-        }) = self.waiters.remove(&page)
-        else {
+        let Some(PageWaiter { since, wants_write: write }) = self.waiters.remove(&page) else {
             return;
         };
         match self.phases.get(page) {

@@ -152,19 +152,12 @@ impl Streams {
     fn next_run(&mut self, page: PageIndex) -> Option<PageRun> {
         let at = page.get();
         let found = self.all.iter().enumerate();
-        let found = found
-            .rev()
-            .find_map(|(index, stream)| Some((index, stream.direction_to(at)?)));
+        let found = found.rev().find_map(|(index, stream)| Some((index, stream.direction_to(at)?)));
         let Some((index, direction)) = found else {
             if self.all.len() == STREAMS_MAX {
                 self.all.pop_front();
             }
-            self.all.push_back(Stream {
-                direction: None,
-                next: at,
-                count: 0,
-                marker: None,
-            });
+            self.all.push_back(Stream { direction: None, next: at, count: 0, marker: None });
             return None;
         };
         let stream = self.all.remove(index)?;
@@ -253,19 +246,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 continue;
             }
             match word.decode() {
-                Some(CopyLocation::InTier {
-                    tier: tier @ (Tier::Ssd | Tier::Slow),
-                    object: stored,
-                    ..
-                }) if self.may_prefetch() => on_disk.push((page, word, tier, stored)),
-                Some(CopyLocation::InTier {
-                    tier: Tier::Ram,
-                    object: stored,
-                    ..
-                }) if self.may_keep_copies()
-                    && self.may_prefetch()
-                    && !self.streams.must_buffer(page)
-                    && self.load_from_ram(page, stored) =>
+                Some(CopyLocation::InTier { tier: tier @ (Tier::Ssd | Tier::Slow), object: stored, .. })
+                    if self.may_prefetch() =>
+                {
+                    on_disk.push((page, word, tier, stored))
+                }
+                Some(CopyLocation::InTier { tier: Tier::Ram, object: stored, .. })
+                    if self.may_keep_copies()
+                        && self.may_prefetch()
+                        && !self.streams.must_buffer(page)
+                        && self.load_from_ram(page, stored) =>
                 {
                     self.add_prefetched(&mut in_ram, page, word);
                     self.stats.prefetched += 1;
@@ -353,16 +343,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 /// Returns the location of the copy that `other` points to, if it is near the copy of `one` on the same disk. Such
 /// pages were evicted one soon after the other.
 fn evicted_together(one: EntryWord, other: EntryWord) -> Option<(Tier, StoredObject)> {
-    let Some(CopyLocation::InTier {
-        tier: of, object: near, ..
-    }) = one.decode()
-    else {
+    let Some(CopyLocation::InTier { tier: of, object: near, .. }) = one.decode() else {
         return None;
     };
-    let Some(CopyLocation::InTier {
-        tier, object: stored, ..
-    }) = other.decode()
-    else {
+    let Some(CopyLocation::InTier { tier, object: stored, .. }) = other.decode() else {
         return None;
     };
     let distance = near.offset.bytes().abs_diff(stored.offset.bytes());
@@ -393,9 +377,7 @@ mod tests {
                 neighbours.sample(PageIndex::new(index));
                 neighbours.record_sample(PageIndex::new(index), is_used);
             }
-            let sampled = (0..SAMPLE_INTERVAL_FAULTS_USELESS)
-                .filter(|_| neighbours.is_sample_due())
-                .count();
+            let sampled = (0..SAMPLE_INTERVAL_FAULTS_USELESS).filter(|_| neighbours.is_sample_due()).count();
             (neighbours.are_useful(), sampled)
         };
         assert_eq!(record_samples(false, SAMPLES_MIN - 1), (true, 8));

@@ -100,10 +100,7 @@ pub(super) async fn watch(on: Loop, file_watch: FileWatch, service: Weak<PagerSe
             return;
         };
         let requested = async {
-            of.scan_requests
-                .signal
-                .when(|| of.scan_requests.requested.take() || of.is_ending())
-                .await;
+            of.scan_requests.signal.when(|| of.scan_requests.requested.take() || of.is_ending()).await;
             false
         };
         let timed = async {
@@ -142,22 +139,15 @@ pub(super) async fn scan(on: &Loop, service: &Rc<PagerService>, all_processes: b
     let snapshot = service.attached.borrow().as_ref().map(|attached| {
         let mappings = attached.pager.guest().external_mappings();
         let regions = attached.pager.regions().to_vec();
-        (
-            attached.pid(),
-            regions,
-            mappings.scan_requests(all_processes),
-            mappings.pids(),
-        )
+        (attached.pid(), regions, mappings.scan_requests(all_processes), mappings.pids())
     });
     let Some((pid, regions, to_look, known)) = snapshot else {
         return Vec::new();
     };
     // None of this may delay faults, or wait for a thread that waits for the pager.
     let scanned = on.run_blocking(move || {
-        let scans: Vec<MappingScan> = to_look
-            .into_iter()
-            .filter_map(|of| MappingScan::perform(of, &regions).ok())
-            .collect();
+        let scans: Vec<MappingScan> =
+            to_look.into_iter().filter_map(|of| MappingScan::perform(of, &regions).ok()).collect();
         let mut attached_servers = Vec::new();
         let mut unmanaged = Vec::new();
         let mut is_complete = false;

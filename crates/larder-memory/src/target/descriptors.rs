@@ -56,9 +56,7 @@ impl Descriptors {
     /// Returns true if a file is open for direct I/O, in which the device accesses memory itself.
     pub(super) fn uses_direct_io(&self) -> bool {
         let files = self.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
-        files
-            .filter_map(|file| open_flags(&self.info(file.number)?))
-            .any(|flags| flags & libc::O_DIRECT as u32 != 0)
+        files.filter_map(|file| open_flags(&self.info(file.number)?)).any(|flags| flags & libc::O_DIRECT as u32 != 0)
     }
 
     fn first(&self, matches: impl Fn(&[u8]) -> bool) -> Option<i32> {
@@ -72,10 +70,7 @@ impl Descriptors {
         Some(OrphanedDescriptors {
             pages: memfd(PAGES_NAME)?,
             compressed: memfd(COMPRESSED_NAME),
-            unrecorded_userfaultfds: self
-                .userfaultfds()
-                .filter(|number| self.may_be_from_pager(*number))
-                .collect(),
+            unrecorded_userfaultfds: self.userfaultfds().filter(|number| self.may_be_from_pager(*number)).collect(),
             ring_memories: self.ring_memories().collect(),
         })
     }
@@ -114,14 +109,11 @@ impl Descriptors {
     /// Returns true if a pager may have made the userfaultfd: it has exactly the features that a pager enables, or
     /// none yet.
     fn may_be_from_pager(&self, number: i32) -> bool {
-        self.info(number)
-            .as_deref()
-            .and_then(enabled_features)
-            .is_some_and(|features| {
-                features == 0
-                    || features & !(userfaultfd::feature::POISON | FEATURE_INITIALIZED)
-                        == userfaultfd::REQUIRED_FEATURE_BITS
-            })
+        self.info(number).as_deref().and_then(enabled_features).is_some_and(|features| {
+            features == 0
+                || features & !(userfaultfd::feature::POISON | FEATURE_INITIALIZED)
+                    == userfaultfd::REQUIRED_FEATURE_BITS
+        })
     }
 
     /// Returns the descriptors that are obstacles.
@@ -131,11 +123,7 @@ impl Descriptors {
             let descriptor = *number;
             if let Some(device) = dma_device(path) {
                 let path = printable(path);
-                found.push(Obstacle::Device {
-                    descriptor,
-                    path,
-                    device,
-                });
+                found.push(Obstacle::Device { descriptor, path, device });
             }
             if path == RING_LINK.as_bytes() {
                 match self.registered_buffers(descriptor) {
@@ -234,12 +222,7 @@ mod tests {
         assert_eq!(dma_device(b"anon_inode:[vfio-device]"), Some(DmaDevice::Vfio));
         assert_eq!(dma_device(b"/dev/vhost-vdpa-0"), Some(DmaDevice::Vdpa));
         assert_eq!(dma_device(b"/dev/infiniband/uverbs0"), Some(DmaDevice::Rdma));
-        for harmless in [
-            &b"/dev/vhost-net"[..],
-            b"/dev/kvm",
-            b"anon_inode:kvm-vm",
-            b"/srv/dev/vfio/1",
-        ] {
+        for harmless in [&b"/dev/vhost-net"[..], b"/dev/kvm", b"anon_inode:kvm-vm", b"/srv/dev/vfio/1"] {
             assert_eq!(dma_device(harmless), None);
         }
     }

@@ -24,10 +24,7 @@ pub struct ExternalMappers {
 /// Finds the processes that map any of `memories`, which are locations and names, apart from `target` and this
 /// process.
 pub(super) fn find(target: Pid, memories: &[(MappingLocation, &str)], warnings: &mut Vec<String>) -> ExternalMappers {
-    let mut mappers = ExternalMappers {
-        is_complete: true,
-        ..ExternalMappers::default()
-    };
+    let mut mappers = ExternalMappers { is_complete: true, ..ExternalMappers::default() };
     if memories.is_empty() {
         return mappers;
     }
@@ -59,14 +56,12 @@ pub(super) fn find(target: Pid, memories: &[(MappingLocation, &str)], warnings: 
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
             Err(error) => mappers.is_complete &= process::is_exit_error(&error),
         }
-        mappers
-            .obstacles
-            .extend(mapped.into_iter().map(|(location, name)| Obstacle::MappedByOther {
-                location: *location,
-                name: (*name).to_owned(),
-                pid,
-                process_name: process::name(pid.as_raw_pid()),
-            }));
+        mappers.obstacles.extend(mapped.into_iter().map(|(location, name)| Obstacle::MappedByOther {
+            location: *location,
+            name: (*name).to_owned(),
+            pid,
+            process_name: process::name(pid.as_raw_pid()),
+        }));
     }
     if !unreadable.is_empty() {
         warnings.push(format!(
@@ -81,9 +76,7 @@ pub(super) fn find(target: Pid, memories: &[(MappingLocation, &str)], warnings: 
 /// Lists the first few processes, and the number of the others.
 fn format_pids(pids: &[Pid]) -> String {
     let (named, omitted) = pids.split_at(pids.len().min(8));
-    let named = named
-        .iter()
-        .map(|pid| format!("{pid} ({})", process::name(pid.as_raw_pid())));
+    let named = named.iter().map(|pid| format!("{pid} ({})", process::name(pid.as_raw_pid())));
     let mut text = named.collect::<Vec<_>>().join(", ");
     if !omitted.is_empty() {
         text.push_str(&format!(" and {} more", omitted.len()));
@@ -98,11 +91,6 @@ fn mappings(pid: Pid) -> io::Result<Vec<Mapping>> {
     }
     // A kernel thread has no mappings. A main thread that has ended before the others has none either.
     let threads = fs::read_dir(format!("/proc/{pid}/task"))?;
-    let thread_maps = threads
-        .flatten()
-        .filter_map(|entry| fs::read(entry.path().join("maps")).ok());
-    Ok(thread_maps
-        .map(|text| maps::parse(&text))
-        .find(|found| !found.is_empty())
-        .unwrap_or_default())
+    let thread_maps = threads.flatten().filter_map(|entry| fs::read(entry.path().join("maps")).ok());
+    Ok(thread_maps.map(|text| maps::parse(&text)).find(|found| !found.is_empty()).unwrap_or_default())
 }

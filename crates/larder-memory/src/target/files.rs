@@ -86,19 +86,11 @@ impl ClassifiedMappings {
         }
         // A new open file description has a file offset of its own.
         let proc_path = format!("/proc/self/fd/{}", path.as_raw_fd());
-        let file = File::from(rustix::fs::open(
-            proc_path,
-            OFlags::RDWR | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?);
+        let file = File::from(rustix::fs::open(proc_path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?);
         let file_bytes = u64::try_from(stat.st_size).unwrap_or_default();
         if file_bytes < location.offset + location.bytes {
             let name = name.clone();
-            self.refused.push(Obstacle::PastEnd {
-                location,
-                name,
-                file_bytes,
-            });
+            self.refused.push(Obstacle::PastEnd { location, name, file_bytes });
         }
         if let Some(seals) = forbidding_seal(&file) {
             let name = name.clone();
@@ -112,17 +104,11 @@ impl ClassifiedMappings {
 /// Finds the file of `mapping`, as an `O_PATH` descriptor. Opening a device itself could have side effects.
 fn open_file_of(pid: Pid, mapping: &Mapping, descriptors: &Descriptors) -> Result<(OwnedFd, Stat), Errno> {
     let first = &mapping.first_range;
-    let by_map_files = open_if_same(
-        &format!("/proc/{pid}/map_files/{:x}-{:x}", first.start, first.end),
-        mapping,
-    );
+    let by_map_files = open_if_same(&format!("/proc/{pid}/map_files/{:x}-{:x}", first.start, first.end), mapping);
     // Opening map_files needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN on the host, and the mapping may have been
     // split meanwhile.
     by_map_files.or_else(|error| {
-        let file_descriptors = descriptors
-            .all
-            .iter()
-            .filter(|descriptor| descriptor.path.starts_with(b"/"));
+        let file_descriptors = descriptors.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
         let mut found = file_descriptors.filter_map(|descriptor| {
             let link = format!("/proc/{pid}/fd/{}", descriptor.number);
             open_if_same(&link, mapping).ok()

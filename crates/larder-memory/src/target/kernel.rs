@@ -81,20 +81,10 @@ pub(super) fn huge_page_obstacles(memories: &[RamMapping]) -> Vec<Obstacle> {
     let mut found = Vec::new();
     // This saves the scan if the host has no huge pages at all.
     let has_any = huge_bytes_of_host() != Some(0);
-    for RamMapping {
-        location: place,
-        name,
-        file,
-    } in memories
-    {
+    for RamMapping { location: place, name, file } in memories {
         let (location, name) = (*place, name.clone());
         if let Some((at, mode)) = huge_mode_of_device(location.device) {
-            found.push(Obstacle::HugePagesAllowedByMount {
-                location,
-                name,
-                mount_point: at,
-                mode,
-            });
+            found.push(Obstacle::HugePagesAllowedByMount { location, name, mount_point: at, mode });
         } else if has_any {
             match huge_bytes(file, location.offset, location.bytes) {
                 Ok(0) => {}
@@ -164,10 +154,7 @@ struct MappedWindow {
 impl MappedWindow {
     fn map(file: &File, offset: u64, bytes: u64) -> io::Result<Self> {
         let too_large = |_| io::Error::from(io::ErrorKind::OutOfMemory);
-        let (from, bytes) = (
-            i64::try_from(offset).map_err(too_large)?,
-            usize::try_from(bytes).map_err(too_large)?,
-        );
+        let (from, bytes) = (i64::try_from(offset).map_err(too_large)?, usize::try_from(bytes).map_err(too_large)?);
         let all = bytes + HUGE_PAGE_BYTES as usize;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping at an address that the kernel chooses.
@@ -177,12 +164,7 @@ impl MappedWindow {
         }
         let at = reserved.map_addr(|address| address.next_multiple_of(HUGE_PAGE_BYTES as usize));
         // From here on, dropping the window unmaps the range.
-        let window = Self {
-            reserved,
-            at,
-            offset,
-            bytes,
-        };
+        let window = Self { reserved, at, offset, bytes };
         let flags = libc::MAP_SHARED | libc::MAP_FIXED;
         // SAFETY: it replaces a part of the mapping above, which nothing else uses.
         let mapped = unsafe { libc::mmap(at, bytes, libc::PROT_READ, flags, file.as_raw_fd(), from) };
@@ -259,9 +241,7 @@ fn selected_mode(modes: &str) -> Option<String> {
 
 /// Returns the names of the required features that `features` lacks, if any.
 fn missing_features(features: u64) -> Option<String> {
-    let missing = userfaultfd::REQUIRED_FEATURES
-        .iter()
-        .filter(|(bit, _)| features & bit == 0);
+    let missing = userfaultfd::REQUIRED_FEATURES.iter().filter(|(bit, _)| features & bit == 0);
     let missing: Vec<&str> = missing.map(|(_, name)| *name).collect();
     (!missing.is_empty()).then(|| missing.join(", "))
 }
@@ -271,10 +251,7 @@ fn has_pagemap_scan() -> bool {
         return false;
     };
     // An empty range, so the scan does nothing.
-    let mut argument = ScanArgument {
-        size: size_of::<ScanArgument>() as u64,
-        ..ScanArgument::default()
-    };
+    let mut argument = ScanArgument { size: size_of::<ScanArgument>() as u64, ..ScanArgument::default() };
     // SAFETY: the structure that the request is defined with, alive and writable for the call; it has no buffer.
     unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, std::ptr::from_mut(&mut argument)) == 0 }
 }
@@ -329,19 +306,14 @@ mod tests {
         let all = userfaultfd::REQUIRED_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
         assert_eq!(missing_features(all | feature::POISON), None);
         let without = all & !feature::THREAD_ID & !feature::WP_HUGETLBFS_SHMEM;
-        assert_eq!(
-            missing_features(without).as_deref(),
-            Some("THREAD_ID, WP_HUGETLBFS_SHMEM")
-        );
+        assert_eq!(missing_features(without).as_deref(), Some("THREAD_ID, WP_HUGETLBFS_SHMEM"));
     }
 
     #[test]
     /// Detection by trial agrees with the kernel's version.
     fn pagemap_scan_is_detected_by_version() {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
-        let mut numbers = release
-            .split(|c: char| !c.is_ascii_digit())
-            .map(|number| number.parse().unwrap_or(0));
+        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
         let version: (u32, u32) = (numbers.next().unwrap(), numbers.next().unwrap());
         assert_eq!(has_pagemap_scan(), version >= (6, 7), "Linux {release}");
     }

@@ -26,11 +26,7 @@ impl TargetProcess {
             Errno::SRCH | Errno::INVAL | Errno::NOENT => TargetError::NoSuchProcess { pid },
             error => failed(pid, "open a pidfd of it", error.into()),
         })?;
-        let Stat {
-            state,
-            flags,
-            start_time: started,
-        } = match stat(pid) {
+        let Stat { state, flags, start_time: started } = match stat(pid) {
             Ok(stat) => stat,
             Err(error) if error.kind() == io::ErrorKind::NotFound && !has_ended(pid, &pidfd)? => {
                 let tried = "see it in /proc (which is mounted with hidepid)";
@@ -45,11 +41,7 @@ impl TargetProcess {
         if matches!(state, b'Z' | b'X') {
             return Err(TargetError::Ended { pid });
         }
-        Ok(Self {
-            pid,
-            pidfd,
-            start_time: started,
-        })
+        Ok(Self { pid, pidfd, start_time: started })
     }
 
     /// Checks that everything read by the PID since [`Self::open`] belongs to this process.
@@ -112,11 +104,7 @@ fn parse_stat(stat: &[u8]) -> Option<Stat> {
     let state = *fields.next()?.as_bytes().first()?;
     let flags = fields.nth(9 - 4)?.parse().ok()?;
     let started = fields.nth(22 - 10)?.parse().ok()?;
-    Some(Stat {
-        state,
-        flags,
-        start_time: started,
-    })
+    Some(Stat { state, flags, start_time: started })
 }
 
 /// Returns the name of process or thread `pid`, or an empty string if it has ended.
@@ -148,10 +136,7 @@ impl Status {
             let Some((key, value)) = line.split_once(':') else {
                 continue;
             };
-            let number = value
-                .split_ascii_whitespace()
-                .next()
-                .and_then(|word| word.parse::<u64>().ok());
+            let number = value.split_ascii_whitespace().next().and_then(|word| word.parse::<u64>().ok());
             let number = number.unwrap_or_default();
             match key {
                 "Tgid" => status.process = number as i32,
@@ -180,9 +165,7 @@ pub(super) fn obstacles(pid: Pid, bytes_min: u64, warnings: &mut Vec<String>) ->
         bytes => found.push(Obstacle::Locked { bytes }),
     }
     if status.pinned_bytes > 0 {
-        found.push(Obstacle::Pinned {
-            bytes: status.pinned_bytes,
-        });
+        found.push(Obstacle::Pinned { bytes: status.pinned_bytes });
     }
     Ok(found)
 }
@@ -198,11 +181,7 @@ fn traced(pid: Pid) -> Option<Obstacle> {
         let by_pid = fs::read(format!("/proc/{tracer}/status")).map_or(0, |text| Status::parse(&text).process);
         let by_pid = if by_pid == 0 { status.tracer } else { by_pid };
         let by = name(by_pid);
-        Some(Obstacle::Traced {
-            tid,
-            tracer_name: by,
-            tracer_pid: by_pid,
-        })
+        Some(Obstacle::Traced { tid, tracer_name: by, tracer_pid: by_pid })
     })
 }
 
@@ -214,11 +193,7 @@ mod tests {
     fn stat_name_may_contain_brackets() {
         let numbers: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
         let stat = [b"1234 (a) \xff 5 (b) R ", numbers.join(" ").as_bytes()].concat();
-        let expected = Stat {
-            state: b'R',
-            flags: 9,
-            start_time: 22,
-        };
+        let expected = Stat { state: b'R', flags: 9, start_time: 22 };
         assert_eq!(parse_stat(&stat), Some(expected));
         assert_eq!(parse_stat(b"1234 (a) R 4 5"), None);
         assert_eq!(parse_stat(b"1234 (a)"), None);
@@ -227,12 +202,7 @@ mod tests {
     #[test]
     fn status_fields_are_parsed() {
         let text = b"Name:\t\xff\nTgid:\t7\nTracerPid:\t42\nVmLck:\t      12 kB\nVmPin:\t       8 kB\n";
-        let expected = Status {
-            tracer: 42,
-            process: 7,
-            locked_bytes: 12 << 10,
-            pinned_bytes: 8 << 10,
-        };
+        let expected = Status { tracer: 42, process: 7, locked_bytes: 12 << 10, pinned_bytes: 8 << 10 };
         assert_eq!(Status::parse(text), expected);
     }
 }

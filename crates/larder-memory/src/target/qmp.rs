@@ -59,16 +59,11 @@ pub enum QmpError {
 /// # Errors
 /// See [`QmpError`].
 pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
-    let stat = rustix::fs::stat(path).map_err(|error| QmpError::NoFile {
-        path: path.into(),
-        error: error.into(),
-    })?;
+    let stat = rustix::fs::stat(path).map_err(|error| QmpError::NoFile { path: path.into(), error: error.into() })?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
         return Err(QmpError::NoSocket { path: path.into() });
     }
-    let own_sockets = fs::read("/proc/self/net/unix")
-        .map(|table| parse_listening(&table))
-        .unwrap_or_default();
+    let own_sockets = fs::read("/proc/self/net/unix").map(|table| parse_listening(&table)).unwrap_or_default();
     let mut listeners = Vec::new();
     let mut unreadable = 0;
     for pid in process::all() {
@@ -86,18 +81,10 @@ pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
     let qemus: Vec<Pid> = listeners.iter().copied().filter(|pid| is_qemu(*pid)).collect();
     match (&listeners[..], &qemus[..]) {
         ([only], _) | (_, [only]) => Ok(*only),
-        ([], _) => Err(QmpError::NoListener {
-            path: path.into(),
-            unreadable,
-        }),
+        ([], _) => Err(QmpError::NoListener { path: path.into(), unreadable }),
         _ => {
-            let names = listeners
-                .iter()
-                .map(|pid| format!("{pid} ({})", process::name(pid.as_raw_pid())));
-            Err(QmpError::SeveralListeners {
-                path: path.into(),
-                listeners: names.collect::<Vec<_>>().join(", "),
-            })
+            let names = listeners.iter().map(|pid| format!("{pid} ({})", process::name(pid.as_raw_pid())));
+            Err(QmpError::SeveralListeners { path: path.into(), listeners: names.collect::<Vec<_>>().join(", ") })
         }
     }
 }
@@ -105,30 +92,17 @@ pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
 /// Returns true if `pid` has a socket that listens at the file of `socket_stat`. `own_sockets` are the sockets of this
 /// network namespace.
 fn has_listener(pid: Pid, descriptors: &Descriptors, own_sockets: &BTreeMap<u64, Vec<u8>>, socket_stat: &Stat) -> bool {
-    let sockets: Vec<u64> = descriptors
-        .all
-        .iter()
-        .filter_map(|descriptor| socket_inode(&descriptor.path))
-        .collect();
-    if sockets.iter().any(|inode| {
-        own_sockets
-            .get(inode)
-            .is_some_and(|at| resolves_to(pid, at, socket_stat))
-    }) {
+    let sockets: Vec<u64> = descriptors.all.iter().filter_map(|descriptor| socket_inode(&descriptor.path)).collect();
+    if sockets.iter().any(|inode| own_sockets.get(inode).is_some_and(|at| resolves_to(pid, at, socket_stat))) {
         return true;
     }
     // Sockets of another network namespace are only in the table of that namespace.
     if sockets.is_empty() || !is_qemu(pid) {
         return false;
     }
-    let process_sockets = fs::read(format!("/proc/{pid}/net/unix"))
-        .map(|table| parse_listening(&table))
-        .unwrap_or_default();
-    sockets.iter().any(|inode| {
-        process_sockets
-            .get(inode)
-            .is_some_and(|at| resolves_to(pid, at, socket_stat))
-    })
+    let process_sockets =
+        fs::read(format!("/proc/{pid}/net/unix")).map(|table| parse_listening(&table)).unwrap_or_default();
+    sockets.iter().any(|inode| process_sockets.get(inode).is_some_and(|at| resolves_to(pid, at, socket_stat)))
 }
 
 /// Returns true if `at`, to which a socket of `pid` was bound, is the file of `socket_stat`. The path is resolved as
@@ -153,9 +127,7 @@ fn socket_inode(path: &[u8]) -> Option<u64> {
 /// Returns true if the process is QEMU, by the name of its program, or else by its own name.
 fn is_qemu(pid: Pid) -> bool {
     let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
-    let program = program
-        .file_name()
-        .is_some_and(|name| name.as_bytes().starts_with(b"qemu"));
+    let program = program.file_name().is_some_and(|name| name.as_bytes().starts_with(b"qemu"));
     program || process::name(pid.as_raw_pid()).starts_with("qemu")
 }
 

@@ -34,10 +34,7 @@ struct Inner {
 
 impl Guest {
     pub fn new(pages: u32) -> Self {
-        Self(Arc::new(Mutex::new(Inner {
-            pages: vec![Page::Missing; pages as usize],
-            messages: VecDeque::new(),
-        })))
+        Self(Arc::new(Mutex::new(Inner { pages: vec![Page::Missing; pages as usize], messages: VecDeque::new() })))
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -167,10 +164,7 @@ pub struct AtOnce {
 
 impl AtOnce {
     pub fn new(hands: WorkerState) -> Self {
-        Self {
-            hands: RefCell::new(hands),
-            done: RefCell::default(),
-        }
+        Self { hands: RefCell::new(hands), done: RefCell::default() }
     }
 }
 
@@ -193,10 +187,7 @@ pub struct Disk {
 
 impl Disk {
     pub fn new(bytes: Rc<RefCell<Vec<u8>>>) -> Self {
-        Self {
-            bytes,
-            finished: RefCell::default(),
-        }
+        Self { bytes, finished: RefCell::default() }
     }
 }
 
@@ -216,21 +207,13 @@ impl SegmentStore for Disk {
     fn write(&self, segment: SegmentIndex, bytes: AlignedBuf) {
         let at = segment.start() as usize;
         self.bytes.borrow_mut()[at..at + SEGMENT_BYTES].copy_from_slice(&bytes);
-        self.finished.borrow_mut().push_back(StoreCompletion::Written {
-            segment,
-            bytes,
-            failed: None,
-        });
+        self.finished.borrow_mut().push_back(StoreCompletion::Written { segment, bytes, failed: None });
     }
 
     fn read(&self, start: u64, len: usize, mut bytes: AlignedBuf, ticket: ReadId) {
         let at = start as usize;
         bytes[..len].copy_from_slice(&self.bytes.borrow()[at..at + len]);
-        self.finished.borrow_mut().push_back(StoreCompletion::Read {
-            read_id: ticket,
-            bytes,
-            failed: None,
-        });
+        self.finished.borrow_mut().push_back(StoreCompletion::Read { read_id: ticket, bytes, failed: None });
     }
 
     fn next_completion(&self) -> Option<StoreCompletion> {

@@ -22,10 +22,7 @@ fn segments(bytes: &[u8], segment: SegmentIndex, at: usize) {
     for object in objects_from(bytes, segment.start(), at) {
         let place = object.stored.offset;
         let (from, to) = (data_at(place), data_at(place) + u64::from(object.stored.len));
-        assert!(
-            place.bytes() >= end,
-            "{object:?} lies in the one before, which ends at {end}"
-        );
+        assert!(place.bytes() >= end, "{object:?} lies in the one before, which ends at {end}");
         assert!(to <= segment.start() + bytes.len() as u64, "{object:?} is cut off");
         assert!((1..=PAGE).contains(&usize::from(object.stored.len)) && from > place.bytes());
         end = to;

@@ -17,20 +17,14 @@ pub const CAPACITY: u32 = 64;
 pub fn memory(input: &mut Input<'_>) -> SharedMemory {
     let flags = input.byte();
     let bytes = ENTRIES_AT + CAPACITY as usize * 16;
-    let bytes = if flags & 1 != 0 {
-        bytes
-    } else {
-        usize::from(input.word()) * 3 + 128
-    };
+    let bytes = if flags & 1 != 0 { bytes } else { usize::from(input.word()) * 3 + 128 };
     let memory = SharedMemory::create(c"fuzz-state", bytes).expect("memory");
     let put = |at: usize, content: &[u8]| {
         for (offset, chunk) in content.chunks(8).enumerate() {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);
             if at + offset * 8 + 8 <= bytes {
-                memory
-                    .word(at + offset * 8)
-                    .store(u64::from_le_bytes(word), Ordering::Relaxed);
+                memory.word(at + offset * 8).store(u64::from_le_bytes(word), Ordering::Relaxed);
             }
         }
     };
@@ -76,11 +70,7 @@ pub fn run(data: &[u8]) {
         next += region.pages;
     }
     assert!(next <= state.capacity());
-    let _ = (
-        state.userfaultfd_number(),
-        state.is_encrypted(),
-        state.cipher().is_some(),
-    );
+    let _ = (state.userfaultfd_number(), state.is_encrypted(), state.cipher().is_some());
     for tier in [Tier::Ram, Tier::Ssd, Tier::Slow] {
         let _ = state.swap(tier);
     }

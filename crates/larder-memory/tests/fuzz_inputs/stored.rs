@@ -40,11 +40,7 @@ fn content(page: u32) -> [u8; PAGE] {
     std::array::from_fn(|at| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         // Every third page is incompressible.
-        if page.is_multiple_of(3) || at % 8 < 3 {
-            (state >> 33) as u8
-        } else {
-            page as u8
-        }
+        if page.is_multiple_of(3) || at % 8 < 3 { (state >> 33) as u8 } else { page as u8 }
     })
 }
 
@@ -79,14 +75,7 @@ fn new_state(is_encrypted: bool) -> PagerState {
     if is_encrypted {
         state.generate_key().expect("a key");
     }
-    let region = Region {
-        first: PageIndex::new(0),
-        pages: PAGES,
-        address: ADDRESS,
-        offset: 0,
-        device: 1,
-        inode: 1,
-    };
+    let region = Region { first: PageIndex::new(0), pages: PAGES, address: ADDRESS, offset: 0, device: 1, inode: 1 };
     state.add_region(&region).expect("room");
     state
 }
@@ -122,23 +111,12 @@ impl Copies {
             cipher.encrypt(Tier::Ssd, 0, &mut disk[..SEGMENT_BYTES]);
         }
         for (page, (tier, stored)) in (0..PAGES).zip(&stored) {
-            let word = EntryWord::encode(CopyLocation::InTier {
-                tier: *tier,
-                object: *stored,
-                clean: false,
-            });
+            let word = EntryWord::encode(CopyLocation::InTier { tier: *tier, object: *stored, clean: false });
             let (checksum, page) = (checksum(PageIndex::new(page), &content(page)), PageIndex::new(page));
-            let proof = EvictionRecord {
-                checksum,
-                evicted_at: 0,
-            };
+            let proof = EvictionRecord { checksum, evicted_at: 0 };
             state.insert(page, word, proof.to_word());
         }
-        Self {
-            compressed,
-            disk,
-            stored,
-        }
+        Self { compressed, disk, stored }
     }
 
     /// Makes a pager that takes over the state and its copies, with no page in memory.
@@ -164,10 +142,7 @@ impl Copies {
 /// in memory is valid, since another process may write to the page without a fault.
 pub fn paused() {
     let state = new_state(false);
-    let options = PagerOptions {
-        limit_bytes: PAGE as u64,
-        ..options()
-    };
+    let options = PagerOptions { limit_bytes: PAGE as u64, ..options() };
     let (guest, mut pager) = Copies::of(&state).take_over(state, options);
     pager.pause_evictions(true);
     for page in 0..PAGES {
@@ -190,11 +165,7 @@ pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let state = new_state(input.byte() & 1 != 0);
     let mut copies = Copies::of(&state);
-    let Copies {
-        compressed,
-        disk,
-        stored,
-    } = &mut copies;
+    let Copies { compressed, disk, stored } = &mut copies;
     // Damages bytes of stored objects, and entries.
     let mut is_entry_changed = [false; PAGES as usize];
     while input.0.len() > 4 && input.byte() & 7 != 0 {

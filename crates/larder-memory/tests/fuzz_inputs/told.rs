@@ -22,14 +22,7 @@ use super::stored::{ADDRESS, PAGES, fault, options};
 pub fn messages(data: &[u8]) {
     let mut input = Input(data);
     let state = PagerState::create(PAGES, 1).expect("a state");
-    let region = Region {
-        first: PageIndex::new(0),
-        pages: PAGES,
-        address: ADDRESS,
-        offset: 0,
-        device: 1,
-        inode: 1,
-    };
+    let region = Region { first: PageIndex::new(0), pages: PAGES, address: ADDRESS, offset: 0, device: 1, inode: 1 };
     state.add_region(&region).expect("room");
     let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT_BYTES).expect("memory");
     let (state, compressed) = (Arc::new(state), Arc::new(compressed));
@@ -46,10 +39,7 @@ pub fn messages(data: &[u8]) {
         state,
         compressed,
         Vec::new(),
-        &[PageRun {
-            first: PageIndex::new(0),
-            count: half,
-        }],
+        &[PageRun { first: PageIndex::new(0), count: half }],
         options(),
     );
     while !input.is_empty() {

@@ -27,9 +27,7 @@ fn step() {
         return;
     }
     let [pid, signal, value] = [0, 1, 2].map(|word: usize| LAST_WORDS[word].load(Ordering::SeqCst));
-    let value = libc::sigval {
-        sival_ptr: value as *mut c_void,
-    };
+    let value = libc::sigval { sival_ptr: value as *mut c_void };
     // SAFETY: these take no pointers, but a number in the place of one.
     unsafe {
         assert_eq!(libc::sigqueue(pid as i32, signal as i32, value), 0);
@@ -64,15 +62,7 @@ extern "C" fn process_vm_writev(
     // SAFETY: as the C library does.
     let done = unsafe {
         let pid = pid as i64;
-        libc::syscall(
-            libc::SYS_process_vm_writev,
-            pid,
-            local,
-            local_count,
-            remote,
-            remote_count,
-            flags,
-        )
+        libc::syscall(libc::SYS_process_vm_writev, pid, local, local_count, remote, remote_count, flags)
     };
     done as isize
 }

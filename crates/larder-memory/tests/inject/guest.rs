@@ -61,12 +61,7 @@ impl Guest {
             .spawn()
             .unwrap();
         let output = BufReader::new(qemu.stdout.take().unwrap());
-        let guest = Self {
-            qemu,
-            rounds: Arc::default(),
-            console: Arc::default(),
-            _folder: folder,
-        };
+        let guest = Self { qemu, rounds: Arc::default(), console: Arc::default(), _folder: folder };
         let (rounds, console) = (Arc::clone(&guest.rounds), Arc::clone(&guest.console));
         thread::spawn(move || {
             for line in output.split(b'\n').map_while(Result::ok) {
@@ -110,10 +105,7 @@ impl Guest {
         }
         let ended = self.qemu.wait().unwrap();
         let console = self.console.lock().unwrap();
-        assert!(
-            ended.success() && console.contains("LARDER-GUEST-EXIT 0"),
-            "QEMU: {ended:?}, guest:\n{console}"
-        );
+        assert!(ended.success() && console.contains("LARDER-GUEST-EXIT 0"), "QEMU: {ended:?}, guest:\n{console}");
     }
 }
 
@@ -131,10 +123,7 @@ pub(crate) fn run_in_guest(test: &str, before: &str, arguments: &[&str]) {
     let libraries = String::from_utf8(libraries.stdout).unwrap();
     let paths = libraries.split_whitespace().filter(|word| word.starts_with('/'));
     let files: Vec<PathBuf> = paths.map(PathBuf::from).chain([program.clone()]).collect();
-    let script = format!(
-        "set -e\n{before}\n{} --ignored --exact {test} --nocapture\n",
-        program.display()
-    );
+    let script = format!("set -e\n{before}\n{} --ignored --exact {test} --nocapture\n", program.display());
     Guest::boot(&script, &files, arguments).finish();
 }
 
@@ -148,10 +137,7 @@ fn append(initrd: &Path, files: &[PathBuf], folder: &Path) {
     }
     if !files.is_empty() {
         let append = "cd \"$1\" && find . -mindepth 1 | cpio --quiet -o -H newc >>\"$2\"";
-        let appended = Command::new("sh")
-            .args(["-c", append, "sh"])
-            .args([folder, initrd])
-            .status();
+        let appended = Command::new("sh").args(["-c", append, "sh"]).args([folder, initrd]).status();
         assert!(appended.unwrap().success(), "cpio");
     }
 }

@@ -85,12 +85,7 @@ impl Target {
             (reader.into(), Input::Pipe(writer))
         };
         hand(&mut command, &theirs, target::INPUT);
-        let mut target = Self {
-            child: command.spawn().unwrap(),
-            page,
-            input,
-            fed: 0,
-        };
+        let mut target = Self { child: command.spawn().unwrap(), page, input, fed: 0 };
         while target.page.ready.load(Ordering::SeqCst) == 0 {
             target.assert_lives();
             pause();
@@ -140,9 +135,7 @@ impl Target {
 
     /// Sends a signal that carries a number.
     pub(crate) fn send(&self, signal: i32, value: u64) {
-        let value = libc::sigval {
-            sival_ptr: value as *mut libc::c_void,
-        };
+        let value = libc::sigval { sival_ptr: value as *mut libc::c_void };
         // SAFETY: takes no pointers, but a number in the place of one.
         while unsafe { libc::sigqueue(self.child.id() as i32, signal, value) } != 0 {
             // The user's limit of queued signals is reached.
@@ -155,9 +148,7 @@ impl Target {
     /// Returns the value of a line of `/proc/PID/status`.
     pub(crate) fn status(&self, key: &str) -> String {
         let text = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
-        let line = text
-            .lines()
-            .find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
+        let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(":\t"));
         line.unwrap().to_owned()
     }
 
@@ -226,11 +217,7 @@ fn hand(command: &mut Command, descriptor: &OwnedFd, number: i32) {
     let dup = move || {
         // SAFETY: takes no pointers.
         let done = unsafe { libc::dup2(ours.as_raw_fd(), number) };
-        if done == -1 {
-            Err(io::Error::last_os_error())
-        } else {
-            Ok(())
-        }
+        if done == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
     };
     // SAFETY: dup2 may be called between fork and exec.
     unsafe { command.pre_exec(dup) };

@@ -97,12 +97,7 @@ fn play(role: &str) {
         ["inject-and-die", pid, at, signal, value] => {
             let pid: i32 = pid.parse().unwrap();
             page.ready.store(1, Ordering::SeqCst);
-            death::at(
-                at.parse().unwrap(),
-                pid,
-                signal.parse().unwrap(),
-                value.parse().unwrap(),
-            );
+            death::at(at.parse().unwrap(), pid, signal.parse().unwrap(), value.parse().unwrap());
             super::make_calls(Pid::from_raw(pid).unwrap()).unwrap();
             page.rounds.store(1, Ordering::SeqCst);
             return;
@@ -113,11 +108,7 @@ fn play(role: &str) {
         _ => {}
     }
     let may_be_interrupted = words.get(1) == Some(&"interrupted");
-    let mut state = State {
-        page,
-        round: 0,
-        may_be_interrupted,
-    };
+    let mut state = State { page, round: 0, may_be_interrupted };
     state.prepare(words[0]);
     let mask = signal_mask();
     page.ready.store(1, Ordering::SeqCst);
@@ -139,15 +130,8 @@ struct State {
 
 impl State {
     fn prepare(&mut self, name: &str) {
-        let handlers: [(
-            i32,
-            extern "C" fn(i32, *const libc::siginfo_t, *const libc::c_void),
-            i32,
-        ); 3] = [
-            (rain()[0], handle::<0>, libc::SA_RESTART),
-            (rain()[1], handle::<1>, libc::SA_ONSTACK),
-            (WAKE, wake, 0),
-        ];
+        let handlers: [(i32, extern "C" fn(i32, *const libc::siginfo_t, *const libc::c_void), i32); 3] =
+            [(rain()[0], handle::<0>, libc::SA_RESTART), (rain()[1], handle::<1>, libc::SA_ONSTACK), (WAKE, wake, 0)];
         let stack = libc::stack_t {
             ss_sp: Box::leak(vec![0_u8; 128 << 10].into_boxed_slice()).as_mut_ptr().cast(),
             ss_flags: 0,
@@ -328,11 +312,7 @@ impl State {
         if !self.is_done(done as i64) {
             return false;
         }
-        assert_eq!(
-            (done, byte),
-            (1, self.round as u8),
-            "what is read is not what was written"
-        );
+        assert_eq!((done, byte), (1, self.round as u8), "what is read is not what was written");
         true
     }
 
@@ -340,11 +320,7 @@ impl State {
     fn is_done(&self, returned: i64) -> bool {
         let is_timeout = errno() == libc::ETIMEDOUT;
         if returned == -1 && !is_timeout {
-            assert!(
-                self.may_be_interrupted && errno() == libc::EINTR,
-                "{}",
-                io::Error::last_os_error()
-            );
+            assert!(self.may_be_interrupted && errno() == libc::EINTR, "{}", io::Error::last_os_error());
         }
         returned >= 0
     }
@@ -352,10 +328,7 @@ impl State {
     fn prepare_fault(&self) {
         // SAFETY: new memory where the kernel chooses; the requests are of two and four numbers, which live.
         unsafe {
-            let (rights, flags) = (
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-            );
+            let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
             let at = libc::mmap(ptr::null_mut(), 4096, rights, flags, -1, 0);
             assert_ne!(at, libc::MAP_FAILED);
             let number = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) as i32;
@@ -423,26 +396,15 @@ fn epoll() {
     unsafe {
         let number = libc::epoll_create1(0);
         assert_eq!(libc::dup2(number, EPOLL), EPOLL);
-        let mut event = libc::epoll_event {
-            events: libc::EPOLLIN as u32,
-            u64: 0,
-        };
+        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
         assert_eq!(libc::epoll_ctl(EPOLL, libc::EPOLL_CTL_ADD, INPUT, &mut event), 0);
     }
 }
 
 /// Installs a filter that allows all system calls.
 fn filter() {
-    let mut allow = libc::sock_filter {
-        code: 0x06,
-        jt: 0,
-        jf: 0,
-        k: 0x7fff_0000,
-    };
-    let program = libc::sock_fprog {
-        len: 1,
-        filter: &mut allow,
-    };
+    let mut allow = libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0x7fff_0000 };
+    let program = libc::sock_fprog { len: 1, filter: &mut allow };
     // SAFETY: a program of one instruction, which lives for the call.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
@@ -535,10 +497,7 @@ fn execute(page: &Page, round: &str) {
 }
 
 fn timespec(time: Duration) -> libc::timespec {
-    libc::timespec {
-        tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: time.subsec_nanos().into(),
-    }
+    libc::timespec { tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX), tv_nsec: time.subsec_nanos().into() }
 }
 
 fn futex_wait(word: &AtomicU32, value: u32, limit: Option<Duration>) -> i64 {

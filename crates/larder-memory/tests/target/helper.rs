@@ -50,11 +50,7 @@ impl Helper {
         writeln!(self.to, "{command}").unwrap();
         loop {
             let mut line = String::new();
-            assert_ne!(
-                self.from.read_line(&mut line).unwrap(),
-                0,
-                "the helper has ended at {command:?}"
-            );
+            assert_ne!(self.from.read_line(&mut line).unwrap(), 0, "the helper has ended at {command:?}");
             if let Some(answer) = line.strip_prefix("done: ") {
                 return answer.trim_end().into();
             }
@@ -114,10 +110,7 @@ impl Held {
             ["private", mib] => {
                 // SAFETY: new memory where the kernel chooses.
                 let at = unsafe {
-                    let (prot, flags) = (
-                        libc::PROT_READ | libc::PROT_WRITE,
-                        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                    );
+                    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
                     libc::mmap(std::ptr::null_mut(), bytes(mib), prot, flags, -1, 0)
                 };
                 assert_ne!(at, libc::MAP_FAILED);
@@ -207,10 +200,7 @@ impl Held {
     fn register(&mut self) {
         let ring = self.descriptors.last().unwrap().as_raw_fd();
         let page = Box::leak(Box::new([0u8; 4096]));
-        let buffer = libc::iovec {
-            iov_base: page.as_mut_ptr().cast(),
-            iov_len: page.len(),
-        };
+        let buffer = libc::iovec { iov_base: page.as_mut_ptr().cast(), iov_len: page.len() };
         // SAFETY: one buffer of memory that is never freed, described by an iovec that lives for the call.
         let done = unsafe { libc::syscall(libc::SYS_io_uring_register, ring, 0, &raw const buffer, 1) };
         assert_eq!(done, 0, "{}", last_error());
@@ -238,9 +228,7 @@ impl Qemu {
 
     /// Starts `command`, which becomes QEMU.
     pub(crate) fn by(mut command: Command, arguments: &[&str]) -> Self {
-        command
-            .args("-accel tcg -S -display none -nodefaults -qmp stdio".split(' '))
-            .args(arguments);
+        command.args("-accel tcg -S -display none -nodefaults -qmp stdio".split(' ')).args(arguments);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut monitor = BufReader::new(child.stdout.take().unwrap());
         // The greeting comes from a thread of the monitor, at any time before or after the machine exists. The answer
@@ -252,10 +240,7 @@ impl Qemu {
             monitor.read_line(&mut line).unwrap();
             assert!(line.contains(what), "{line:?} of QEMU, not its {what:?}");
         }
-        Self {
-            child,
-            _monitor: monitor,
-        }
+        Self { child, _monitor: monitor }
     }
 
     pub(crate) fn pid(&self) -> Pid {

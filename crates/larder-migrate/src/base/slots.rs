@@ -57,9 +57,7 @@ impl Slots {
     pub fn lock(&self, slot: u32) -> Option<Chunk<'_>> {
         let memory = self.memory.as_ref().filter(|_| slot < self.len)?;
         let chunk = slot / CHUNK_SLOTS;
-        let lock = self.locks[chunk as usize]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let lock = self.locks[chunk as usize].lock().unwrap_or_else(PoisonError::into_inner);
         let first = chunk * CHUNK_SLOTS;
         let count = CHUNK_SLOTS.min(self.len - first) as usize;
         // SAFETY: the slots lie in the mapping, which lives as long as `self`; bytes need no alignment and have no
@@ -94,18 +92,12 @@ impl SlotMapping {
     fn map(len: usize) -> Option<Self> {
         // The kernel refuses an empty mapping.
         let len = len.max(PAGE);
-        let (protection, flags) = (
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::PRIVATE | MapFlags::NORESERVE,
-        );
+        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
         // SAFETY: a new mapping at an address of the kernel's choice.
         let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }.ok()?;
         // SAFETY: the mapping that was just made. The advice is optional: without huge pages, small ones do.
         let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxHugepage) };
-        Some(Self {
-            base: NonNull::new(base.cast())?,
-            len,
-        })
+        Some(Self { base: NonNull::new(base.cast())?, len })
     }
 }
 

@@ -228,11 +228,7 @@ impl Mailbox {
     pub(crate) fn confirm(&self, count: u64) -> Result<(), ControlError> {
         let mut state = self.lock();
         if count < state.first || count > state.sent {
-            return Err(ControlError::InvalidCount {
-                count,
-                least: state.first,
-                most: state.sent,
-            });
+            return Err(ControlError::InvalidCount { count, least: state.first, most: state.sent });
         }
         for _ in state.first..count {
             let len = state.lens.pop_front().map_or(0, |len| len as usize);
@@ -288,10 +284,7 @@ impl Mailbox {
             state.sent_on_link_bytes += len;
             state.sent = state.sent.max(state.first + state.sent_on_link as u64);
         }
-        Ok(Collected {
-            closing: state.closing,
-            has_more: state.sent_on_link < state.lens.len(),
-        })
+        Ok(Collected { closing: state.closing, has_more: state.sent_on_link < state.lens.len() })
     }
 
     /// Returns the state of the mailbox without taking messages.
@@ -302,10 +295,7 @@ impl Mailbox {
         if state.overflowed {
             return Err(ControlError::Unconfirmed);
         }
-        Ok(Collected {
-            closing: state.closing,
-            has_more: state.sent_on_link < state.lens.len(),
-        })
+        Ok(Collected { closing: state.closing, has_more: state.sent_on_link < state.lens.len() })
     }
 
     /// Returns the condition for the end of the connection, or `None` while it is not closing.
@@ -410,9 +400,6 @@ mod tests {
         let text = "x".repeat(60 << 10);
         (0..1000).for_each(|_| note(&mailbox, &text));
         assert!(mailbox.lock().bytes.len() < UNCONFIRMED_BYTES_MAX + (64 << 10));
-        assert!(matches!(
-            mailbox.collect(&mut Vec::new(), false),
-            Err(ControlError::Unconfirmed)
-        ));
+        assert!(matches!(mailbox.collect(&mut Vec::new(), false), Err(ControlError::Unconfirmed)));
     }
 }

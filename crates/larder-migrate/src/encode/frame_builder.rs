@@ -74,15 +74,8 @@ impl Frame {
     /// The session ends during the wait, there is no memory for old pages, or a device does not answer.
     pub fn encode(&mut self, sequencer: &FrameSequencer, codecs: &mut Codecs) -> Result<(), EncodeError> {
         let started = Instant::now();
-        sequencer
-            .bases
-            .frontier
-            .wait(self.assignment.after)
-            .map_err(|Stopped| EncodeError::Stopped)?;
-        self.stats = FrameStats {
-            zeros: self.batch.zeros(),
-            ..FrameStats::default()
-        };
+        sequencer.bases.frontier.wait(self.assignment.after).map_err(|Stopped| EncodeError::Stopped)?;
+        self.stats = FrameStats { zeros: self.batch.zeros(), ..FrameStats::default() };
         self.sections.region = OPAQUE_REGION | u64::from(self.channel);
         let sections = &mut self.sections;
         sections.build(&self.batch, &self.assignment, &sequencer.bases.slots, &mut self.stats)?;
@@ -120,10 +113,7 @@ impl Frame {
             BatchEncoding::Cpu(method) => codecs.encoder.encode(method, runs, &mut sections.encoded[..limit]),
             BatchEncoding::Device => {
                 codecs.submit(self.assignment.number, self.batch.buffer(), ranges, limit)?;
-                self.device_job = Some(DeviceJob {
-                    class,
-                    time: started.elapsed(),
-                });
+                self.device_job = Some(DeviceJob { class, time: started.elapsed() });
                 return Ok(());
             }
         };
@@ -151,11 +141,8 @@ impl Frame {
             return Ok(true);
         };
         let started = Instant::now();
-        let request = if wait {
-            Some(codecs.wait(self.assignment.number)?)
-        } else {
-            codecs.fetch(self.assignment.number)
-        };
+        let request =
+            if wait { Some(codecs.wait(self.assignment.number)?) } else { codecs.fetch(self.assignment.number) };
         let took = started.elapsed();
         self.stats.encode_time += took;
         job.time += took;

@@ -73,11 +73,7 @@ impl Description {
     pub fn query(qmp: &mut Qmp) -> Result<Self, QmpError> {
         let no_arguments = || json!({});
         let machine = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
-        let machine = machine
-            .as_str()
-            .unwrap_or("unknown")
-            .trim_end_matches("-machine")
-            .to_owned();
+        let machine = machine.as_str().unwrap_or("unknown").trim_end_matches("-machine").to_owned();
         let memory = qmp.execute("query-memory-size-summary", no_arguments())?;
         let virtio_mem = VirtioMem::parse_list(&qmp.execute("query-memory-devices", no_arguments())?);
         let virtio_mem_bytes: u64 = virtio_mem.iter().map(|device| device.plugged_bytes).sum();
@@ -119,11 +115,7 @@ impl Description {
             differ("bytes of memory (-m)", &self.memory_bytes[0], &there.memory_bytes[0]);
         }
         if self.memory_bytes[1] != there.memory_bytes[1] {
-            differ(
-                "bytes of memory plugged in",
-                &self.memory_bytes[1],
-                &there.memory_bytes[1],
-            );
+            differ("bytes of memory plugged in", &self.memory_bytes[1], &there.memory_bytes[1]);
         }
         let text = |devices: &[VirtioMem]| match devices {
             [] => "none".to_owned(),
@@ -148,10 +140,7 @@ impl Description {
                 ));
             }
         }
-        for (devices, others, side) in [
-            (&self.pci, &there.pci, "destination"),
-            (&there.pci, &self.pci, "source"),
-        ] {
+        for (devices, others, side) in [(&self.pci, &there.pci, "destination"), (&there.pci, &self.pci, "source")] {
             for device in devices.iter().filter(|device| !others.contains(device)) {
                 found.push(format!("PCI device {device} is missing at the {side}"));
             }
@@ -270,9 +259,7 @@ impl std::fmt::Display for Processor {
 fn feature_word(word: &Value) -> Option<(String, u64)> {
     let bits = word["features"].as_u64().filter(|&bits| bits != 0)?;
     let leaf = word["cpuid-input-eax"].as_u64()?;
-    let below = word["cpuid-input-ecx"]
-        .as_u64()
-        .map_or_else(String::new, |below| format!(".{below}"));
+    let below = word["cpuid-input-ecx"].as_u64().map_or_else(String::new, |below| format!(".{below}"));
     let register = word["cpuid-register"].as_str()?;
     Some((format!("{leaf:x}h{below} {register}"), bits))
 }
@@ -340,10 +327,7 @@ mod tests {
         let here = VirtioMem::parse_list(&devices(256 << 20));
         let there = VirtioMem::parse_list(&devices(0));
         let text = |devices: &[VirtioMem]| devices.iter().map(VirtioMem::text).collect::<Vec<_>>();
-        assert_eq!(
-            text(&here),
-            ["without id of 1073741824 bytes", "vm0 of 536870912 bytes"]
-        );
+        assert_eq!(text(&here), ["without id of 1073741824 bytes", "vm0 of 536870912 bytes"]);
         assert_eq!(text(&here), text(&there));
         assert_eq!(here[1].plugged_bytes, 256 << 20);
         assert_ne!(text(&here), text(&here[..1]));

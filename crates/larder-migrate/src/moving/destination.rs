@@ -134,13 +134,9 @@ impl DestinationMover {
         }
         let devices = disks::socket_chardevs(&mut connection)?;
         // An earlier mover received `Go` and ended before it sent `cont` to QEMU.
-        let allowed = record
-            .as_ref()
-            .filter(|it| matches!(it.phase, IncomingPhase::LetRun { .. }));
+        let allowed = record.as_ref().filter(|it| matches!(it.phase, IncomingPhase::LetRun { .. }));
         if let Some(record) = allowed.filter(|it| !it.disks.is_empty()) {
-            servers
-                .apply(&record.disks, HandoverAction::Commit)
-                .map_err(NotReady::Other)?;
+            servers.apply(&record.disks, HandoverAction::Commit).map_err(NotReady::Other)?;
         }
         if allowed.is_some_and(|it| it.phase == IncomingPhase::LetRun { run: true }) {
             let state = connection.run_state()?;
@@ -307,10 +303,7 @@ impl DestinationMover {
                 self.qmp_path.display()
             )]);
         }
-        let here = Description {
-            clock_ms: received_ms,
-            ..Description::query(&mut inner.qmp).map_err(to_reasons)?
-        };
+        let here = Description { clock_ms: received_ms, ..Description::query(&mut inner.qmp).map_err(to_reasons)? };
         let mut differences = vm.differences(&here);
         inner.fault_claim = None;
         if settings.postcopy
@@ -319,12 +312,8 @@ impl DestinationMover {
             differences.extend(reasons);
         }
         let local_disks = disks::describe(&*inner.servers, &inner.devices);
-        let agreed = local_disks
-            .map_err(|error| vec![error])
-            .and_then(|local| disks::agree(source_disks, &local));
-        let agreed = agreed
-            .map_err(|reasons| differences.extend(reasons))
-            .unwrap_or_default();
+        let agreed = local_disks.map_err(|error| vec![error]).and_then(|local| disks::agree(source_disks, &local));
+        let agreed = agreed.map_err(|reasons| differences.extend(reasons)).unwrap_or_default();
         if !differences.is_empty() {
             inner.fault_claim = None;
             return Err(differences);
@@ -332,12 +321,7 @@ impl DestinationMover {
         let moves_along = |device: &&(String, PathBuf)| agreed.moving_chardevs.contains(&device.0);
         let record = IncomingRecord {
             id,
-            disks: inner
-                .devices
-                .iter()
-                .filter(moves_along)
-                .map(|(_, path)| path.clone())
-                .collect(),
+            disks: inner.devices.iter().filter(moves_along).map(|(_, path)| path.clone()).collect(),
             phase: IncomingPhase::Coming,
         };
         let listening = self.start_listening(inner, record, settings, already_waits);
@@ -365,9 +349,7 @@ impl DestinationMover {
                     self.qmp_path.display()
                 )]);
             }
-            settings
-                .apply(&mut inner.qmp, MigrationRole::Destination)
-                .map_err(to_reasons)?;
+            settings.apply(&mut inner.qmp, MigrationRole::Destination).map_err(to_reasons)?;
             // While QEMU waits, this only revokes that it would run once all has arrived.
             inner.qmp.execute("stop", json!({})).map_err(to_reasons)?;
         }
@@ -393,10 +375,7 @@ impl DestinationMover {
         self.incoming.clear();
         let uri = format!("unix:{}", self.incoming.socket().display());
         match inner.qmp.execute_out_of_band("migrate-recover", json!({"uri": uri})) {
-            Ok(_) => ToSource::Prepared {
-                warnings: Vec::new(),
-                disks: false,
-            },
+            Ok(_) => ToSource::Prepared { warnings: Vec::new(), disks: false },
             Err(error) => match inner.state() {
                 IncomingState::Running { has_all_memory: true } => ToSource::Running { whole: true },
                 IncomingState::Exited => exited_answer(),
@@ -485,15 +464,12 @@ impl Inner {
         self.query_timed_out = timed_out;
         // A busy QEMU reports no status, so the flag is sticky. Only an outgoing migration is cancelled, before which
         // all must have arrived.
-        self.has_all_memory |= migration
-            .as_ref()
-            .is_ok_and(|status| ["completed", "cancelling", "cancelled"].contains(&status.as_str()));
+        self.has_all_memory |=
+            migration.as_ref().is_ok_and(|status| ["completed", "cancelling", "cancelled"].contains(&status.as_str()));
         match self.record.as_ref().map(|record| &record.phase) {
             Some(IncomingPhase::Never { reason }) => IncomingState::NeverRan { reason: reason.clone() },
             Some(IncomingPhase::LetRun { .. }) if has_exited => IncomingState::Exited,
-            Some(IncomingPhase::LetRun { .. }) => IncomingState::Running {
-                has_all_memory: self.has_all_memory,
-            },
+            Some(IncomingPhase::LetRun { .. }) => IncomingState::Running { has_all_memory: self.has_all_memory },
             Some(IncomingPhase::Coming) if has_exited || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
                     Err(_) => "the destination's QEMU exited before all data had arrived".to_owned(),
@@ -507,9 +483,7 @@ impl Inner {
                     }
                 }
             }
-            None if has_exited => IncomingState::NeverRan {
-                reason: "the destination's QEMU has exited".to_owned(),
-            },
+            None if has_exited => IncomingState::NeverRan { reason: "the destination's QEMU has exited".to_owned() },
             Some(IncomingPhase::Coming) => IncomingState::Incoming,
             None => IncomingState::Waiting,
         }
@@ -537,11 +511,7 @@ impl Inner {
 
     /// Passes the ranges that were hot at the source to the server of a disk that moves along.
     fn warm_cache(&self, id: &MoveId, chardev: &str, ranges: &str) -> ToSource {
-        let socket = self
-            .devices
-            .iter()
-            .find(|(label, _)| label == chardev)
-            .map(|(_, path)| path);
+        let socket = self.devices.iter().find(|(label, _)| label == chardev).map(|(_, path)| path);
         let moves_along = |socket: &&PathBuf| {
             let record = self.record.as_ref().filter(|arriving| arriving.id == *id);
             record.is_some_and(|record| record.disks.contains(socket))
@@ -624,15 +594,11 @@ impl Inner {
         if run && let Err(error) = self.qmp.execute_within("cont", json!({}), CONT_TIMEOUT) {
             return match error {
                 QmpError::Refused { .. } => self.handle_refused_start(postcopy, error.to_string()),
-                error => ToSource::Unknown {
-                    reason: error.to_string(),
-                },
+                error => ToSource::Unknown { reason: error.to_string() },
             };
         }
         self.has_all_memory |= !postcopy;
-        ToSource::Running {
-            whole: self.has_all_memory,
-        }
+        ToSource::Running { whole: self.has_all_memory }
     }
 
     /// Handles QEMU's refusal to run the VM: it has not run, so its disks are released again.
@@ -652,9 +618,7 @@ impl Inner {
         if let Err(reason) = self.commit_disks() {
             return not_yet(postcopy, reason);
         }
-        let unknown = |error: QmpError| ToSource::Unknown {
-            reason: error.to_string(),
-        };
+        let unknown = |error: QmpError| ToSource::Unknown { reason: error.to_string() };
         match self.qmp.run_state() {
             Ok(state) if run && STOPPED_STATES.contains(&state.as_str()) => {
                 match self.qmp.execute_within("cont", json!({}), CONT_TIMEOUT) {

@@ -124,9 +124,7 @@ pub struct DiskDescription {
 pub fn socket_chardevs(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
     let devices = qmp.execute("query-chardev", json!({}))?;
     let labels = devices.as_array().into_iter().flatten();
-    let labels: Vec<String> = labels
-        .filter_map(|device| device["label"].as_str().map(str::to_owned))
-        .collect();
+    let labels: Vec<String> = labels.filter_map(|device| device["label"].as_str().map(str::to_owned)).collect();
     let mut found = Vec::new();
     for label in labels {
         let query = json!({"path": format!("/chardevs/{label}"), "property": "addr"});
@@ -208,9 +206,9 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
         let name = format!("disk {} ({})", disk.chardev, disk.served.image);
         let Some(other) = there.iter().find(|other| other.chardev == disk.chardev) else {
             if disk.served.shared {
-                agreement.warnings.push(format!(
-                    "{name}: at the destination it is not served by a `larder vm` that is known there"
-                ));
+                agreement
+                    .warnings
+                    .push(format!("{name}: at the destination it is not served by a `larder vm` that is known there"));
             } else {
                 reasons.push(format!(
                     "{name}: no `larder vm` serves it at the destination's QEMU, which must have a chardev with the same id"
@@ -226,12 +224,7 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
             )),
         }
         reasons.extend(disk.served.differences(&name, &other.served));
-        if disk
-            .served
-            .inode
-            .zip(other.served.inode)
-            .is_some_and(|(one, other)| one != other)
-        {
+        if disk.served.inode.zip(other.served.inode).is_some_and(|(one, other)| one != other) {
             agreement.warnings.push(format!(
                 "{name}: {} at the destination does not seem to be the same file: its inode number differs",
                 other.served.image
@@ -253,20 +246,14 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
     if here.iter().any(|disk| disk.served.away) {
         reasons.push("the source's disk server itself waits for its VM to arrive".to_owned());
     }
-    if reasons.is_empty() {
-        Ok(agreement)
-    } else {
-        Err(reasons)
-    }
+    if reasons.is_empty() { Ok(agreement) } else { Err(reasons) }
 }
 
 impl ServedDisk {
     fn differences(&self, name: &str, there: &Self) -> Vec<String> {
         let mut found = Vec::new();
         let mut differ = |what: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
-            found.push(format!(
-                "{name}: {what}: {here} at the source, {there} at the destination"
-            ));
+            found.push(format!("{name}: {what}: {here} at the source, {there} at the destination"));
         };
         if self.size != there.size {
             differ("bytes", &self.size, &there.size);
@@ -275,11 +262,7 @@ impl ServedDisk {
             differ("bytes of a sector (block-size)", &self.block_size, &there.block_size);
         }
         if self.serial != there.serial {
-            differ(
-                "serial number (serial)",
-                &format!("'{}'", self.serial),
-                &format!("'{}'", there.serial),
-            );
+            differ("serial number (serial)", &format!("'{}'", self.serial), &format!("'{}'", there.serial));
         }
         if self.format != there.format {
             differ("format", &self.format, &there.format);
@@ -323,10 +306,7 @@ mod tests {
     /// reported.
     #[test]
     fn disk_moves_only_to_matching_server() {
-        assert_eq!(
-            agree(&[disk(false)], &[disk(true)]).expect("it goes").moving_chardevs,
-            ["vda"]
-        );
+        assert_eq!(agree(&[disk(false)], &[disk(true)]).expect("it goes").moving_chardevs, ["vda"]);
         assert_eq!(agree(&[], &[]), Ok(Agreement::default()));
         for (there, why) in [
             (vec![], "no `larder vm` serves it at the destination"),
@@ -340,13 +320,7 @@ mod tests {
                 "serial number (serial): 'A' at the source, 'B' at the destination",
             ),
             (
-                vec![
-                    disk(true),
-                    DiskDescription {
-                        chardev: "vdb".to_owned(),
-                        ..disk(true)
-                    },
-                ],
+                vec![disk(true), DiskDescription { chardev: "vdb".to_owned(), ..disk(true) }],
                 "the destination waits for it, and no `larder vm` serves it at the source",
             ),
         ] {

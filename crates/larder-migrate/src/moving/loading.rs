@@ -71,7 +71,5 @@ pub(super) fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
 
 /// Returns true if QEMU listens for a VM. Until a sender connects, QEMU 7.2 reports the address, but no status.
 pub(super) fn is_listening(migration: &Value) -> bool {
-    migration["socket-address"]
-        .as_array()
-        .is_some_and(|addresses| !addresses.is_empty())
+    migration["socket-address"].as_array().is_some_and(|addresses| !addresses.is_empty())
 }

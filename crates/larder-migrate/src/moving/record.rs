@@ -105,10 +105,7 @@ impl RecordFile {
         let qemu = qmp.process();
         let process = qemu.map_or_else(String::new, |qemu| format!("-{}-{}", qemu.pid, qemu.started));
         remove_stale(directory);
-        Self {
-            path: directory.join(format!("{role}-{name}{process}.json")),
-            qemu,
-        }
+        Self { path: directory.join(format!("{role}-{name}{process}.json")), qemu }
     }
 
     /// Reads the record of this QEMU; returns `None` if there is none.
@@ -130,10 +127,7 @@ impl RecordFile {
     /// # Errors
     /// The file cannot be written.
     pub fn save<T: Serialize>(&self, record: T) -> io::Result<()> {
-        let stored = StoredRecord {
-            qemu: self.qemu,
-            record,
-        };
+        let stored = StoredRecord { qemu: self.qemu, record };
         let new = self.path.with_extension("new");
         fs::write(&new, serde_json::to_vec(&stored).expect("plain data")).map_err(|error| self.with_path(&error))?;
         fs::rename(&new, &self.path).map_err(|error| self.with_path(&error))
@@ -171,20 +165,10 @@ mod tests {
     fn sweep_removes_records_of_exited_qemus() {
         let directory = tempfile::tempdir().expect("a folder");
         let live = ProcessIdentity::with_pid(std::process::id() as i32).expect("it lives");
-        let exited = ProcessIdentity {
-            started: live.started - 1,
-            ..live
-        };
-        let record_file = |name: &str, qemu| RecordFile {
-            path: directory.path().join(name),
-            qemu,
-        };
-        record_file("from-1.json", Some(exited))
-            .save("dead")
-            .expect("there is room");
-        record_file("to-1.json", Some(live))
-            .save("lives")
-            .expect("there is room");
+        let exited = ProcessIdentity { started: live.started - 1, ..live };
+        let record_file = |name: &str, qemu| RecordFile { path: directory.path().join(name), qemu };
+        record_file("from-1.json", Some(exited)).save("dead").expect("there is room");
+        record_file("to-1.json", Some(live)).save("lives").expect("there is room");
         record_file("to-2.json", None).save("unknown").expect("there is room");
         fs::write(directory.path().join("to-3.json"), "no record").expect("there is room");
         remove_stale(directory.path());

@@ -220,16 +220,11 @@ impl MigrationMonitor {
         let ram = RamStats::parse(migration);
         let totals = progress.totals();
         self.samples.push((elapsed, totals.clone()));
-        self.samples
-            .retain(|(at, _)| elapsed.saturating_sub(*at) <= RATE_WINDOW);
+        self.samples.retain(|(at, _)| elapsed.saturating_sub(*at) <= RATE_WINDOW);
         let (since, first) = &self.samples[0];
         let seconds = (elapsed - *since).as_secs_f64();
         let per_second = |now: u64, then: u64| {
-            if seconds > 0.0 {
-                ((now - then) as f64 / seconds) as u64
-            } else {
-                0
-            }
+            if seconds > 0.0 { ((now - then) as f64 / seconds) as u64 } else { 0 }
         };
         let mut report = MigrationReport {
             seconds: elapsed.as_secs_f64(),

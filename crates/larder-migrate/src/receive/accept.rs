@@ -41,10 +41,7 @@ impl Port {
     /// The socket cannot be made non-blocking.
     pub fn new(listener: TcpListener) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        Ok(Self {
-            listener,
-            waiting_sender: Mutex::default(),
-        })
+        Ok(Self { listener, waiting_sender: Mutex::default() })
     }
 
     /// Returns the address of the listening socket.
@@ -105,9 +102,7 @@ impl ReceiveSession<'_> {
                     let number = lock(&self.greetings).begin(handle);
                     self.spawn(scope, "a connection", move || {
                         let peer = peer.ip();
-                        let role = self
-                            .read_greeting(socket, peer)
-                            .and_then(|greeting| self.assign_role(greeting));
+                        let role = self.read_greeting(socket, peer).and_then(|greeting| self.assign_role(greeting));
                         lock(&self.greetings).end(number);
                         self.run_role(scope, port, peer, role)
                     });
@@ -123,14 +118,9 @@ impl ReceiveSession<'_> {
     }
 
     fn wait_for_connection(&self, listener: &TcpListener) -> Result<(), ReceiveError> {
-        let mut fds = [
-            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
-            PollFd::new(&self.over_event, PollFlags::IN),
-        ];
-        let timeout = Timespec {
-            tv_sec: 0,
-            tv_nsec: 100_000_000,
-        };
+        let mut fds =
+            [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN), PollFd::new(&self.over_event, PollFlags::IN)];
+        let timeout = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(ReceiveError::io("waiting for a sender")(error.into())),
@@ -139,9 +129,7 @@ impl ReceiveSession<'_> {
 
     /// Accepts a connection, and reads and verifies its greeting.
     fn read_greeting(&self, socket: TcpStream, peer: IpAddr) -> Result<Greeting, ReceiveError> {
-        socket
-            .set_nonblocking(false)
-            .map_err(ReceiveError::io("accepting a connection"))?;
+        socket.set_nonblocking(false).map_err(ReceiveError::io("accepting a connection"))?;
         let mut link = Link::accept(socket, self.options.tls.as_ref())?;
         let hello = Hello::read(&mut link)?;
         if let Err(error) = link.check_peer(peer, self.options.tls.as_ref()) {
@@ -158,8 +146,7 @@ impl ReceiveSession<'_> {
             Err(ReceiveError::Refused(reason))
         })?;
         let hello = greeting.hello.clone();
-        self.welcome(granted, greeting)
-            .inspect_err(|_| lock(&self.claim).revoke(&hello))
+        self.welcome(granted, greeting).inspect_err(|_| lock(&self.claim).revoke(&hello))
     }
 
     fn grant(&self, hello: &Hello) -> Result<Grant, &'static str> {
@@ -205,9 +192,7 @@ impl ReceiveSession<'_> {
         let failed = ReceiveError::io("setting up a connection");
         let handle = link.handle().map_err(&failed)?;
         welcome.write(link)?;
-        self.outcome
-            .sockets
-            .add(number, handle, greeting.hello.role == ConnectionRole::Control);
+        self.outcome.sockets.add(number, handle, greeting.hello.role == ConnectionRole::Control);
         let has_received = greeting.hello.received;
         match granted {
             Grant::Session => Ok(AcceptedRole::Control(greeting.link, patience)),

@@ -135,12 +135,8 @@ struct Reader {
 impl ReceiveSession<'_> {
     /// Reads and decodes the frames of a lane until the session has ended.
     pub(super) fn run_lane(&self, lane: &Lane, bases: &Bases, patience: Duration) -> Result<(), ReceiveError> {
-        let mut reader = Reader {
-            decoder: FrameDecoder::new(),
-            body: Vec::new(),
-            last_frame: None,
-            cpu: CpuTime::now(),
-        };
+        let mut reader =
+            Reader { decoder: FrameDecoder::new(), body: Vec::new(), last_frame: None, cpu: CpuTime::now() };
         loop {
             let AwaitedLink::Link(number, mut link, _) = lane.pending_link.wait(None) else {
                 return Ok(());

@@ -57,12 +57,7 @@ impl ChannelQueue {
     const REPORT_BYTES: u64 = 1 << 20;
 
     pub(super) fn new(number: u16, window: u32) -> Self {
-        Self {
-            number,
-            window: window.into(),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        }
+        Self { number, window: window.into(), state: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Returns an empty buffer for a frame, which must lie within the window.
@@ -71,12 +66,7 @@ impl ChannelQueue {
         let end = header.offset + u64::from(header.raw_len);
         let most = (state.taken + self.window).min(state.total.unwrap_or(u64::MAX));
         if header.offset < state.next || end > most {
-            return Err(ReceiveError::OutsideWindow {
-                channel: self.number,
-                begin: header.offset,
-                end,
-                most,
-            });
+            return Err(ReceiveError::OutsideWindow { channel: self.number, begin: header.offset, end, most });
         }
         Ok(state.spare.pop().unwrap_or_default())
     }
@@ -87,19 +77,11 @@ impl ChannelQueue {
             return Ok(());
         }
         let end = offset + bytes.len() as u64;
-        let fits_before = state
-            .pieces
-            .range(..=offset)
-            .next_back()
-            .is_none_or(|(at, piece)| at + piece.len() as u64 <= offset);
+        let fits_before =
+            state.pieces.range(..=offset).next_back().is_none_or(|(at, piece)| at + piece.len() as u64 <= offset);
         let fits_after = state.pieces.range(offset..).next().is_none_or(|(at, _)| end <= *at);
         if offset < state.next || !fits_before || !fits_after {
-            return Err(ReceiveError::OutsideWindow {
-                channel: self.number,
-                begin: offset,
-                end,
-                most: state.next,
-            });
+            return Err(ReceiveError::OutsideWindow { channel: self.number, begin: offset, end, most: state.next });
         }
         if state.pieces.len() >= CHANNEL_FRAMES_MAX {
             return Err(ReceiveError::TooManyFrames { channel: self.number });
@@ -171,10 +153,7 @@ impl ChannelQueue {
     /// Marks the channel as closed by the sender, after `total` bytes.
     pub(super) fn close(&self, total: u64) -> Result<(), ReceiveError> {
         let mut state = lock(&self.state);
-        let last = state
-            .pieces
-            .last_key_value()
-            .map_or(state.next, |(at, piece)| at + piece.len() as u64);
+        let last = state.pieces.last_key_value().map_or(state.next, |(at, piece)| at + piece.len() as u64);
         if state.total.is_some() || total < last {
             return Err(ReceiveError::UnexpectedMessage(format!(
                 "the end of channel {} at {total} bytes, of which {last} have arrived, or its second end",

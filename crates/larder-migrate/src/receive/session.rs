@@ -213,9 +213,7 @@ impl<'a> ReceiveSession<'a> {
         if self.outcome.has_failed() && !is_reason {
             return;
         }
-        let result = message
-            .map_err(ReceiveError::from)
-            .and_then(|message| self.handle_message(opened, message));
+        let result = message.map_err(ReceiveError::from).and_then(|message| self.handle_message(opened, message));
         if let Err(error) = result {
             self.fail(error);
         }
@@ -241,9 +239,7 @@ impl<'a> ReceiveSession<'a> {
             MessageKind::Failed => Err(ReceiveError::Sender(message.text())),
             MessageKind::End => {
                 if let Some(number) = lock(&self.queues).values().find_map(|queue| queue.open_channel()) {
-                    return Err(ReceiveError::UnexpectedMessage(format!(
-                        "END while channel {number} is open"
-                    )));
+                    return Err(ReceiveError::UnexpectedMessage(format!("END while channel {number} is open")));
                 }
                 self.ended.store(true, Ordering::Release);
                 self.mailbox.send(&Message::new(MessageKind::End, 0, 0));
@@ -267,14 +263,10 @@ impl<'a> ReceiveSession<'a> {
     /// Returns the queue of a channel. A frame may need it before the channel is opened.
     pub(super) fn queue(&self, number: u16) -> Result<Arc<ChannelQueue>, ReceiveError> {
         if number >= self.channels() {
-            return Err(ReceiveError::UnexpectedMessage(format!(
-                "data of channel {number}, which was not offered"
-            )));
+            return Err(ReceiveError::UnexpectedMessage(format!("data of channel {number}, which was not offered")));
         }
         let mut queues = lock(&self.queues);
-        let queue = queues
-            .entry(number)
-            .or_insert_with(|| Arc::new(ChannelQueue::new(number, self.window())));
+        let queue = queues.entry(number).or_insert_with(|| Arc::new(ChannelQueue::new(number, self.window())));
         Ok(Arc::clone(queue))
     }
 
@@ -292,10 +284,7 @@ impl<'a> ReceiveSession<'a> {
             let connected = connected.map_err(|source| match self.notes_handler {
                 // The sender is no mover, so QEMU was not prepared to wait there.
                 Some(_) if !self.received_note.load(Ordering::Relaxed) => ReceiveError::SenderIsStream,
-                _ => ReceiveError::Qemu {
-                    path: path.clone(),
-                    source,
-                },
+                _ => ReceiveError::Qemu { path: path.clone(), source },
             })?;
             let Some(socket) = connected else { return Ok(()) };
             let socket = Arc::new(socket);
@@ -315,10 +304,7 @@ impl<'a> ReceiveSession<'a> {
 
     /// Writes the bytes of a channel to QEMU.
     fn write_channel(&self, queue: &ChannelQueue, mut socket: &UnixStream) {
-        let report = |bytes| {
-            self.mailbox
-                .send(&Message::new(MessageKind::Delivered, queue.number, bytes))
-        };
+        let report = |bytes| self.mailbox.send(&Message::new(MessageKind::Delivered, queue.number, bytes));
         let mut cpu = CpuTime::now();
         while let Some(next) = queue.next(report) {
             let QueueItem::Bytes(bytes) = next else {
@@ -350,8 +336,7 @@ impl<'a> ReceiveSession<'a> {
             match socket.read(&mut buffer) {
                 Ok(0) => break,
                 Ok(len) => {
-                    self.mailbox
-                        .send_when_room(&Message::with_body(MessageKind::Return, queue.number, &buffer[..len]))
+                    self.mailbox.send_when_room(&Message::with_body(MessageKind::Return, queue.number, &buffer[..len]))
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => break,

@@ -58,11 +58,7 @@ impl FlightLimit {
     const QUEUEING_TARGET: Duration = Duration::from_millis(40);
 
     fn new() -> Self {
-        Self {
-            bytes: Self::BYTES_INITIAL,
-            least_time: Duration::MAX,
-            changed: Instant::now(),
-        }
+        Self { bytes: Self::BYTES_INITIAL, least_time: Duration::MAX, changed: Instant::now() }
     }
 
     /// Adjusts the limit after bytes that took `time`; `was_paused` is true if reading was paused because of the
@@ -144,9 +140,7 @@ impl ReadState {
         while self.in_flight.front().is_some_and(|&(end, _)| end <= bytes) {
             last = self.in_flight.pop_front();
         }
-        let time = last
-            .filter(|(_, at)| link_since.is_none_or(|since| *at > since))
-            .map(|(_, at)| at.elapsed());
+        let time = last.filter(|(_, at)| link_since.is_none_or(|since| *at > since)).map(|(_, at)| at.elapsed());
         if let Some(time) = time {
             self.flight_limit.update(time, self.paused);
         }
@@ -194,11 +188,8 @@ impl SourceChannel {
             return None;
         }
         let has_return_path = facts.return_path || facts.postcopy_resumed;
-        let succeeded = if has_return_path {
-            lock(&self.returned).is_loaded()
-        } else {
-            facts.ram_ended && !reading.refused
-        };
+        let succeeded =
+            if has_return_path { lock(&self.returned).is_loaded() } else { facts.ram_ended && !reading.refused };
         match (succeeded, reading.closed_first || reading.refused) {
             (true, _) => None,
             (false, true) => Some("the destination's QEMU has closed its end, or has exited"),

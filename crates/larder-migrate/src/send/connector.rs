@@ -55,21 +55,10 @@ impl Connector {
         let welcome = Welcome::read(&mut control).map_err(greeting_error)?;
         welcome.check_answer(&hello)?;
         hello.session = welcome.session;
-        let mut connector = Self {
-            address,
-            tls: options.tls.clone(),
-            lanes: welcome.lanes.min(options.lanes),
-            patience,
-            chain,
-            hello,
-        };
+        let mut connector =
+            Self { address, tls: options.tls.clone(), lanes: welcome.lanes.min(options.lanes), patience, chain, hello };
         let lanes = connector.connect_lanes(connect)?;
-        let connected = LinkConnections {
-            number: 0,
-            control,
-            received: welcome.received,
-            lanes,
-        };
+        let connected = LinkConnections { number: 0, control, received: welcome.received, lanes };
         Ok((connector, connected, welcome))
     }
 
@@ -102,12 +91,7 @@ impl Connector {
         let mut control = connect()?;
         let received = self.greet(&mut control)?;
         let lanes = self.connect_lanes(connect)?;
-        Ok(LinkConnections {
-            number,
-            control,
-            received,
-            lanes,
-        })
+        Ok(LinkConnections { number, control, received, lanes })
     }
 
     fn connect_lanes(&mut self, connect: impl Fn() -> Result<Link, LinkError>) -> Result<Vec<(Link, u64)>, SendError> {
@@ -127,11 +111,7 @@ impl Connector {
     fn greet(&self, link: &mut Link) -> Result<u64, SendError> {
         self.hello.write(link)?;
         let welcome = Welcome::read(link).map_err(greeting_error)?;
-        if welcome.session == self.hello.session {
-            Ok(welcome.received)
-        } else {
-            Err(SendError::OtherSession)
-        }
+        if welcome.session == self.hello.session { Ok(welcome.received) } else { Err(SendError::OtherSession) }
     }
 }
 

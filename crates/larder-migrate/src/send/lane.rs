@@ -132,16 +132,10 @@ impl SendSession<'_> {
         let now = Instant::now();
         let sending = now - encoded;
         // A write that had to wait found a link that was busy since the last write.
-        let link_took = if sending > cpu_time * 2 {
-            now - *written
-        } else {
-            sending
-        };
+        let link_took = if sending > cpu_time * 2 { now - *written } else { sending };
         *written = now;
         match sent {
-            Ok(true) => self
-                .sequencer
-                .sent(stats.wire_bytes.into(), link_took, self.outputs.len()),
+            Ok(true) => self.sequencer.sent(stats.wire_bytes.into(), link_took, self.outputs.len()),
             // The time of an unsent frame shows nothing about the link.
             Ok(false) => {}
             Err(lost) if !self.patience.is_zero() => self.mailbox.mark_lane_lost(lost.number),
@@ -166,18 +160,14 @@ impl SendSession<'_> {
     /// sent.
     fn wait_for_cpu(&self, cpu: &mut CpuTime, picked: Duration) -> Result<bool, SendError> {
         let usage = cpu.lap();
-        self.sequencer
-            .record_other_work(usage.total_ns.saturating_sub(picked.as_nanos() as u64));
+        self.sequencer.record_other_work(usage.total_ns.saturating_sub(picked.as_nanos() as u64));
         self.progress.add_cpu_usage(usage, || self.sequencer.choice());
         let limit = || self.limits.get().processors;
         let rate = || limit().map(|processors| processors * 1e9);
         let lanes = self.outputs.len() as f64;
-        self.sequencer
-            .set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
+        self.sequencer.set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
         let reservation = self.cpu_limiter.reserve(usage.total_ns, rate(), Instant::now());
-        self.wait("waiting for the CPU limit", || {
-            self.cpu_limiter.delay_after(reservation, rate(), Instant::now())
-        })
+        self.wait("waiting for the CPU limit", || self.cpu_limiter.delay_after(reservation, rate(), Instant::now()))
     }
 
     /// Sleeps until `pause` returns zero; returns false if the session ends.
@@ -202,8 +192,7 @@ impl SendSession<'_> {
     ) -> Result<(), SendError> {
         if ended && reading.left_over.is_empty() {
             reading.ended = true;
-            self.mailbox
-                .send(&Message::new(MessageKind::Close, channel.number, reading.offset));
+            self.mailbox.send(&Message::new(MessageKind::Close, channel.number, reading.offset));
             self.end_if_channel_is_done(reading);
             return Ok(());
         }
@@ -247,10 +236,7 @@ fn read(socket: &UnixStream, reading: &mut ReadState, batch: &mut Batch) -> Resu
             // A QEMU that is killed resets the connection. The rest is missing, and the receiver must not see an
             // orderly end.
             Err(error) => {
-                return Err(SendError::Io {
-                    what: "reading from QEMU",
-                    source: error.into(),
-                });
+                return Err(SendError::Io { what: "reading from QEMU", source: error.into() });
             }
         }
     }

@@ -55,16 +55,8 @@ impl Poller {
             stop_event: eventfd(0, flags)?,
             stopped: AtomicBool::new(false),
         };
-        for (fd, data) in [
-            (&poller.left_over_event, Self::LEFT_OVER),
-            (&poller.stop_event, Self::STOP),
-        ] {
-            epoll::add(
-                &poller.epoll,
-                fd,
-                epoll::EventData::new_u64(data),
-                epoll::EventFlags::IN,
-            )?;
+        for (fd, data) in [(&poller.left_over_event, Self::LEFT_OVER), (&poller.stop_event, Self::STOP)] {
+            epoll::add(&poller.epoll, fd, epoll::EventData::new_u64(data), epoll::EventFlags::IN)?;
         }
         Ok(poller)
     }
@@ -76,12 +68,7 @@ impl Poller {
 
     pub(super) fn arm(&self, channel: &SourceChannel) -> io::Result<()> {
         let data = epoll::EventData::new_u64(channel.number.into());
-        Ok(epoll::modify(
-            &self.epoll,
-            &channel.socket,
-            data,
-            Self::oneshot_flags(),
-        )?)
+        Ok(epoll::modify(&self.epoll, &channel.socket, data, Self::oneshot_flags())?)
     }
 
     fn oneshot_flags() -> epoll::EventFlags {
@@ -102,10 +89,7 @@ impl Poller {
             if self.is_stopped() {
                 return Ok(LaneAction::End);
             }
-            let mut events = [epoll::Event {
-                flags: epoll::EventFlags::empty(),
-                data: epoll::EventData::new_u64(0),
-            }];
+            let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }];
             match epoll::wait(&self.epoll, &mut events[..], timeout) {
                 Ok(0) if !wait => return Ok(LaneAction::Idle),
                 Ok(0) | Err(rustix::io::Errno::INTR) => continue,
@@ -130,10 +114,8 @@ impl Poller {
 
     /// Waits until QEMU connects, the session ends, or [`Self::STOP_CHECK_INTERVAL`] has passed.
     pub(super) fn wait_for_connection(&self, listener: &UnixListener) -> io::Result<()> {
-        let mut fds = [
-            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
-            PollFd::new(&self.stop_event, PollFlags::IN),
-        ];
+        let mut fds =
+            [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN), PollFd::new(&self.stop_event, PollFlags::IN)];
         wait(&mut fds, Self::STOP_CHECK_INTERVAL)
     }
 
@@ -148,10 +130,7 @@ impl Poller {
             if remaining.is_zero() {
                 return Ok(true);
             }
-            wait(
-                &mut [PollFd::new(&self.stop_event, PollFlags::IN)],
-                remaining.min(Self::SLEEP_MAX),
-            )?;
+            wait(&mut [PollFd::new(&self.stop_event, PollFlags::IN)], remaining.min(Self::SLEEP_MAX))?;
         }
     }
 

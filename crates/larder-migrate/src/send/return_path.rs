@@ -54,10 +54,7 @@ impl ReturnSender {
     pub(super) fn new() -> (Self, ReturnReceiver) {
         let (sender, receiver) = mpsc::channel();
         let queued_bytes = Arc::new(AtomicUsize::new(0));
-        let return_sender = Self {
-            queue: sender,
-            queued_bytes: Arc::clone(&queued_bytes),
-        };
+        let return_sender = Self { queue: sender, queued_bytes: Arc::clone(&queued_bytes) };
         let queue = receiver;
         (return_sender, ReturnReceiver { queue, queued_bytes })
     }
@@ -66,9 +63,7 @@ impl ReturnSender {
     pub(super) fn enqueue(&self, channel: Arc<SourceChannel>, event: ReturnEvent) -> Result<(), SendError> {
         let len = event.len();
         if self.queued_bytes.fetch_add(len, Ordering::Relaxed) + len > QUEUED_BYTES_MAX {
-            return Err(SendError::ReturnPathStalled {
-                channel: channel.number,
-            });
+            return Err(SendError::ReturnPathStalled { channel: channel.number });
         }
         // It fails only when the session is over.
         let _ = self.queue.send((channel, event));
@@ -91,9 +86,9 @@ impl ReturnReceiver {
             Err(error) => match error.kind() {
                 // QEMU has closed the channel, which the reading lane sees.
                 io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Ok(()),
-                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Err(SendError::ReturnPathStalled {
-                    channel: channel.number,
-                }),
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                    Err(SendError::ReturnPathStalled { channel: channel.number })
+                }
                 _ => Err(SendError::io("writing to QEMU")(error)),
             },
         }

@@ -99,10 +99,7 @@ impl<'a> SendSession<'a> {
         codecs: &[Codecs],
         (progress, steering): (&'a SenderProgress, &'a Steering),
     ) -> Result<Self, SendError> {
-        let bases = Bases {
-            slots: Slots::new(welcome.delta_memory),
-            frontier: Frontier::new(),
-        };
+        let bases = Bases { slots: Slots::new(welcome.delta_memory), frontier: Frontier::new() };
         Ok(Self {
             poller: Poller::new().map_err(SendError::io("setting up epoll"))?,
             mailbox,
@@ -131,15 +128,11 @@ impl<'a> SendSession<'a> {
         codecs: Vec<Codecs>,
         listener: &UnixListener,
     ) -> Result<(), SendError> {
-        listener
-            .set_nonblocking(true)
-            .map_err(SendError::io("the socket for QEMU"))?;
+        listener.set_nonblocking(true).map_err(SendError::io("the socket for QEMU"))?;
         thread::scope(|scope| {
             let session = &self;
             let (return_sender, return_receiver) = ReturnSender::new();
-            session.spawn(scope, "the return path", move || {
-                session.forward_return_path(&return_receiver)
-            });
+            session.spawn(scope, "the return path", move || session.forward_return_path(&return_receiver));
             session.spawn(scope, "the control connection", move || {
                 let result = session.run_links(scope, connector, connected, &return_sender);
                 session.mailbox.end();
@@ -252,11 +245,7 @@ impl<'a> SendSession<'a> {
         let started = Instant::now();
         let mut pause = Duration::ZERO;
         loop {
-            if !self
-                .poller
-                .sleep(pause)
-                .map_err(SendError::io("waiting to reconnect"))?
-            {
+            if !self.poller.sleep(pause).map_err(SendError::io("waiting to reconnect"))? {
                 return Ok(None);
             }
             let sockets = &self.outcome.sockets;
@@ -293,16 +282,12 @@ impl<'a> SendSession<'a> {
             }
             match listener.accept() {
                 Ok((socket, _)) => self.open(socket)?,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self
-                    .poller
-                    .wait_for_connection(listener)
-                    .map_err(SendError::io("waiting for QEMU"))?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.poller.wait_for_connection(listener).map_err(SendError::io("waiting for QEMU"))?
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(source) => {
-                    return Err(SendError::Io {
-                        what: "waiting for QEMU",
-                        source,
-                    });
+                    return Err(SendError::Io { what: "waiting for QEMU", source });
                 }
             }
         }
@@ -316,9 +301,7 @@ impl<'a> SendSession<'a> {
         let mut channels = lock(&self.channels);
         let number = channels.all.len() as u16;
         if number >= self.welcome.channels {
-            return Err(SendError::TooManyChannels {
-                most: self.welcome.channels,
-            });
+            return Err(SendError::TooManyChannels { most: self.welcome.channels });
         }
         let channel = Arc::new(SourceChannel::new(number, socket, &self.blocks));
         channels.all.push(Arc::clone(&channel));
@@ -338,9 +321,7 @@ impl<'a> SendSession<'a> {
         if self.outcome.has_failed() && !is_reason {
             return;
         }
-        let result = message
-            .map_err(SendError::from)
-            .and_then(|message| self.handle_message(message, return_sender));
+        let result = message.map_err(SendError::from).and_then(|message| self.handle_message(message, return_sender));
         if let Err(error) = result {
             self.fail(error);
         }
@@ -404,8 +385,7 @@ impl<'a> SendSession<'a> {
         if refused && !reading.ended {
             // A channel that is paused at its limit would never be read again, so its end is reported here.
             reading.ended = true;
-            self.mailbox
-                .send(&Message::new(MessageKind::Close, channel.number, reading.offset));
+            self.mailbox.send(&Message::new(MessageKind::Close, channel.number, reading.offset));
         }
         self.end_if_channel_is_done(reading);
     }
@@ -466,12 +446,7 @@ impl<'a> SendSession<'a> {
 
 /// Returns the error for a count of frames of a lane that the receiver cannot have.
 fn invalid_count(lane: u16, count: u64) -> impl Fn((u64, u64)) -> SendError {
-    move |(least, most)| SendError::InvalidCount {
-        lane,
-        count,
-        least,
-        most,
-    }
+    move |(least, most)| SendError::InvalidCount { lane, count, least, most }
 }
 
 /// Creates a selector of the methods that both sides run fast.

@@ -136,21 +136,14 @@ impl Table {
             return None;
         }
         let id = BlockId(u16::try_from(self.list.len()).ok()?);
-        self.list.push(RamBlock {
-            name: name.into(),
-            len_bytes: None,
-            page_bytes: None,
-        });
+        self.list.push(RamBlock { name: name.into(), len_bytes: None, page_bytes: None });
         self.by_name.insert(name.into(), id);
         Some(self.block_ref(id))
     }
 
     fn block_ref(&self, id: BlockId) -> BlockRef {
         let pages = |len_bytes: u64| u32::try_from(len_bytes / PAGE_BYTES).unwrap_or(u32::MAX);
-        BlockRef {
-            id,
-            pages: self.list[id.as_usize()].len_bytes.map(pages),
-        }
+        BlockRef { id, pages: self.list[id.as_usize()].len_bytes.map(pages) }
     }
 }
 

@@ -170,11 +170,8 @@ mod tests {
         assert_eq!(MachineType::new(b"pc-q35-10.0").version(), Some((10, 0)));
         assert_eq!(MachineType::new(b"microvm").version(), None);
         assert_eq!(MachineType::new(&[0xff; 300]).version(), None);
-        let facts = StreamFacts {
-            machine: MachineType::new(b"pc-q35-7.2"),
-            multifd_flushes: 1,
-            ..StreamFacts::default()
-        };
+        let facts =
+            StreamFacts { machine: MachineType::new(b"pc-q35-7.2"), multifd_flushes: 1, ..StreamFacts::default() };
         assert_eq!(facts.qemu_at_least(), Some((8, 1)));
     }
 }

@@ -74,23 +74,13 @@ pub(super) struct MainChannel {
 impl MainChannel {
     /// Creates a parser that starts after the magic.
     pub(super) const fn new() -> Self {
-        Self {
-            at: MainState::Version,
-            records: Records::new(),
-            ram: None,
-            last_section: false,
-            doubtful: None,
-        }
+        Self { at: MainState::Version, records: Records::new(), ram: None, last_section: false, doubtful: None }
     }
 
     /// Creates the parser of a main channel that has reconnected in post-copy: it starts with a command, and RAM
     /// keeps its number.
     pub(super) const fn resumed(ram: Option<u32>) -> Self {
-        Self {
-            at: MainState::Section,
-            ram,
-            ..Self::new()
-        }
+        Self { at: MainState::Section, ram, ..Self::new() }
     }
 
     /// Parses like [`Records::step`], but never returns [`Flow::End`].
@@ -273,10 +263,7 @@ impl MainChannel {
             _ => {}
         }
         facts.count_change();
-        MainState::Skip(
-            u64::from(len) - (bytes.len() - COMMAND_BYTES) as u64,
-            AfterSkip::Section,
-        )
+        MainState::Skip(u64::from(len) - (bytes.len() - COMMAND_BYTES) as u64, AfterSkip::Section)
     }
 
     /// Skips literal bytes; returns true once all are skipped.
@@ -324,11 +311,7 @@ impl MainChannel {
             _ => None,
         };
         self.records.reset();
-        self.at = if cx.facts.ram_ended {
-            MainState::Opaque
-        } else {
-            MainState::Scan(Scan::new(section, self.ram))
-        };
+        self.at = if cx.facts.ram_ended { MainState::Opaque } else { MainState::Scan(Scan::new(section, self.ram)) };
     }
 }
 

@@ -118,11 +118,7 @@ impl MultifdChannel {
         }
         self.at = MultifdState::Pages(index + count);
         cx.facts.pages += count as u64;
-        Flow::Report(PageReport::Packet {
-            block: block.id,
-            from: index,
-            count,
-        })
+        Flow::Report(PageReport::Packet { block: block.id, from: index, count })
     }
 
     fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, UnknownFormat> {

@@ -110,16 +110,12 @@ impl Parser {
         let step = match flow {
             Flow::Report(PageReport::Page { block, page }) => {
                 self.one = [page];
-                ParseStep::Pages {
-                    block,
-                    pages: &self.one,
-                }
+                ParseStep::Pages { block, pages: &self.one }
             }
             Flow::Report(PageReport::Packet { block, from, count }) => match &self.kind {
-                ChannelParser::Multifd(channel) => ParseStep::Pages {
-                    block,
-                    pages: &channel.pages()[from..from + count],
-                },
+                ChannelParser::Multifd(channel) => {
+                    ParseStep::Pages { block, pages: &channel.pages()[from..from + count] }
+                }
                 _ => ParseStep::NeedMore { at_least: 1 },
             },
             Flow::Report(PageReport::Record { block, page }) => ParseStep::Record { block, page },
@@ -151,12 +147,7 @@ impl Parser {
     }
 
     fn step(&mut self, data: &[u8], taken: &mut usize, reports_pages: bool) -> Flow {
-        let mut cx = Context {
-            blocks: &self.blocks,
-            facts: &mut self.facts,
-            partial: &mut self.held,
-            reports_pages,
-        };
+        let mut cx = Context { blocks: &self.blocks, facts: &mut self.facts, partial: &mut self.held, reports_pages };
         loop {
             match &mut self.kind {
                 ChannelParser::Undecided => match cx.partial.complete(data, taken, |_| Ok(KIND_BYTES)) {
@@ -190,16 +181,12 @@ fn detect_kind(cx: &mut Context<'_>) -> ChannelParser {
     let bytes = cx.partial.get();
     let (kind, channel) = match be32(bytes, 0) {
         _ if bytes == MAIN_MAGIC => (ChannelParser::Main(MainChannel::new()), ChannelKind::Main),
-        multifd::MAGIC => (
-            ChannelParser::Multifd(Box::new(MultifdChannel::new())),
-            ChannelKind::Multifd { id: 0 },
-        ),
+        multifd::MAGIC => (ChannelParser::Multifd(Box::new(MultifdChannel::new())), ChannelKind::Multifd { id: 0 }),
         // These bytes are the upper half of an offset.
         0..0x1000 => (ChannelParser::Preempt(Records::new()), ChannelKind::Preempt),
-        _ if bytes[..2] == [section::COMMAND, 0] => (
-            ChannelParser::Main(MainChannel::resumed(cx.blocks.ram_section())),
-            ChannelKind::Resumed,
-        ),
+        _ if bytes[..2] == [section::COMMAND, 0] => {
+            (ChannelParser::Main(MainChannel::resumed(cx.blocks.ram_section())), ChannelKind::Resumed)
+        }
         _ => (ChannelParser::Opaque, ChannelKind::Opaque),
     };
     if matches!(channel, ChannelKind::Resumed | ChannelKind::Preempt) {

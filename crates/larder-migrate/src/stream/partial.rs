@@ -19,10 +19,7 @@ impl PartialStructure {
     pub(super) const MAX: usize = 1344;
 
     pub(super) const fn new() -> Self {
-        Self {
-            bytes: [0; Self::MAX],
-            len: 0,
-        }
+        Self { bytes: [0; Self::MAX], len: 0 }
     }
 
     pub(super) fn get(&self) -> &[u8] {

@@ -51,24 +51,10 @@ pub(super) enum Flow {
 /// Step without its slices; see [`ParseStep`](super::ParseStep).
 #[derive(Debug)]
 pub(super) enum PageReport {
-    Page {
-        block: BlockId,
-        page: PageIndex,
-    },
-    Packet {
-        block: BlockId,
-        from: usize,
-        count: usize,
-    },
-    Record {
-        block: BlockId,
-        page: PageIndex,
-    },
-    Zeros {
-        block: BlockId,
-        first: PageIndex,
-        count: u32,
-    },
+    Page { block: BlockId, page: PageIndex },
+    Packet { block: BlockId, from: usize, count: usize },
+    Record { block: BlockId, page: PageIndex },
+    Zeros { block: BlockId, first: PageIndex, count: u32 },
 }
 
 /// Block of records without a name.
@@ -111,11 +97,7 @@ pub(super) struct Records {
 
 impl Records {
     pub(super) const fn new() -> Self {
-        Self {
-            at: RecordState::Header,
-            block: None,
-            last_place: 0,
-        }
+        Self { at: RecordState::Header, block: None, last_place: 0 }
     }
 
     /// Resets the parser after records were missed: the block of records without a name is unknown.
@@ -227,11 +209,7 @@ impl Records {
                 self.track_pass(facts, block.id, page);
                 self.last_place += u64::from(count - 1);
                 facts.zero_pages += u64::from(count);
-                Some(Flow::Report(PageReport::Zeros {
-                    block: block.id,
-                    first: page,
-                    count,
-                }))
+                Some(Flow::Report(PageReport::Zeros { block: block.id, first: page, count }))
             }
             _ => None,
         }
@@ -252,10 +230,7 @@ impl Records {
                 return Ok(false);
             }
             flag::MEM_SIZE => {
-                let list = BlockList {
-                    bytes: offset,
-                    blocks: Blocks::MAX,
-                };
+                let list = BlockList { bytes: offset, blocks: Blocks::MAX };
                 self.at = list.next();
                 return Ok(false);
             }
@@ -264,15 +239,13 @@ impl Records {
         let mut tail = &bytes[8..];
         if word & flag::CONTINUE == 0 {
             let (name, rest) = tail[1..].split_at(usize::from(tail[0]));
-            self.block = cx.blocks.get_or_add(name).map(|found| CurrentBlock {
-                id: found.id,
-                pages: found.pages.unwrap_or(u32::MAX),
-            });
+            self.block = cx
+                .blocks
+                .get_or_add(name)
+                .map(|found| CurrentBlock { id: found.id, pages: found.pages.unwrap_or(u32::MAX) });
             tail = rest;
         }
-        let page = self
-            .block
-            .and_then(|block| PageIndex::at(offset, block.pages).map(|page| (block.id, page)));
+        let page = self.block.and_then(|block| PageIndex::at(offset, block.pages).map(|page| (block.id, page)));
         if let Some((id, page)) = page {
             self.track_pass(cx.facts, id, page);
         }
@@ -344,11 +317,7 @@ impl Records {
 impl BlockList {
     /// Returns the state after a block of the list.
     fn next(self) -> RecordState {
-        if self.bytes > 0 {
-            RecordState::Block(self)
-        } else {
-            RecordState::Header
-        }
+        if self.bytes > 0 { RecordState::Block(self) } else { RecordState::Header }
     }
 }
 
@@ -423,10 +392,7 @@ fn parse_block(cx: &mut Context<'_>, list: BlockList) -> Result<RecordState, Unk
     }
     let found = cx.blocks.set_size(name, len_bytes);
     cx.facts.count_change();
-    let list = BlockList {
-        bytes: list.bytes - len_bytes,
-        blocks: list.blocks - 1,
-    };
+    let list = BlockList { bytes: list.bytes - len_bytes, blocks: list.blocks - 1 };
     Ok(RecordState::AfterBlock(list, found.map(|found| found.id)))
 }
 

@@ -6,24 +6,8 @@
 use super::wire::section;
 
 /// Name, instance and version at the beginning of RAM's first section, after its number.
-const RAM_START: u128 = u128::from_be_bytes([
-    0,
-    0,
-    0,
-    0,
-    3,
-    b'r',
-    b'a',
-    b'm',
-    0,
-    0,
-    0,
-    0,
-    0,
-    0,
-    0,
-    super::wire::RAM_VERSION as u8,
-]);
+const RAM_START: u128 =
+    u128::from_be_bytes([0, 0, 0, 0, 3, b'r', b'a', b'm', 0, 0, 0, 0, 0, 0, 0, super::wire::RAM_VERSION as u8]);
 
 /// Structure found by a search. It ends with the last byte taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,11 +37,7 @@ pub(super) struct Scan {
 impl Scan {
     /// Starts a search for the end of `section`, and for RAM's first section (or the next one, once `ram` is known).
     pub(super) fn new(section: Option<u32>, ram: Option<u32>) -> Self {
-        Self {
-            window: u128::MAX,
-            section,
-            ram,
-        }
+        Self { window: u128::MAX, section, ram }
     }
 
     /// Returns the section whose end is searched for.
@@ -93,9 +73,7 @@ impl Scan {
                     && matches!(kind, section::PART | section::END)
                     && self.window >> 72 & 0xff == footer
                 {
-                    return Some(ScanMatch::RamRecords {
-                        last: kind == section::END,
-                    });
+                    return Some(ScanMatch::RamRecords { last: kind == section::END });
                 }
             }
         }

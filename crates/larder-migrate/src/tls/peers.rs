@@ -196,10 +196,7 @@ impl PeerRecords {
     }
 
     fn open(directory: &Path, name: &'static str) -> Result<Self, PeerError> {
-        let this = Self {
-            directory: directory.to_owned(),
-            name,
-        };
+        let this = Self { directory: directory.to_owned(), name };
         // The file is read before anything is connected, so that faults are reported in time.
         let opened = this.open_directory()?;
         this.read(&opened)?;
@@ -212,25 +209,17 @@ impl PeerRecords {
     }
 
     fn failed(&self, what: impl std::fmt::Display) -> PeerError {
-        PeerError::RecordsUnusable {
-            path: self.path(),
-            what: what.to_string(),
-        }
+        PeerError::RecordsUnusable { path: self.path(), what: what.to_string() }
     }
 
     fn open_directory(&self) -> Result<File, PeerError> {
-        let failed = |what: String| PeerError::RecordsUnusable {
-            path: self.directory.clone(),
-            what,
-        };
+        let failed = |what: String| PeerError::RecordsUnusable { path: self.directory.clone(), what };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let opened = open(&self.directory, flags, Mode::empty());
         let directory = File::from(opened.map_err(|error| failed(io::Error::from(error).to_string()))?);
         let found = directory.metadata().map_err(|error| failed(error.to_string()))?;
         if found.uid() != geteuid().as_raw() || found.mode() & 0o022 != 0 {
-            return Err(failed(
-                "it belongs to another user, or others can write to it".to_owned(),
-            ));
+            return Err(failed("it belongs to another user, or others can write to it".to_owned()));
         }
         Ok(directory)
     }
@@ -330,11 +319,7 @@ impl PeerRecords {
     }
 
     fn add(&self, directory: &File, mut records: Vec<Record>, host: &str, key: Fingerprint) -> Result<(), PeerError> {
-        records.push(Record {
-            host: host.to_owned(),
-            key,
-            line: 0,
-        });
+        records.push(Record { host: host.to_owned(), key, line: 0 });
         self.write(directory, &records)
     }
 }
@@ -417,12 +402,8 @@ mod tests {
     #[test]
     fn peer_is_fingerprint_or_name() {
         let plain = "0123456789abcdef".repeat(4);
-        let with_colons: Vec<String> = plain
-            .to_uppercase()
-            .as_bytes()
-            .chunks(2)
-            .map(|pair| String::from_utf8_lossy(pair).into_owned())
-            .collect();
+        let with_colons: Vec<String> =
+            plain.to_uppercase().as_bytes().chunks(2).map(|pair| String::from_utf8_lossy(pair).into_owned()).collect();
         let with_colons = with_colons.join(":");
         let expected = Fingerprint::parse(&plain).expect("64 digits");
         assert_eq!(expected.to_string(), plain);
@@ -432,16 +413,7 @@ mod tests {
         for name in ["host2.example", "HOST", "192.0.2.7", "2001:db8::1", "::1"] {
             assert!(matches!(name.parse(), Ok(AllowedPeer::Name(_))), "{name}");
         }
-        for invalid in [
-            "",
-            "00",
-            "ab:cd",
-            &plain[1..],
-            &format!("{plain}0"),
-            "a b",
-            "-",
-            "sha256 Fingerprint=",
-        ] {
+        for invalid in ["", "00", "ab:cd", &plain[1..], &format!("{plain}0"), "a b", "-", "sha256 Fingerprint="] {
             assert!(invalid.parse::<AllowedPeer>().is_err(), "{invalid}");
         }
     }
@@ -458,10 +430,7 @@ mod tests {
         again.check("a", key(1)).expect("it is known");
         let refused = again.check("b", key(1)).expect_err("it is another").to_string();
         let location = format!("{}:3 has {} for it", records.path().display(), key(2));
-        assert!(
-            refused.contains(&location) && refused.contains(&format!("--peer {}", key(1))),
-            "{refused}"
-        );
+        assert!(refused.contains(&location) && refused.contains(&format!("--peer {}", key(1))), "{refused}");
         again.replace("b", key(1)).expect("it is given");
         again.check("b", key(1)).expect("it is known");
         again.check("b", key(2)).expect_err("it was replaced");

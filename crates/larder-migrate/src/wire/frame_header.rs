@@ -78,10 +78,7 @@ impl FrameHeader {
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Result<Self, WireError> {
         if get_u32(bytes, 0) != FRAME_MAGIC {
             let found = *bytes.first_chunk().expect("64 bytes");
-            return Err(WireError::Magic {
-                what: Self::WHAT,
-                found,
-            });
+            return Err(WireError::Magic { what: Self::WHAT, found });
         }
         verify_checksum(bytes, Self::WHAT)?;
         let header = Self {
@@ -104,11 +101,7 @@ impl FrameHeader {
     fn check(&self) -> Result<(), WireError> {
         let bounds = [
             ("the number of raw bytes", self.raw_len, FRAME_RAW_MAX),
-            (
-                "the length of the operations",
-                self.operations_len,
-                FRAME_OPERATIONS_MAX,
-            ),
+            ("the length of the operations", self.operations_len, FRAME_OPERATIONS_MAX),
             ("the length of the literals", self.literals_len, self.raw_len as usize),
             ("the length of the pages", self.pages_len, self.raw_len as usize),
             ("the length of the deltas", self.deltas_len, FRAME_DELTAS_MAX),

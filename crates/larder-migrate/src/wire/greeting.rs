@@ -76,9 +76,7 @@ impl Hello {
         put_u64(&mut bytes, 48, self.received);
         bytes[56..88].copy_from_slice(&self.proof);
         write_checksum(&mut bytes);
-        to.write_all(&bytes)
-            .and_then(|()| to.flush())
-            .map_err(WireError::io(Self::WHAT))
+        to.write_all(&bytes).and_then(|()| to.flush()).map_err(WireError::io(Self::WHAT))
     }
 
     /// Reads and validates a greeting.
@@ -161,9 +159,7 @@ impl Welcome {
         put_u32(&mut bytes, 48, self.methods);
         put_u64(&mut bytes, 56, self.received);
         write_checksum(&mut bytes);
-        to.write_all(&bytes)
-            .and_then(|()| to.flush())
-            .map_err(WireError::io(Self::WHAT))
+        to.write_all(&bytes).and_then(|()| to.flush()).map_err(WireError::io(Self::WHAT))
     }
 
     /// Refuses a sender, with the reason.
@@ -211,14 +207,7 @@ impl Welcome {
             methods: get_u32(&bytes, 48),
             received: get_u64(&bytes, 56),
         };
-        let invalid = |field, value, allowed| {
-            Err(WireError::InvalidField {
-                what: Self::WHAT,
-                field,
-                value,
-                allowed,
-            })
-        };
+        let invalid = |field, value, allowed| Err(WireError::InvalidField { what: Self::WHAT, field, value, allowed });
         if (welcome.window as usize) < FRAME_RAW_MAX {
             return invalid("the window", welcome.window.into(), "at least a frame (278528)");
         }

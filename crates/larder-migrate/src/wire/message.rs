@@ -76,14 +76,7 @@ pub struct Message {
 
 impl fmt::Debug for Message {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{:?} of channel {} with {} and {} bytes",
-            self.kind,
-            self.channel,
-            self.value,
-            self.body.len()
-        )
+        write!(f, "{:?} of channel {} with {} and {} bytes", self.kind, self.channel, self.value, self.body.len())
     }
 }
 
@@ -95,23 +88,13 @@ impl Message {
     /// Creates a message without a body.
     #[must_use]
     pub const fn new(kind: MessageKind, channel: u16, value: u64) -> Self {
-        Self {
-            kind,
-            channel,
-            value,
-            body: Vec::new(),
-        }
+        Self { kind, channel, value, body: Vec::new() }
     }
 
     /// Creates a message whose body is a reason or a note. A body longer than [`BODY_MAX`] is truncated.
     #[must_use]
     pub fn with_body(kind: MessageKind, channel: u16, body: &[u8]) -> Self {
-        Self {
-            kind,
-            channel,
-            value: 0,
-            body: body[..body.len().min(BODY_MAX)].to_vec(),
-        }
+        Self { kind, channel, value: 0, body: body[..body.len().min(BODY_MAX)].to_vec() }
     }
 
     /// Returns the body as printable text.
@@ -149,14 +132,7 @@ impl Message {
         let Some(header) = bytes.first_chunk::<{ Self::HEADER_LEN }>() else {
             return Ok(None);
         };
-        let invalid = |field, value, allowed| {
-            Err(WireError::InvalidField {
-                what: Self::WHAT,
-                field,
-                value,
-                allowed,
-            })
-        };
+        let invalid = |field, value, allowed| Err(WireError::InvalidField { what: Self::WHAT, field, value, allowed });
         if get_u16(header, 0) != MESSAGE_MAGIC {
             return invalid("the magic", get_u16(header, 0).into(), "19788");
         }
@@ -173,18 +149,9 @@ impl Message {
         let expected = crc32c::crc32c_append(crc32c::crc32c(&header[..20]), body);
         let found = get_u32(header, 20);
         if found != expected {
-            return Err(WireError::Checksum {
-                what: Self::WHAT,
-                found,
-                expected,
-            });
+            return Err(WireError::Checksum { what: Self::WHAT, found, expected });
         }
-        let message = Self {
-            kind,
-            channel: get_u16(header, 16),
-            value: get_u64(header, 8),
-            body: body.to_vec(),
-        };
+        let message = Self { kind, channel: get_u16(header, 16), value: get_u64(header, 8), body: body.to_vec() };
         Ok(Some((message, Self::HEADER_LEN + len)))
     }
 }

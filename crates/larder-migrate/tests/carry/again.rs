@@ -24,16 +24,7 @@ struct Raw<'a> {
 
 /// Returns a greeting of a sender that reconnects for up to a minute.
 fn greeting(role: ConnectionRole, link: u32, session: SessionId, proof: Proof) -> Hello {
-    Hello {
-        role,
-        link,
-        session,
-        delta_memory: 0,
-        lanes: 2,
-        patience_ms: 60_000,
-        received: 0,
-        proof,
-    }
+    Hello { role, link, session, delta_memory: 0, lanes: 2, patience_ms: 60_000, received: 0, proof }
 }
 
 fn greet(pair: &Pair, hello: &Hello) -> Result<(TcpStream, Welcome), WireError> {
@@ -48,14 +39,7 @@ impl<'a> Raw<'a> {
         let chain = ProofChain::new().expect("random numbers");
         let hello = greeting(ConnectionRole::Control, 0, [0; 16], chain.proof(0));
         let (control, welcome) = greet(pair, &hello).expect("it is welcome");
-        let mut raw = Self {
-            pair,
-            chain,
-            session: welcome.session,
-            link: 0,
-            control,
-            lanes: Vec::new(),
-        };
+        let mut raw = Self { pair, chain, session: welcome.session, link: 0, control, lanes: Vec::new() };
         assert_eq!(raw.connect_lanes(), [0, 0]);
         raw
     }
@@ -142,16 +126,9 @@ fn new_link_exchanges_received_counts() {
         raw.send(1, &frame(6, 400, 7));
         raw.wait_for(1, 2);
         assert_eq!(raw.again(4, 0), (1, vec![5, 2]));
-        say(
-            &raw.control,
-            &Message::with_body(MessageKind::Failed, 0, b"that is all"),
-        )
-        .expect("it takes it");
+        say(&raw.control, &Message::with_body(MessageKind::Failed, 0, b"that is all")).expect("it takes it");
     });
-    assert_eq!(
-        ended.expect_err("as it was told").to_string(),
-        "the sender: that is all"
-    );
+    assert_eq!(ended.expect_err("as it was told").to_string(), "the sender: that is all");
 }
 
 /// The receiver repeats its END over a new link until the sender has confirmed it.
@@ -219,12 +196,8 @@ fn eavesdropper_cannot_take_over_session() {
         assert!(reason.starts_with("there is no such session here: "), "{reason}");
         let begins = greeting(ConnectionRole::Control, 0, [0; 16], [0; 32]);
         assert_eq!(raw.refused(&begins), "it is in the middle of a migration");
-        for (number, link, session) in [
-            (0, 2, raw.session),
-            (2, 2, raw.session),
-            (0, 3, raw.session),
-            (0, 2, [0; 16]),
-        ] {
+        for (number, link, session) in [(0, 2, raw.session), (2, 2, raw.session), (0, 3, raw.session), (0, 2, [0; 16])]
+        {
             let reason = raw.refused(&greeting(ConnectionRole::Lane(number), link, session, [0; 32]));
             assert_eq!(reason, "there is no such session here, or it has all its lanes");
         }

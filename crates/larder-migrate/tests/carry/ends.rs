@@ -220,23 +220,14 @@ fn lanes_obey_cpu_limit() {
     let processors = totals.cpu_ns as f64 / begun.elapsed().as_nanos() as f64;
     println!("{processors} processors");
     assert!(processors < 0.055, "{processors}");
-    assert!(
-        totals.encode_cpu_ns > 0 && totals.encode_cpu_ns < totals.cpu_ns,
-        "{totals:?}"
-    );
-    assert!(
-        !pair.progress.choice().classes.is_empty(),
-        "nothing says what was picked"
-    );
+    assert!(totals.encode_cpu_ns > 0 && totals.encode_cpu_ns < totals.cpu_ns, "{totals:?}");
+    assert!(!pair.progress.choice().classes.is_empty(), "nothing says what was picked");
 }
 
 /// Limits that are lifted during a session no longer delay it.
 #[test]
 fn lifted_limits_take_effect_at_once() {
-    let limit: [fn(&mut Limits); 2] = [
-        |limits| limits.processors = Some(1e-6),
-        |limits| limits.bandwidth = Some(1),
-    ];
+    let limit: [fn(&mut Limits); 2] = [|limits| limits.processors = Some(1e-6), |limits| limits.bandwidth = Some(1)];
     for limit in limit {
         let pair = Pair::new(2, 0);
         pair.limits.update(limit);
@@ -258,10 +249,7 @@ fn unaccepting_qemu_blocks_no_notes() {
     let heard = Barrier::new(2);
     let ended = pair.end_with(
         Some(&|notes: Notes| {
-            assert_eq!(
-                notes.receive(LIMIT),
-                ReceivedNote::Note(b"after it was opened".to_vec())
-            );
+            assert_eq!(notes.receive(LIMIT), ReceivedNote::Note(b"after it was opened".to_vec()));
             heard.wait();
         }),
         |sender| drop(notes.set(sender.notes())),
@@ -330,11 +318,7 @@ fn unread_return_path_blocks_no_notes() {
             bytes
         },
     );
-    assert!(
-        ended.source == ended.destination,
-        "{} of {LEN} bytes",
-        ended.source.len()
-    );
+    assert!(ended.source == ended.destination, "{} of {LEN} bytes", ended.source.len());
     ended.sender.expect("it carries");
     ended.receiver.expect("it receives");
 }
@@ -375,10 +359,7 @@ fn frames_waiting_for_qemu_are_bounded() {
             }
             socket.set_nonblocking(false).expect("a socket");
             full.wait();
-            unread
-                .into_iter()
-                .chain(rest)
-                .for_each(|byte| socket.write_all(byte).expect("writes"));
+            unread.into_iter().chain(rest).for_each(|byte| socket.write_all(byte).expect("writes"));
         },
         |listener| {
             let (mut socket, _) = listener.accept().expect("a connection");

@@ -18,16 +18,7 @@ use crate::pair::{Pair, watch};
 
 /// Returns a greeting of a sender that does not reconnect.
 fn greeting(role: ConnectionRole, session: SessionId) -> Hello {
-    Hello {
-        role,
-        link: 0,
-        session,
-        delta_memory: 0,
-        lanes: 2,
-        patience_ms: 0,
-        received: 0,
-        proof: [0; 32],
-    }
+    Hello { role, link: 0, session, delta_memory: 0, lanes: 2, patience_ms: 0, received: 0, proof: [0; 32] }
 }
 
 /// Sender made of sockets: its control connection and two lanes.
@@ -39,15 +30,8 @@ struct Raw {
 impl Raw {
     fn connect(pair: &Pair) -> Self {
         let (control, welcome) = Self::greet(pair, ConnectionRole::Control, [0; 16]).expect("it is welcome");
-        let lane = |number| {
-            Self::greet(pair, ConnectionRole::Lane(number), welcome.session)
-                .expect("it is welcome")
-                .0
-        };
-        Self {
-            control,
-            lanes: [lane(0), lane(1)],
-        }
+        let lane = |number| Self::greet(pair, ConnectionRole::Lane(number), welcome.session).expect("it is welcome").0;
+        Self { control, lanes: [lane(0), lane(1)] }
     }
 
     fn greet(pair: &Pair, role: ConnectionRole, session: SessionId) -> Result<(TcpStream, Welcome), WireError> {
@@ -114,9 +98,7 @@ fn peer_leaving_during_greeting_is_ignored() {
     let pair = Pair::new(2, 0);
     {
         let mut socket = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
-        greeting(ConnectionRole::Control, [0; 16])
-            .write(&mut socket)
-            .expect("there is room");
+        greeting(ConnectionRole::Control, [0; 16]).write(&mut socket).expect("there is room");
         // The connection ends with a reset, which the receiver's answer meets.
         rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO)).expect("a socket");
     }
@@ -186,10 +168,7 @@ fn excess_small_frames_are_refused() {
             (&raw.lanes[0]).write_all(&bytes).expect("it takes it");
         }
         let ended = receiver.join().expect("it ends");
-        assert!(
-            matches!(ended, Err(ReceiveError::TooManyFrames { channel: 0 })),
-            "{ended:?}"
-        );
+        assert!(matches!(ended, Err(ReceiveError::TooManyFrames { channel: 0 })), "{ended:?}");
         let told = hear(&raw.control).expect("it says why");
         assert_eq!(told.kind, MessageKind::Failed);
         assert_eq!(told.text(), ended.expect_err("it failed").to_string());
@@ -239,15 +218,7 @@ fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
 }
 
 fn welcome(delta_memory: u64) -> Welcome {
-    Welcome {
-        session: [3; 16],
-        delta_memory,
-        window: 16 << 20,
-        lanes: 1,
-        channels: 4,
-        methods: 0,
-        received: 0,
-    }
+    Welcome { session: [3; 16], delta_memory, window: 16 << 20, lanes: 1, channels: 4, methods: 0, received: 0 }
 }
 
 #[test]

@@ -39,19 +39,12 @@ fn fresh(kind: u8, bytes: &[u8], cuts: &mut impl Cuts) -> (Blocks, Reading) {
 
 /// Merges the page counts, the only facts that depend on flushes.
 fn all_pages(facts: &StreamFacts) -> StreamFacts {
-    StreamFacts {
-        pages: facts.pages + facts.pages_unreported,
-        pages_unreported: 0,
-        ..facts.clone()
-    }
+    StreamFacts { pages: facts.pages + facts.pages_unreported, pages_unreported: 0, ..facts.clone() }
 }
 
 fn beginning(block: Block) -> Channel {
     let mut channel = Channel::new();
-    channel
-        .magic()
-        .configuration("pc-q35-7.2")
-        .ram(2, &[Block::new("pc.ram", 300), block]);
+    channel.magic().configuration("pc-q35-7.2").ram(2, &[Block::new("pc.ram", 300), block]);
     channel
 }
 
@@ -98,12 +91,7 @@ struct Drawn<'a> {
 
 impl<'a> Drawn<'a> {
     fn new(data: &'a [u8], most: usize, flush: bool) -> Self {
-        Self {
-            data,
-            at: 0,
-            most,
-            flush,
-        }
+        Self { data, at: 0, most, flush }
     }
 
     fn draw(&mut self) -> usize {

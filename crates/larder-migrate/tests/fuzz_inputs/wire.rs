@@ -72,10 +72,7 @@ fn messages(bytes: &[u8]) {
         let mut written = Vec::new();
         message.append_to(&mut written);
         assert_eq!(written.len(), len);
-        assert_eq!(
-            Message::parse(&written).expect("as it was written"),
-            Some((message.clone(), len))
-        );
+        assert_eq!(Message::parse(&written).expect("as it was written"), Some((message.clone(), len)));
         assert!(!message.text().contains(|c: char| c.is_control()));
         match message.kind {
             MessageKind::Received => {
@@ -92,20 +89,14 @@ fn frame_headers(bytes: &[u8]) {
         let Some(bytes) = bytes.first_chunk() else { return };
         if let Ok(header) = FrameHeader::from_bytes(bytes) {
             assert!(header.body_len() <= 4 * FRAME_RAW_MAX && header.after <= header.number);
-            assert_eq!(
-                FrameHeader::from_bytes(&header.to_bytes()).expect("as it was written"),
-                header
-            );
+            assert_eq!(FrameHeader::from_bytes(&header.to_bytes()).expect("as it was written"), header);
         }
     }
 }
 
 /// Checks consecutive frames with sections of these bytes: the output must not exceed the frame's stated length.
 fn frames(input: &mut Input<'_>) {
-    let bases = Bases {
-        slots: Slots::new(DELTA_MEMORY),
-        frontier: Frontier::new(),
-    };
+    let bases = Bases { slots: Slots::new(DELTA_MEMORY), frontier: Frontier::new() };
     let mut decoder = FrameDecoder::new();
     let mut out = Vec::new();
     for number in 0..FRAMES_MAX as u64 {

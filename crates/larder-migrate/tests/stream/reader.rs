@@ -91,12 +91,7 @@ fn step(
         let block = blocks.get(block).expect("a block that was told is known");
         let pages = block.len_bytes.map_or(1 << 32, |bytes| bytes / PAGE as u64);
         assert!(u64::from(page) < pages, "page {page} of {pages}");
-        Place {
-            from: from + at,
-            at: from + at,
-            block: String::from_utf8_lossy(&block.name).into(),
-            page,
-        }
+        Place { from: from + at, at: from + at, block: String::from_utf8_lossy(&block.name).into(), page }
     };
     match step {
         ParseStep::NeedMore { at_least } => {
@@ -122,9 +117,7 @@ fn step(
         ParseStep::Zeros { block, first, count } => {
             for index in 0..count {
                 let page = larder_migrate::stream::PageIndex::new(first.get() + index);
-                reading
-                    .zeros
-                    .push(place(index as usize * ZERO_RECORD, block, page.get()));
+                reading.zeros.push(place(index as usize * ZERO_RECORD, block, page.get()));
                 rebuilt.extend_from_slice(&zero_record(page));
             }
         }

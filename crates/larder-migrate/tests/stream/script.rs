@@ -39,11 +39,7 @@ pub fn act() -> impl Strategy<Value = Act> {
 }
 
 pub fn blocks() -> [Block; 3] {
-    [
-        Block::new("pc.ram", 64),
-        Block::new("/rom@etc/acpi/tables", 41),
-        Block::new("b", 40),
-    ]
+    [Block::new("pc.ram", 64), Block::new("/rom@etc/acpi/tables", 41), Block::new("b", 40)]
 }
 
 pub fn block_name(index: u8) -> &'static str {
@@ -92,20 +88,14 @@ pub fn write(channel: &mut Channel, act: &Act) {
 pub fn main_channel(flavour: u8, acts: &[Act], postcopy: Option<&[Act]>) -> Channel {
     let mut blocks = blocks();
     let mut channel = Channel::new();
-    channel.magic().configuration(if flavour & 1 == 0 {
-        "pc-q35-7.2"
-    } else {
-        "pc-i440fx-10.0"
-    });
+    channel.magic().configuration(if flavour & 1 == 0 { "pc-q35-7.2" } else { "pc-i440fx-10.0" });
     match flavour >> 1 & 3 {
         0 => {}
         1 => {
             channel.subsection("configuration/uuid", &[7; 16]);
         }
         2 => {
-            channel
-                .capabilities(&["x-ignore-shared", "another"])
-                .subsection("configuration/uuid", &[5; 16]);
+            channel.capabilities(&["x-ignore-shared", "another"]).subsection("configuration/uuid", &[5; 16]);
             for (block, number) in blocks.iter_mut().zip([0, 0xfffc_0000, 0x1_0000_0123]) {
                 block.number = Some(number);
             }
@@ -123,10 +113,7 @@ pub fn main_channel(flavour: u8, acts: &[Act], postcopy: Option<&[Act]>) -> Chan
     }
     channel.ram(RAM, &blocks);
     if flavour & 16 != 0 {
-        channel
-            .first(4, 9, "0000:00:03.0/virtio-mem-device-early", 1)
-            .put(&[1; 52])
-            .footer(9);
+        channel.first(4, 9, "0000:00:03.0/virtio-mem-device-early", 1).put(&[1; 52]).footer(9);
     }
     let before = channel.clone();
     sections(&mut channel, acts, postcopy.is_none());
@@ -138,12 +125,7 @@ pub fn main_channel(flavour: u8, acts: &[Act], postcopy: Option<&[Act]>) -> Chan
         }
         Some(acts) => {
             let mut package = Channel::new();
-            package
-                .command(4, &[])
-                .first(4, 0, "timer", 2)
-                .put(&content(1)[..999])
-                .footer(0)
-                .command(5, &[]);
+            package.command(4, &[]).first(4, 0, "timer", 2).put(&content(1)[..999]).footer(0).command(5, &[]);
             channel.command(6, &[1; 99]).package(&package.bytes).command(2, &[0; 4]);
             sections(&mut channel, acts, true);
             channel.eof();
@@ -159,46 +141,14 @@ pub fn multifd_channel(packets: &[(u8, Vec<u32>, Vec<u32>, u8)]) -> Channel {
     for (index, (kind, pages, zeros, block)) in packets.iter().enumerate() {
         let (block, seed) = (block_name(*block), index as u64 * 17);
         match kind {
-            0 => channel.packet(
-                Packet {
-                    flags: 1,
-                    ..Packet::default()
-                },
-                block,
-                &[],
-                &[],
-                seed,
-            ),
-            1 => channel.packet(
-                Packet {
-                    flags: 1,
-                    stale: true,
-                    ..Packet::default()
-                },
-                block,
-                &[],
-                &[],
-                seed,
-            ),
+            0 => channel.packet(Packet { flags: 1, ..Packet::default() }, block, &[], &[], seed),
+            1 => channel.packet(Packet { flags: 1, stale: true, ..Packet::default() }, block, &[], &[], seed),
             2 => {
-                let packet = Packet {
-                    flags: 2 << 1,
-                    encoded: Some(pages.len() as u32 * 99),
-                    stale: false,
-                };
+                let packet = Packet { flags: 2 << 1, encoded: Some(pages.len() as u32 * 99), stale: false };
                 channel.packet(packet, block, pages, zeros, seed)
             }
             3 => channel.device_packet("0000:00:05.0/vfio", &content(seed)),
-            4 => channel.packet(
-                Packet {
-                    flags: 1,
-                    ..Packet::default()
-                },
-                block,
-                pages,
-                &[],
-                seed,
-            ),
+            4 => channel.packet(Packet { flags: 1, ..Packet::default() }, block, pages, &[], seed),
             _ => channel.packet(Packet::default(), block, pages, zeros, seed),
         };
     }
@@ -211,10 +161,7 @@ pub fn packets() -> impl Strategy<Value = Vec<(u8, Vec<u32>, Vec<u32>, u8)>> {
 }
 
 pub fn at(places: &[Place]) -> Vec<(usize, &str, u32)> {
-    places
-        .iter()
-        .map(|place| (place.at, place.block.as_str(), place.page))
-        .collect()
+    places.iter().map(|place| (place.at, place.block.as_str(), place.page)).collect()
 }
 
 /// Checks that everything that was written is reported.

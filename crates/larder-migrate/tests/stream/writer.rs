@@ -40,11 +40,7 @@ pub struct Block {
 
 impl Block {
     pub fn new(name: &str, pages: u32) -> Self {
-        Self {
-            name: name.into(),
-            pages,
-            number: None,
-        }
+        Self { name: name.into(), pages, number: None }
     }
 }
 
@@ -191,12 +187,7 @@ impl Channel {
     }
 
     fn place(&self, at: usize, block: &str, page: u32) -> Place {
-        Place {
-            from: self.from,
-            at,
-            block: block.into(),
-            page,
-        }
+        Place { from: self.from, at, block: block.into(), page }
     }
 
     pub fn page(&mut self, block: &str, page: u32, content: &[u8; PAGE]) -> &mut Self {

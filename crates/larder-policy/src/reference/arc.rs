@@ -21,22 +21,14 @@ pub struct Arc {
 impl Arc {
     /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
-        Self {
-            capacity: capacity.max(1),
-            target: 0,
-            lists: KeyLists::new(keys),
-        }
+        Self { capacity: capacity.max(1), target: 0, lists: KeyLists::new(keys) }
     }
 
     /// Performs the paper's REPLACE.
     fn replace(&mut self, ghost_of_t2: bool) {
         let t1 = self.lists.len(T1);
         let from_t1 = t1 > 0 && (t1 > self.target || ghost_of_t2 && t1 == self.target);
-        let (from, to) = if from_t1 || self.lists.len(T2) == 0 {
-            (T1, B1)
-        } else {
-            (T2, B2)
-        };
+        let (from, to) = if from_t1 || self.lists.len(T2) == 0 { (T1, B1) } else { (T2, B2) };
         if let Some(key) = self.lists.back(from) {
             self.lists.push(to, key);
         }

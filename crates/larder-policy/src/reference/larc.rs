@@ -19,11 +19,7 @@ impl Larc {
     /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         let capacity = capacity.max(1);
-        Self {
-            capacity,
-            ghosts: 0.1 * capacity as f64,
-            lists: KeyLists::new(keys),
-        }
+        Self { capacity, ghosts: 0.1 * capacity as f64, lists: KeyLists::new(keys) }
     }
 }
 

@@ -12,10 +12,7 @@ pub struct Lru {
 impl Lru {
     /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
-        Self {
-            capacity: capacity.max(1),
-            lists: KeyLists::new(keys),
-        }
+        Self { capacity: capacity.max(1), lists: KeyLists::new(keys) }
     }
 }
 

@@ -24,12 +24,7 @@ impl S3Fifo {
     /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
         let capacity = capacity.max(1);
-        Self {
-            capacity,
-            small_max: (capacity / 10).max(1),
-            lists: KeyLists::new(keys),
-            frequency: vec![0; keys],
-        }
+        Self { capacity, small_max: (capacity / 10).max(1), lists: KeyLists::new(keys), frequency: vec![0; keys] }
     }
 
     fn resident(&self) -> usize {

@@ -16,12 +16,7 @@ pub struct Sieve {
 impl Sieve {
     /// Creates an empty cache of `capacity` lines, at least one, for keys below `keys`.
     pub fn new(capacity: usize, keys: usize) -> Self {
-        Self {
-            capacity: capacity.max(1),
-            lists: KeyLists::new(keys),
-            visited: vec![false; keys],
-            hand: None,
-        }
+        Self { capacity: capacity.max(1), lists: KeyLists::new(keys), visited: vec![false; keys], hand: None }
     }
 
     fn evict(&mut self) {

@@ -10,12 +10,7 @@ const KEYS: u32 = 24;
 type List = Vec<u32>;
 
 fn access_to(key: u32) -> LineAccess {
-    LineAccess {
-        key,
-        request_lines: 1,
-        write: false,
-        at_ms: 0,
-    }
+    LineAccess { key, request_lines: 1, write: false, at_ms: 0 }
 }
 
 fn remove(list: &mut List, key: u32) -> bool {
@@ -248,8 +243,6 @@ fn w_tiny_lfu_resists_scans() {
         (0..8).for_each(|key| _ = cache.access(access_to(key)));
         (0..12).for_each(|key| _ = cache.access(access_to(1_000 + round * 12 + key)));
     }
-    let hits = (0..8)
-        .filter(|key| cache.access(access_to(*key)) == AccessOutcome::Hit)
-        .count();
+    let hits = (0..8).filter(|key| cache.access(access_to(*key)) == AccessOutcome::Hit).count();
     assert!(hits >= 7, "{hits} of 8");
 }

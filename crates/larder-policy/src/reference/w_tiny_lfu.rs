@@ -37,10 +37,7 @@ impl WTinyLfu {
 
     #[cfg(test)]
     pub(super) fn resident(&self) -> usize {
-        [WINDOW, PROBATION, PROTECTED]
-            .map(|list| self.lists.len(list))
-            .iter()
-            .sum()
+        [WINDOW, PROBATION, PROTECTED].map(|list| self.lists.len(list)).iter().sum()
     }
 
     fn hit(&mut self, key: u32) {

@@ -17,12 +17,7 @@ pub(super) async fn check(walk: &mut Walk<'_>) -> Result<(), CheckError> {
         }
         let is_one = walk.counts.is_stored_one(image.cluster_of(offset));
         if is_one != (entry & COPIED != 0) {
-            let which = || {
-                format!(
-                    "L1 entry {index}, {entry:#018x}, is wrongly flagged as used {}",
-                    times(!is_one)
-                )
-            };
+            let which = || format!("L1 entry {index}, {entry:#018x}, is wrongly flagged as used {}", times(!is_one));
             walk.report.add_derived(which);
         }
         if let Some(table) = image.l2_table(entry) {
@@ -66,9 +61,7 @@ pub(super) async fn repair(walk: &Walk<'_>) -> Result<(), CheckError> {
         return Ok(());
     }
     let at = image.header.l1;
-    let old = image
-        .read_bytes(at.offset, (at.entries * 8).next_multiple_of(512))
-        .await?;
+    let old = image.read_bytes(at.offset, (at.entries * 8).next_multiple_of(512)).await?;
     let mut new = old.to_vec();
     for (index, entry) in words(&old).take(at.entries as usize).enumerate() {
         let offset = entry & OFFSET;
@@ -111,9 +104,5 @@ const fn with_flag(entry: u64, is_one: bool) -> u64 {
 
 /// Returns true if a table is the only user of its clusters.
 pub(super) fn is_sole_user(walk: &Walk<'_>, offset: u64, len: u64) -> bool {
-    len > 0
-        && walk
-            .image
-            .clusters_of(offset, len)
-            .all(|cluster| walk.counts.get(cluster) == 1)
+    len > 0 && walk.image.clusters_of(offset, len).all(|cluster| walk.counts.get(cluster) == 1)
 }

@@ -60,20 +60,12 @@ const fn set_bit(words: &mut [u64; CHUNK_WORDS], index: usize, value: bool) {
 impl ReferenceCounts {
     /// Creates counts without references, which take at most about `memory_max` bytes.
     pub(super) fn new(memory_max: u64) -> Self {
-        Self {
-            chunks: BTreeMap::new(),
-            spilled: BTreeMap::new(),
-            memory: 0,
-            memory_max,
-            end: 0,
-        }
+        Self { chunks: BTreeMap::new(), spilled: BTreeMap::new(), memory: 0, memory_max, end: 0 }
     }
 
     /// Returns the maximum memory of the counts for an image of `clusters` clusters, in bytes.
     pub(super) const fn memory_for(clusters: u64) -> u64 {
-        clusters
-            .div_ceil(CHUNK_CLUSTERS as u64)
-            .saturating_mul(size_of::<Chunk>() as u64)
+        clusters.div_ceil(CHUNK_CLUSTERS as u64).saturating_mul(size_of::<Chunk>() as u64)
     }
 
     fn chunk(&mut self, number: u64) -> Result<&mut Chunk, OutOfMemory> {
@@ -155,9 +147,7 @@ impl ReferenceCounts {
 
     /// Returns the clusters from `first` to before `end` that have references.
     pub(super) fn referenced_clusters(&self, first: u64, end: u64) -> impl Iterator<Item = u64> + '_ {
-        let chunks = self
-            .chunks
-            .range(first >> CHUNK_BITS..=end.saturating_sub(1) >> CHUNK_BITS);
+        let chunks = self.chunks.range(first >> CHUNK_BITS..=end.saturating_sub(1) >> CHUNK_BITS);
         chunks.flat_map(move |(number, chunk)| {
             let base = number << CHUNK_BITS;
             let from = first.saturating_sub(base).min(CHUNK_CLUSTERS as u64) as usize;
@@ -171,9 +161,7 @@ impl ReferenceCounts {
     /// Returns true if a cluster is referred to as an L2 table and as nothing else.
     pub(super) fn is_table_only(&self, cluster: u64) -> bool {
         let (number, index) = chunk_and_index(cluster);
-        self.chunks
-            .get(&number)
-            .is_some_and(|chunk| bit(&chunk.tables, index) && !bit(&chunk.others, index))
+        self.chunks.get(&number).is_some_and(|chunk| bit(&chunk.tables, index) && !bit(&chunk.others, index))
     }
 
     /// Records whether a cluster's refcount in the image is 1.

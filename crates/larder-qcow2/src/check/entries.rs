@@ -40,12 +40,7 @@ pub(super) struct Examination<E> {
 
 impl<E> Examination<E> {
     fn new(entry: E) -> Self {
-        Self {
-            faults: smallvec::SmallVec::new(),
-            corrected: entry,
-            refers_to: None,
-            is_past_end: false,
-        }
+        Self { faults: smallvec::SmallVec::new(), corrected: entry, refers_to: None, is_past_end: false }
     }
 
     fn add_fault(&mut self, what: &'static str, remedy: Remedy) {
@@ -112,10 +107,7 @@ impl Image {
             examined.corrected.word &= !COPIED;
         }
         if self.header.shape.data_file {
-            examined.add_fault(
-                "is compressed, although the data is in an external data file",
-                Remedy::None,
-            );
+            examined.add_fault("is compressed, although the data is in an external data file", Remedy::None);
             return examined;
         }
         if entry.bitmap != 0 {
@@ -196,10 +188,7 @@ impl Image {
             );
             return;
         }
-        examined.add_fault(
-            "points to another offset in the data file than its guest offset",
-            Remedy::Correct,
-        );
+        examined.add_fault("points to another offset in the data file than its guest offset", Remedy::Correct);
         examined.corrected.word = examined.corrected.word & !OFFSET | guest | COPIED;
     }
 
@@ -215,10 +204,7 @@ impl Image {
     /// subclusters stay unallocated.
     fn without_target(&self, entry: L2Entry) -> L2Entry {
         match self.header.shape.extended {
-            true => L2Entry {
-                word: 0,
-                bitmap: entry.bitmap & ALL_ZERO | (entry.bitmap & ALL_ALLOCATED) << 32,
-            },
+            true => L2Entry { word: 0, bitmap: entry.bitmap & ALL_ZERO | (entry.bitmap & ALL_ALLOCATED) << 32 },
             false => self.zero(),
         }
     }

@@ -51,11 +51,7 @@ pub const CHECK_MEMORY_DEFAULT: ByteLen = ByteLen::mib(1024);
 
 impl Default for CheckOptions {
     fn default() -> Self {
-        Self {
-            memory_max: CHECK_MEMORY_DEFAULT,
-            table_bytes_max: ByteLen::new(u64::MAX),
-            file_len: None,
-        }
+        Self { memory_max: CHECK_MEMORY_DEFAULT, table_bytes_max: ByteLen::new(u64::MAX), file_len: None }
     }
 }
 
@@ -186,13 +182,7 @@ pub enum CheckError {
         needed.div_ceil(1 << 20),
         allowed >> 20
     )]
-    Memory {
-        name: String,
-        clusters: u64,
-        cluster_len: u64,
-        needed: u64,
-        allowed: u64,
-    },
+    Memory { name: String, clusters: u64, cluster_len: u64, needed: u64, allowed: u64 },
     #[error(
         "{name}: it must be checked before it is used, and its tables refer to more than {} MiB of tables, more than a valid \
          image of its size has; see `larder disk check`",
@@ -284,10 +274,7 @@ impl Image {
     async fn read(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<Self, CheckError> {
         let name = Rc::clone(file.name());
         let area = read_area(file).await?;
-        let header = Header::parse(&area).map_err(|source| CheckError::Header {
-            name: name.to_string(),
-            source,
-        })?;
+        let header = Header::parse(&area).map_err(|source| CheckError::Header { name: name.to_string(), source })?;
         let mut image = Self {
             file: Rc::clone(file),
             name,
@@ -341,9 +328,7 @@ impl Image {
         let end = self.size().next_multiple_of(512);
         let available = end.saturating_sub(offset).min(len) as usize;
         if available > 0 {
-            self.file
-                .read(ByteOffset::new(offset), ReadBuf::new(&mut bytes[..available]))
-                .await?;
+            self.file.read(ByteOffset::new(offset), ReadBuf::new(&mut bytes[..available])).await?;
         }
         Ok(bytes)
     }
@@ -353,10 +338,7 @@ impl Image {
         let before = self.table_bytes_read.get();
         let after = before.saturating_add(len);
         if after > self.table_bytes_max {
-            return Err(CheckError::TooMuchTableData {
-                name: self.name.to_string(),
-                allowed: self.table_bytes_max,
-            });
+            return Err(CheckError::TooMuchTableData { name: self.name.to_string(), allowed: self.table_bytes_max });
         }
         self.table_bytes_read.set(after);
         if before / YIELD_INTERVAL_BYTES != after / YIELD_INTERVAL_BYTES {
@@ -366,9 +348,7 @@ impl Image {
     }
 
     async fn read_table(&self, at: TableLocation) -> Result<Vec<u64>, CheckError> {
-        let bytes = self
-            .read_bytes(at.offset, (at.entries * 8).next_multiple_of(512))
-            .await?;
+        let bytes = self.read_bytes(at.offset, (at.entries * 8).next_multiple_of(512)).await?;
         Ok(words(&bytes).take(at.entries as usize).collect())
     }
 
@@ -384,9 +364,7 @@ impl Image {
             }
             let end = (sector..sectors).find(|sector| !changed(*sector)).unwrap_or(sectors);
             let at = ByteOffset::new(offset + sector as u64 * 512);
-            self.file
-                .write(at, WriteBuf::new(&new[sector * 512..end * 512]), WriteFlags::NONE)
-                .await?;
+            self.file.write(at, WriteBuf::new(&new[sector * 512..end * 512]), WriteFlags::NONE).await?;
             sector = end;
         }
         Ok(())

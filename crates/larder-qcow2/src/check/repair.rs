@@ -83,17 +83,10 @@ pub async fn repair(
         Repair::Leaks => before.leaks == 0 || before.repairable + before.unrepairable > 0 || before.structures_unusable,
         Repair::Refcounts => before.repairable + before.unrepairable > 0,
     };
-    let mut repaired = RepairReport {
-        after: before.clone(),
-        before,
-        ..RepairReport::default()
-    };
+    let mut repaired = RepairReport { after: before.clone(), before, ..RepairReport::default() };
     if repaired.before.errors + repaired.before.leaks > 0 && !is_refused {
         let len = repair_image(file, what, options, &mut repaired).await?;
-        let options = CheckOptions {
-            file_len: options.file_len.map(|_| len),
-            ..options
-        };
+        let options = CheckOptions { file_len: options.file_len.map(|_| len), ..options };
         repaired.after = check(file, options).await?;
     }
     let after = &mut repaired.after;
@@ -117,9 +110,7 @@ pub async fn discard_session(file: &Rc<dyn BlockDevice>) -> Result<(), CheckErro
     let bits = image.header.autoclear;
     if bits & AUTOCLEAR_SESSION != 0 {
         let remaining_bits = bits & !AUTOCLEAR_SESSION;
-        image
-            .change_header(|sector| header::set_autoclear(sector, remaining_bits))
-            .await?;
+        image.change_header(|sector| header::set_autoclear(sector, remaining_bits)).await?;
     }
     Ok(())
 }
@@ -135,9 +126,7 @@ async fn repair_image(
     // Clusters to which only a journal refers look leaked. A repair of refcounts is followed by a replay, which
     // raises them again.
     if is_of_this_boot(image.header.autoclear & AUTOCLEAR_SESSION) && what != Repair::Refcounts {
-        return Err(CheckError::UnfinishedSession {
-            name: image.name.to_string(),
-        });
+        return Err(CheckError::UnfinishedSession { name: image.name.to_string() });
     }
     image.extend_to_cluster().await?;
     for table in std::mem::take(&mut repaired.before.truncated_tables) {
@@ -153,9 +142,7 @@ async fn repair_image(
     }
     if image.header.autoclear & !known != 0 {
         let remaining_bits = image.header.autoclear & known;
-        image
-            .change_header(|sector| header::set_autoclear(sector, remaining_bits))
-            .await?;
+        image.change_header(|sector| header::set_autoclear(sector, remaining_bits)).await?;
         image.header.autoclear = remaining_bits;
     }
     let mut walk = Walk::new(&image, options, what == Repair::All);
@@ -225,11 +212,8 @@ async fn repair_l1(walk: &mut Walk<'_>, l1: &L1Table, repaired: &mut RepairRepor
     }
     if !copied::is_sole_user(walk, l1.at.offset, len) {
         let unchanged = words(&old).take(l1.at.entries as usize);
-        walk.points_past_end |= unchanged
-            .filter(|entry| *entry != 0)
-            .any(|entry| image.examine_l1(entry).is_past_end);
-        walk.report
-            .add_unrepairable(|| format!("{} is also used for something else", l1.name()));
+        walk.points_past_end |= unchanged.filter(|entry| *entry != 0).any(|entry| image.examine_l1(entry).is_past_end);
+        walk.report.add_unrepairable(|| format!("{} is also used for something else", l1.name()));
         return Ok(());
     }
     image.write_changes(l1.at.offset, &old, &new).await
@@ -265,23 +249,14 @@ async fn repair_l2(
         return Ok(());
     }
     if !walk.counts.is_table_only(image.cluster_of(offset)) {
-        walk.points_past_end |= (0..).zip(entries(image, &old)).any(|(index, entry)| {
-            image
-                .examine_l2(entry, guest_offset(image, l1_index, index))
-                .is_past_end
-        });
-        walk.report
-            .add_unrepairable(|| format!("the L2 table at {offset:#x} is also used for something else"));
+        walk.points_past_end |= (0..)
+            .zip(entries(image, &old))
+            .any(|(index, entry)| image.examine_l2(entry, guest_offset(image, l1_index, index)).is_past_end);
+        walk.report.add_unrepairable(|| format!("the L2 table at {offset:#x} is also used for something else"));
         return Ok(());
     }
     for (guest, entry) in dropped {
-        repaired.add_dropped(|| {
-            format!(
-                "the entry of guest offset {guest:#x} in {}, {:#018x}",
-                l1.name(),
-                entry.word
-            )
-        });
+        repaired.add_dropped(|| format!("the entry of guest offset {guest:#x} in {}, {:#018x}", l1.name(), entry.word));
     }
     image.write_changes(offset, &old, &new).await
 }
@@ -312,9 +287,7 @@ impl Image {
         let mut sector = AlignedBuf::zeroed(HEADER_SECTOR_BYTES);
         self.file.read(ByteOffset::ZERO, ReadBuf::new(&mut sector)).await?;
         change(&mut sector);
-        self.file
-            .write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
-            .await?;
+        self.file.write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE).await?;
         Ok(self.file.flush().await?)
     }
 }

@@ -53,9 +53,7 @@ async fn read_block(image: &Image, block: u64) -> Result<Option<larder_block::Al
         None => Ok(None),
         Some(offset) => {
             // Each refcount is compared, which takes as much work as an entry of a table.
-            image
-                .count_table_bytes(8 << image.header.shape.refcount_block_bits())
-                .await?;
+            image.count_table_bytes(8 << image.header.shape.refcount_block_bits()).await?;
             Ok(Some(image.read_bytes(offset, image.cluster_len()).await?))
         }
     }
@@ -74,10 +72,7 @@ pub(super) async fn has_refcounts_past_end(image: &Image) -> Result<bool, CheckE
             return Ok(true);
         };
         let clusters = image.file_clusters().max(block << bits)..(block + 1) << bits;
-        if clusters
-            .into_iter()
-            .any(|cluster| stored_in(image, &bytes, cluster) != 0)
-        {
+        if clusters.into_iter().any(|cluster| stored_in(image, &bytes, cluster) != 0) {
             return Ok(true);
         }
     }
@@ -178,11 +173,7 @@ impl NewStructure {
 
     fn starting_at(image: &Image, first: u64, needed: &BTreeSet<u64>) -> Option<Self> {
         let shape = image.header.shape;
-        let mut structure = Self {
-            first,
-            table_clusters: 1,
-            blocks: needed.clone(),
-        };
+        let mut structure = Self { first, table_clusters: 1, blocks: needed.clone() };
         loop {
             let before = structure.clusters();
             let own_blocks =
@@ -234,11 +225,7 @@ pub(super) async fn rebuild(walk: &mut Walk<'_>, keep_unreferenced: bool) -> Res
         for cluster in first..first + (1 << bits) {
             let stored = old.as_ref().map_or(0, |old| stored_in(image, old, cluster));
             let in_structure = (structure.first..structure.end()).contains(&cluster);
-            let count = if in_structure {
-                1
-            } else {
-                walk.counts.get(cluster).max(stored)
-            };
+            let count = if in_structure { 1 } else { walk.counts.get(cluster).max(stored) };
             if count > 0 {
                 refcount::write(&mut bytes, shape.refcount_order, (cluster - first) as usize, count);
             }
@@ -258,9 +245,7 @@ pub(super) async fn rebuild(walk: &mut Walk<'_>, keep_unreferenced: bool) -> Res
     // A crash before the header is durable leaves the old structure, untouched.
     image.file.flush().await?;
     let clusters = structure.table_clusters as u32;
-    image
-        .change_header(|sector| crate::header::set_refcount_table(sector, at, clusters))
-        .await?;
+    image.change_header(|sector| crate::header::set_refcount_table(sector, at, clusters)).await?;
     Ok(structure.end() << shape.cluster_bits)
 }
 
@@ -288,20 +273,14 @@ async fn find_location(
             return Ok(structure);
         }
     }
-    Err(CheckError::NoSpace {
-        name: image.name.to_string(),
-        needed: bytes_needed,
-    })
+    Err(CheckError::NoSpace { name: image.name.to_string(), needed: bytes_needed })
 }
 
 /// Returns the clusters of the old refcount table and its blocks according to the image, sorted; also those past the
 /// end of the file.
 fn old_structure(image: &Image) -> Vec<RangeInclusive<u64>> {
     let TableLocation { offset, entries } = image.header.refcount_table;
-    let blocks = image
-        .refcount_table
-        .iter()
-        .map(|entry| entry & !REFCOUNT_ENTRY_RESERVED);
+    let blocks = image.refcount_table.iter().map(|entry| entry & !REFCOUNT_ENTRY_RESERVED);
     let blocks = blocks.filter(|offset| *offset != 0);
     let mut occupied: Vec<_> = blocks
         .map(|offset| image.clusters_of(offset, image.cluster_len().min(u64::MAX - offset)))
@@ -330,14 +309,10 @@ fn remove_structure_counts(walk: &mut Walk<'_>) {
 
 /// Returns true if an old refcount block has no other use. Its own reference was removed before.
 fn is_trusted(image: &Image, counts: &ReferenceCounts, block: u64) -> bool {
-    image
-        .refcount_block(block)
-        .is_some_and(|offset| counts.get(image.cluster_of(offset)) == 0)
+    image.refcount_block(block).is_some_and(|offset| counts.get(image.cluster_of(offset)) == 0)
 }
 
 async fn write(image: &Image, offset: u64, bytes: &[u8]) -> Result<(), CheckError> {
-    let write = image
-        .file
-        .write(ByteOffset::new(offset), WriteBuf::new(bytes), WriteFlags::NONE);
+    let write = image.file.write(ByteOffset::new(offset), WriteBuf::new(bytes), WriteFlags::NONE);
     Ok(write.await?)
 }

@@ -75,10 +75,7 @@ impl<'a> Walk<'a> {
             self.report.overlap = Some(text);
         }
         self.count_required(0, self.image.cluster_len(), || "the header".to_owned())?;
-        let mut tables = vec![L1Table {
-            at: self.image.header.l1,
-            snapshot: None,
-        }];
+        let mut tables = vec![L1Table { at: self.image.header.l1, snapshot: None }];
         self.walk_l1(&tables[0]).await?;
         let found = self.walk_snapshots().await?;
         tables.extend(found);
@@ -97,8 +94,7 @@ impl<'a> Walk<'a> {
             });
         }
         if let Some(damage) = table.damage {
-            self.report
-                .add_unrepairable(|| format!("the snapshot table is damaged: {damage}"));
+            self.report.add_unrepairable(|| format!("the snapshot table is damaged: {damage}"));
         }
         for index in table.incomplete {
             self.report.add_unrepairable(|| {
@@ -112,14 +108,10 @@ impl<'a> Walk<'a> {
         }
         let mut walked = Vec::new();
         for snapshot in table.snapshots {
-            let l1 = L1Table {
-                at: snapshot.l1,
-                snapshot: Some(snapshot.id),
-            };
+            let l1 = L1Table { at: snapshot.l1, snapshot: Some(snapshot.id) };
             if !self.image.is_aligned(l1.at.offset) || l1.at.entries > L1_BYTES_MAX / 8 {
                 let (offset, entries) = (l1.at.offset, l1.at.entries);
-                self.report
-                    .add_unrepairable(|| format!("{} is invalid: {entries} entries at {offset:#x}", l1.name()));
+                self.report.add_unrepairable(|| format!("{} is invalid: {entries} entries at {offset:#x}", l1.name()));
                 continue;
             }
             self.walk_l1(&l1).await?;
@@ -167,11 +159,7 @@ impl<'a> Walk<'a> {
             let guest = guest_offset(image, l1_index, index);
             let examined = image.examine_l2(entry, guest);
             self.report_faults(&examined, || {
-                format!(
-                    "the entry of guest offset {guest:#x} in {}, {:#018x},",
-                    l1.name(),
-                    entry.word
-                )
+                format!("the entry of guest offset {guest:#x} in {}, {:#018x},", l1.name(), entry.word)
             });
             if active {
                 self.count_fragments(entry, &examined, &mut next);
@@ -192,11 +180,7 @@ impl<'a> Walk<'a> {
     /// Reports an L2 table whose end is missing: every program reads the rest as zeros, which means unallocated.
     fn report_truncated_table(&mut self, l1: &L1Table, l1_index: u64, offset: u64) {
         let (image, shape) = (self.image, self.image.header.shape);
-        let Some(available) = image
-            .size()
-            .checked_sub(offset)
-            .filter(|len| *len < shape.cluster_len())
-        else {
+        let Some(available) = image.size().checked_sub(offset).filter(|len| *len < shape.cluster_len()) else {
             return;
         };
         let clusters = available / shape.entry_len();
@@ -205,10 +189,8 @@ impl<'a> Walk<'a> {
         if first >= end {
             return;
         }
-        let which = format!(
-            "the L2 table at {offset:#x} in {}, for guest offsets from {first:#x} to {end:#x}",
-            l1.name()
-        );
+        let which =
+            format!("the L2 table at {offset:#x} in {}, for guest offsets from {first:#x} to {end:#x}", l1.name());
         self.report.past_end += 1;
         self.report.add_repairable(|| format!("the file ends within {which}"));
         if self.report.truncated_tables.len() < FINDINGS_MAX {
@@ -241,23 +223,16 @@ impl<'a> Walk<'a> {
 
     async fn walk_bitmaps(&mut self) -> Result<(), CheckError> {
         let image = self.image;
-        let Some(at) = image
-            .header
-            .bitmaps
-            .filter(|_| image.header.autoclear & AUTOCLEAR_BITMAPS != 0)
-        else {
+        let Some(at) = image.header.bitmaps.filter(|_| image.header.autoclear & AUTOCLEAR_BITMAPS != 0) else {
             return Ok(());
         };
-        self.count_bitmap(at.directory_offset, at.directory_len, || {
-            "the bitmap directory".to_owned()
-        })?;
+        self.count_bitmap(at.directory_offset, at.directory_len, || "the bitmap directory".to_owned())?;
         if self.report.truncated_bitmaps {
             return Ok(());
         }
         let (bitmaps, damage) = read_bitmaps(&image.file, at).await?;
         if let Some(damage) = damage {
-            self.report
-                .add_unrepairable(|| format!("the bitmaps are damaged: {damage}"));
+            self.report.add_unrepairable(|| format!("the bitmaps are damaged: {damage}"));
         }
         for bitmap in bitmaps {
             let table = bitmap.table;
@@ -265,16 +240,11 @@ impl<'a> Walk<'a> {
             if !fits {
                 self.report.add_unrepairable(|| {
                     let TableLocation { offset, entries } = table;
-                    format!(
-                        "the table of bitmap '{}' is invalid: {entries} entries at {offset:#x}",
-                        bitmap.name
-                    )
+                    format!("the table of bitmap '{}' is invalid: {entries} entries at {offset:#x}", bitmap.name)
                 });
                 continue;
             }
-            self.count_bitmap(table.offset, table.entries * 8, || {
-                format!("the table of bitmap '{}'", bitmap.name)
-            })?;
+            self.count_bitmap(table.offset, table.entries * 8, || format!("the table of bitmap '{}'", bitmap.name))?;
             if image.contains(table.offset, table.entries * 8) {
                 self.walk_bitmap_table(table, &bitmap.name).await?;
             }
@@ -287,10 +257,7 @@ impl<'a> Walk<'a> {
         let mut from = 0;
         while from < bytes_all {
             let len = (bytes_all - from).min(TABLE_STEP_BYTES);
-            let bytes = self
-                .image
-                .read_bytes(table.offset + from, len.next_multiple_of(512))
-                .await?;
+            let bytes = self.image.read_bytes(table.offset + from, len.next_multiple_of(512)).await?;
             for (index, entry) in words(&bytes[..len as usize]).enumerate() {
                 let offset = entry & OFFSET;
                 let is_invalid = entry & BITMAP_ENTRY_RESERVED != 0
@@ -302,9 +269,7 @@ impl<'a> Walk<'a> {
                         format!("entry {index} of the table of bitmap '{name}', {entry:#018x}, is invalid")
                     });
                 } else if offset != 0 {
-                    self.count_bitmap(offset, self.image.cluster_len(), || {
-                        format!("a cluster of bitmap '{name}'")
-                    })?;
+                    self.count_bitmap(offset, self.image.cluster_len(), || format!("a cluster of bitmap '{name}'"))?;
                 }
             }
             from += len;
@@ -314,12 +279,7 @@ impl<'a> Walk<'a> {
 
     fn walk_refcount_structures(&mut self) -> Result<(), CheckError> {
         let image = self.image;
-        for (index, entry) in image
-            .refcount_table
-            .iter()
-            .enumerate()
-            .filter(|(_, entry)| **entry != 0)
-        {
+        for (index, entry) in image.refcount_table.iter().enumerate().filter(|(_, entry)| **entry != 0) {
             let offset = entry & !REFCOUNT_ENTRY_RESERVED;
             let fault = if entry & REFCOUNT_ENTRY_RESERVED != 0 {
                 Some("has reserved bits set")
@@ -332,8 +292,7 @@ impl<'a> Walk<'a> {
             };
             if let Some(wrong) = fault {
                 self.report.structures_unusable = true;
-                self.report
-                    .add_derived(|| format!("entry {index} of the refcount table, {entry:#018x}, {wrong}"));
+                self.report.add_derived(|| format!("entry {index} of the refcount table, {entry:#018x}, {wrong}"));
                 continue;
             }
             self.count(offset, image.cluster_len(), ReferenceKind::Other)?;
@@ -358,10 +317,7 @@ impl<'a> Walk<'a> {
             return Ok(());
         }
         self.count(offset, entries * 8, ReferenceKind::Other)?;
-        if image
-            .clusters_of(offset, entries * 8)
-            .any(|cluster| self.counts.get(cluster) != 1)
-        {
+        if image.clusters_of(offset, entries * 8).any(|cluster| self.counts.get(cluster) != 1) {
             self.report.structures_unusable = true;
         }
         Ok(())
@@ -402,10 +358,7 @@ impl<'a> Walk<'a> {
     fn describe_past_end(&mut self, offset: u64, len: u64, what: impl Fn() -> String) -> String {
         self.report.past_end += 1;
         let where_to = if offset < self.image.size() { "reaches" } else { "lies" };
-        format!(
-            "{}, {len} bytes at {offset:#x}, {where_to} past the end of the file",
-            what()
-        )
+        format!("{}, {len} bytes at {offset:#x}, {where_to} past the end of the file", what())
     }
 
     fn count(&mut self, offset: u64, len: u64, kind: ReferenceKind) -> Result<(), CheckError> {

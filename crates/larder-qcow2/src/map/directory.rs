@@ -11,10 +11,7 @@ struct Chunk<T> {
 
 impl<T> Chunk<T> {
     fn new() -> Box<Self> {
-        Box::new(Self {
-            slots: [const { None }; CHUNK_SLOTS],
-            used: 0,
-        })
+        Box::new(Self { slots: [const { None }; CHUNK_SLOTS], used: 0 })
     }
 }
 
@@ -27,11 +24,7 @@ pub(super) struct Directory<T> {
 
 impl<T: Default> Directory<T> {
     pub(super) fn new() -> Self {
-        Self {
-            chunks: Vec::new(),
-            used: 0,
-            bytes: 0,
-        }
+        Self { chunks: Vec::new(), used: 0, bytes: 0 }
     }
 
     /// Extends the array to at least `len` elements.
@@ -102,13 +95,11 @@ impl<T: Default> Directory<T> {
     fn next_from(&self, from: usize) -> Option<usize> {
         let first = from / CHUNK_SLOTS;
         let chunks = self.chunks.iter().enumerate().skip(first);
-        chunks
-            .filter_map(|(index, chunk)| Some((index, chunk.as_deref()?)))
-            .find_map(|(index, chunk)| {
-                let skipped = if index == first { from % CHUNK_SLOTS } else { 0 };
-                let slot = chunk.slots.iter().skip(skipped).position(Option::is_some)?;
-                Some(index * CHUNK_SLOTS + skipped + slot)
-            })
+        chunks.filter_map(|(index, chunk)| Some((index, chunk.as_deref()?))).find_map(|(index, chunk)| {
+            let skipped = if index == first { from % CHUNK_SLOTS } else { 0 };
+            let slot = chunk.slots.iter().skip(skipped).position(Option::is_some)?;
+            Some(index * CHUNK_SLOTS + skipped + slot)
+        })
     }
 }
 
@@ -134,18 +125,11 @@ mod tests {
         assert_eq!(directory.used(), all.len());
         let mut found = vec![directory.next_present(1).expect("there are some")];
         while found.len() < all.len() {
-            found.push(
-                directory
-                    .next_present(found[found.len() - 1] + 1)
-                    .expect("there are some"),
-            );
+            found.push(directory.next_present(found[found.len() - 1] + 1).expect("there are some"));
         }
         assert_eq!(found, [511, 512, 77_777_777, (1 << 28) - 1, 0]);
         all.into_iter().for_each(|index| directory.remove(index));
         directory.remove(5);
-        assert_eq!(
-            (directory.used(), directory.bytes(), directory.next_present(3)),
-            (0, empty, None)
-        );
+        assert_eq!((directory.used(), directory.bytes(), directory.next_present(3)), (0, empty, None));
     }
 }

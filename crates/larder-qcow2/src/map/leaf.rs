@@ -145,11 +145,7 @@ impl CompactEntry {
 
     /// Returns the compact entry `count` clusters later in the same run.
     const fn advanced(self, count: u64) -> Self {
-        if self.has_host() {
-            Self(self.0 + (count << KIND_BITS))
-        } else {
-            self
-        }
+        if self.has_host() { Self(self.0 + (count << KIND_BITS)) } else { self }
     }
 
     fn continues(self, count: u64, other: Self) -> bool {
@@ -175,11 +171,7 @@ impl CompactEntry {
             let relative = (offset - (base << shape.cluster_bits)) << (62 - bits) | sectors;
             return relative << KIND_BITS | COMPRESSED_DATA;
         }
-        if self.has_host() {
-            (self.number() - base) << KIND_BITS | self.kind()
-        } else {
-            self.0
-        }
+        if self.has_host() { (self.number() - base) << KIND_BITS | self.kind() } else { self.0 }
     }
 
     fn from_relative(shape: Shape, base: u64, relative: u64) -> Self {
@@ -191,26 +183,14 @@ impl CompactEntry {
             let offset = (code.number() >> count_bits) + (base << shape.cluster_bits);
             return Self::new(COMPRESSED_DATA, sectors << bits | offset);
         }
-        if code.has_host() {
-            Self::new(code.kind(), code.number() + base)
-        } else {
-            code
-        }
+        if code.has_host() { Self::new(code.kind(), code.number() + base) } else { code }
     }
 }
 
 impl Packed {
     fn new(shape: Shape, compacts: &[CompactEntry]) -> Option<Self> {
-        let base = compacts
-            .iter()
-            .filter_map(|compact| compact.location(shape))
-            .min()
-            .unwrap_or(0);
-        let widest = compacts
-            .iter()
-            .map(|compact| compact.relative(shape, base))
-            .max()
-            .unwrap_or(0);
+        let base = compacts.iter().filter_map(|compact| compact.location(shape)).min().unwrap_or(0);
+        let widest = compacts.iter().map(|compact| compact.relative(shape, base)).max().unwrap_or(0);
         let width = (64 - widest.leading_zeros()).div_ceil(8).max(1) as usize;
         // The shifted offset of a distant compressed cluster may not fit.
         let fits = compacts
@@ -219,11 +199,7 @@ impl Packed {
         if width > 7 || !fits {
             return None;
         }
-        let mut packed = Self {
-            base,
-            width: width as u8,
-            bytes: vec![0; compacts.len() * width + 7].into(),
-        };
+        let mut packed = Self { base, width: width as u8, bytes: vec![0; compacts.len() * width + 7].into() };
         for (index, compact) in compacts.iter().enumerate() {
             packed.store(index, compact.relative(shape, base));
         }
@@ -278,14 +254,10 @@ impl Leaf {
         }
         let mut runs = SmallVec::<[Run; 64]>::new();
         for (index, compact) in compacts.iter().enumerate() {
-            let continues = runs
-                .last()
-                .is_some_and(|run| run.compact.continues(index as u64 - u64::from(run.first), *compact));
+            let continues =
+                runs.last().is_some_and(|run| run.compact.continues(index as u64 - u64::from(run.first), *compact));
             if !continues {
-                runs.push(Run {
-                    compact: *compact,
-                    first: index as u16,
-                });
+                runs.push(Run { compact: *compact, first: index as u16 });
             }
         }
         if let [run] = runs[..]
@@ -365,10 +337,7 @@ impl Leaf {
         let runs = match self {
             Self::Runs(runs) => &runs[..],
             Self::Run(compact) => {
-                single = [Run {
-                    compact: *compact,
-                    first: 0,
-                }];
+                single = [Run { compact: *compact, first: 0 }];
                 &single
             }
             _ => return None,
@@ -385,9 +354,7 @@ impl Leaf {
             }
         };
         let before = runs.partition_point(|run| usize::from(run.first) < index);
-        runs[..before]
-            .iter()
-            .for_each(|run| push(run.compact, run.first.into()));
+        runs[..before].iter().for_each(|run| push(run.compact, run.first.into()));
         if count > 1 && compact.is_compressed() {
             return None;
         }
@@ -396,9 +363,7 @@ impl Leaf {
         if end < all {
             let split = runs[after];
             push(split.compact.advanced((end - usize::from(split.first)) as u64), end);
-            runs[after + 1..]
-                .iter()
-                .for_each(|run| push(run.compact, run.first.into()));
+            runs[after + 1..].iter().for_each(|run| push(run.compact, run.first.into()));
         }
         match changed[..] {
             [run] if !run.compact.is_compressed() => Some(Self::Run(run.compact)),
@@ -543,17 +508,10 @@ mod tests {
     /// The worst fragmentation of 16 TiB takes at most five bytes per cluster.
     #[test]
     fn worst_fragmentation_takes_five_bytes() {
-        let shape = Shape {
-            cluster_bits: 16,
-            extended: false,
-            refcount_order: 4,
-            version: 3,
-            data_file: false,
-        };
+        let shape = Shape { cluster_bits: 16, extended: false, refcount_order: 4, version: 3, data_file: false };
         // Scattered over 16 TiB.
-        let entries: Vec<L2Entry> = (0..512u64)
-            .map(|index| L2Entry::data(shape, (1 + index * 0x9e37_79b9 % (1 << 28)) << 16))
-            .collect();
+        let entries: Vec<L2Entry> =
+            (0..512u64).map(|index| L2Entry::data(shape, (1 + index * 0x9e37_79b9 % (1 << 28)) << 16)).collect();
         let leaf = Leaf::of(shape, &entries);
         assert!(leaf.heap_bytes() <= 5 * 512, "{}", leaf.heap_bytes());
     }

@@ -121,10 +121,7 @@ impl Map {
 
     /// Returns the counters.
     pub fn statistics(&self) -> MapStatistics {
-        MapStatistics {
-            bytes: self.bytes() as u64,
-            ..self.statistics
-        }
+        MapStatistics { bytes: self.bytes() as u64, ..self.statistics }
     }
 
     fn bytes(&self) -> usize {
@@ -288,14 +285,8 @@ pub fn decode(shape: Shape, bytes: &[u8], entries: &mut [L2Entry]) {
     };
     for (index, entry) in entries.iter_mut().enumerate() {
         *entry = match shape.extended {
-            false => L2Entry {
-                word: word_at(index * 8),
-                bitmap: 0,
-            },
-            true => L2Entry {
-                word: word_at(index * 16),
-                bitmap: word_at(index * 16 + 8),
-            },
+            false => L2Entry { word: word_at(index * 8), bitmap: 0 },
+            true => L2Entry { word: word_at(index * 16), bitmap: word_at(index * 16 + 8) },
         };
     }
 }
@@ -313,13 +304,7 @@ fn encode(shape: Shape, entries: &[L2Entry], bytes: &mut [u8]) {
 mod tests {
     use super::*;
 
-    const SHAPE: Shape = Shape {
-        cluster_bits: 16,
-        extended: false,
-        refcount_order: 4,
-        version: 3,
-        data_file: false,
-    };
+    const SHAPE: Shape = Shape { cluster_bits: 16, extended: false, refcount_order: 4, version: 3, data_file: false };
 
     fn load_all(map: &mut Map, host: impl Fn(u64) -> u64) {
         let mut entries = [L2Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
@@ -337,10 +322,7 @@ mod tests {
         let mut map = Map::new(SHAPE, clusters, MapLimit::Bytes(usize::MAX));
         load_all(&mut map, |cluster| cluster + 100);
         assert!(map.bytes() < 1 << 20, "{}", map.bytes());
-        assert_eq!(
-            map.run_at(clusters - 1, 8),
-            Some((L2Entry::data(SHAPE, (clusters + 99) << 16), 1))
-        );
+        assert_eq!(map.run_at(clusters - 1, 8), Some((L2Entry::data(SHAPE, (clusters + 99) << 16), 1)));
     }
 
     #[test]

@@ -104,11 +104,7 @@ impl Qcow2 {
     fn refcount_entries(&self, blocks: u64) -> IoResult<u64> {
         let initial_blocks = self.space.borrow().initial_clusters;
         let initial_blocks = initial_blocks.div_ceil(1 << self.shape.refcount_block_bits());
-        let wanted = if blocks <= initial_blocks {
-            initial_blocks
-        } else {
-            blocks + blocks / 2
-        };
+        let wanted = if blocks <= initial_blocks { initial_blocks } else { blocks + blocks / 2 };
         self.round_up_table_entries(wanted.min(REFCOUNT_TABLE_ENTRIES_MAX).max(blocks))
     }
 
@@ -118,10 +114,7 @@ impl Qcow2 {
         if entries <= REFCOUNT_TABLE_ENTRIES_MAX {
             return Ok(entries);
         }
-        tracing::error!(
-            "{}: the image cannot grow: its refcount table has its maximum length",
-            self.name
-        );
+        tracing::error!("{}: the image cannot grow: its refcount table has its maximum length", self.name);
         Err(self.no_space())
     }
 
@@ -146,8 +139,7 @@ impl Qcow2 {
         };
         let cluster_count = new_blocks + table_clusters;
         self.check_free(first..first + cluster_count)?;
-        self.extend_file((first + cluster_count) << self.shape.cluster_bits)
-            .await?;
+        self.extend_file((first + cluster_count) << self.shape.cluster_bits).await?;
         self.clear_clusters(first, cluster_count).await?;
         let mut refcounts = self.refcounts.borrow_mut();
         refcounts.grow_table(entries);
@@ -182,10 +174,7 @@ impl Qcow2 {
     fn move_refcount_table(&self, first: u64, entries: u64) {
         let mut refcounts = self.refcounts.borrow_mut();
         let old = refcounts.next_table_location.unwrap_or(refcounts.table_location);
-        refcounts.next_table_location = Some(TableLocation {
-            offset: first << self.shape.cluster_bits,
-            entries,
-        });
+        refcounts.next_table_location = Some(TableLocation { offset: first << self.shape.cluster_bits, entries });
         self.freed.borrow_mut().push(FreedClusters {
             first: old.offset >> self.shape.cluster_bits,
             count: (old.entries * 8).div_ceil(self.shape.cluster_len()),

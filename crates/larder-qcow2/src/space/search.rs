@@ -78,11 +78,7 @@ enum SliceRead {
 
 impl SearchBudget {
     fn of(slices: usize) -> Self {
-        Self {
-            slices_left: slices,
-            slices_per_read: 1,
-            unreadable_left: UNREADABLE_SLICES_MAX,
-        }
+        Self { slices_left: slices, slices_per_read: 1, unreadable_left: UNREADABLE_SLICES_MAX }
     }
 
     fn is_exhausted(&self) -> bool {
@@ -187,14 +183,9 @@ impl Qcow2 {
         let is_valid = |(slice, offset): &(SliceIndex, u64)| self.slice_at(*slice, *offset).is_some();
         let valid = unread.iter().take_while(|found| is_valid(found)).count().max(1);
         unread.truncate(valid);
-        let ranges: Vec<ByteRange> = unread
-            .iter()
-            .map(|(slice, offset)| self.checked_slice_at(*slice, *offset))
-            .collect::<IoResult<_>>()?;
-        let mut bytes: Vec<AlignedBuf> = ranges
-            .iter()
-            .map(|range| AlignedBuf::zeroed(range.len.as_usize()))
-            .collect();
+        let ranges: Vec<ByteRange> =
+            unread.iter().map(|(slice, offset)| self.checked_slice_at(*slice, *offset)).collect::<IoResult<_>>()?;
+        let mut bytes: Vec<AlignedBuf> = ranges.iter().map(|range| AlignedBuf::zeroed(range.len.as_usize())).collect();
         let reads: Ios<'_> = ranges
             .iter()
             .zip(&mut bytes)
@@ -333,11 +324,7 @@ impl Qcow2 {
                 SliceLookup::Value(Found::NoBlock) => {
                     // The block is placed at the start of the run, because a run may be longer than a block's part of
                     // the image.
-                    let at = if run.end == cursor && !run.is_empty() {
-                        run.start
-                    } else {
-                        cursor
-                    };
+                    let at = if run.end == cursor && !run.is_empty() { run.start } else { cursor };
                     self.create_refcount_block(self.block_of(cursor), at).await?;
                     run = at + 1..cursor.max(at + 1);
                 }
@@ -427,18 +414,13 @@ impl Qcow2 {
 
     /// Searches a few slices for the first free cluster. Returns true if the search is complete.
     async fn search_step(&self) -> IoResult<bool> {
-        let _lock = self
-            .allocation_lock
-            .lock(ByteRange::new(0, 1), RangeLockMode::Exclusive)
-            .await;
+        let _lock = self.allocation_lock.lock(ByteRange::new(0, 1), RangeLockMode::Exclusive).await;
         if !self.space.borrow().window.is_empty() {
             return Ok(true);
         }
         let cursor = self.space.borrow().cursor;
-        let mut budget = SearchBudget {
-            slices_per_read: SLICE_READS_IN_FLIGHT_MAX,
-            ..SearchBudget::of(SLICE_READS_IN_FLIGHT_MAX)
-        };
+        let mut budget =
+            SearchBudget { slices_per_read: SLICE_READS_IN_FLIGHT_MAX, ..SearchBudget::of(SLICE_READS_IN_FLIGHT_MAX) };
         let found = self.search(cursor..self.file_clusters(), &mut budget).await?;
         if let SearchResult::Unfinished(at) = found {
             self.space.borrow_mut().advance(cursor, at);

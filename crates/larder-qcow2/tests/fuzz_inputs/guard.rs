@@ -123,12 +123,7 @@ impl Guard {
         take(places.refcount_table, table_len, Role::RefcountTable);
         for (at, entries, owned, shared) in [
             (places.l1, places.l1_entries, Role::L2, Role::SharedL2),
-            (
-                places.refcount_table,
-                table_len / 8,
-                Role::RefcountBlock,
-                Role::RefcountBlock,
-            ),
+            (places.refcount_table, table_len / 8, Role::RefcountBlock, Role::RefcountBlock),
         ] {
             for index in 0..entries {
                 let entry = self.long(at + index * 8);
@@ -161,10 +156,7 @@ impl Guard {
 
     /// Returns true if new metadata or data may be at this cluster offset.
     fn is_free_place(&self, offset: u64) -> bool {
-        let aligned = self
-            .places
-            .get()
-            .is_some_and(|places| offset.is_multiple_of(places.cluster_len()));
+        let aligned = self.places.get().is_some_and(|places| offset.is_multiple_of(places.cluster_len()));
         aligned && offset != 0 && self.role(offset).is_none()
     }
 
@@ -210,10 +202,7 @@ impl Guard {
         for (at, (old, new)) in old.iter().zip(bytes).enumerate() {
             // Size, L1 table, refcount table, autoclear bits.
             let changes = matches!(at, 24..32 | 36..60) || (places.version >= 3 && (88..96).contains(&at));
-            assert!(
-                changes || old == new,
-                "byte {at} of the header goes from {old} to {new}"
-            );
+            assert!(changes || old == new, "byte {at} of the header goes from {old} to {new}");
         }
         let new = Places::read(bytes);
         let moved = [
@@ -245,11 +234,7 @@ impl Guard {
         let bits = places.cluster_bits;
         for cluster in range.start.get() >> bits..range.end().get().div_ceil(places.cluster_len()) {
             let role = self.role(cluster << bits);
-            assert!(
-                matches!(role, None | Some(Role::SharedL2)),
-                "{role:?} at {:#x} is zeroed",
-                cluster << bits
-            );
+            assert!(matches!(role, None | Some(Role::SharedL2)), "{role:?} at {:#x} is zeroed", cluster << bits);
             self.roles.borrow_mut().remove(&cluster);
         }
     }
@@ -267,9 +252,7 @@ impl BlockDevice for Guard {
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let range = start.range(buffer.byte_len());
         assert!(
-            range
-                .checked_end()
-                .is_some_and(|end| end.get() <= self.geometry().size.get()),
+            range.checked_end().is_some_and(|end| end.get() <= self.geometry().size.get()),
             "a read outside the file: {range:?}"
         );
         self.lower.read(start, buffer)
@@ -278,9 +261,7 @@ impl BlockDevice for Guard {
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         let range = start.range(buffer.byte_len());
         assert!(
-            range
-                .checked_end()
-                .is_some_and(|end| end.get() <= self.geometry().size.get()),
+            range.checked_end().is_some_and(|end| end.get() <= self.geometry().size.get()),
             "a write outside the file: {range:?}"
         );
         let bytes = buffer.to_vec();

@@ -33,11 +33,7 @@ pub fn run(data: &[u8]) {
         write.await.expect("it fits");
         let header = larder_qcow2::read_header(&file).await;
         for read_only in [true, false] {
-            let options = OpenOptions {
-                read_only,
-                load_ahead: flags & 2 != 0,
-                ..OpenOptions::default()
-            };
+            let options = OpenOptions { read_only, load_ahead: flags & 2 != 0, ..OpenOptions::default() };
             let opened = Qcow2::open(&on, Rc::clone(&file), RelatedFiles::default(), options).await;
             match (opened, &header) {
                 (Ok(image), Ok(header)) => {

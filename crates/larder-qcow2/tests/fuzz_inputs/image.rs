@@ -78,11 +78,7 @@ pub fn run(data: &[u8]) {
     let (mut bytes, mut file_size) = run.make(shape, size);
     let mut sector = [0; 512];
     bytes.read(ByteOffset::ZERO, &mut sector);
-    let mut damage = Damage {
-        places: Places::read(&sector),
-        bytes: &mut bytes,
-        size: &mut file_size,
-    };
+    let mut damage = Damage { places: Places::read(&sector), bytes: &mut bytes, size: &mut file_size };
     let damages = run.input.below(DAMAGES_MAX);
     for _ in 0..damages {
         damage.one(&mut run.input);
@@ -126,11 +122,7 @@ impl Run<'_> {
             medium.write_durably(data.start, &page);
             at = data.end();
         }
-        let options = SimulatedOptions {
-            latency: self.latency,
-            seed: self.seed,
-            ..SimulatedOptions::default()
-        };
+        let options = SimulatedOptions { latency: self.latency, seed: self.seed, ..SimulatedOptions::default() };
         Guard::new(SimulatedDevice::open(on, medium, options), bytes.clone())
     }
 
@@ -147,9 +139,7 @@ impl Run<'_> {
             }
             None => None,
         };
-        let has_data_file = larder_qcow2::read_header(file)
-            .await
-            .is_ok_and(|header| header.shape.data_file);
+        let has_data_file = larder_qcow2::read_header(file).await.is_ok_and(|header| header.shape.data_file);
         let data_file = has_data_file.then(|| {
             let medium = SimulatedMedium::new(ByteLen::kib(64), 512);
             SimulatedDevice::open(on, medium, SimulatedOptions::default()) as _
@@ -256,11 +246,7 @@ impl Run<'_> {
                 Request::Write(self.range(size), self.number, kind & 32 != 0)
             }
             10 => {
-                let flags = ZeroFlags {
-                    unmap: kind & 32 != 0,
-                    fua: kind & 64 != 0,
-                    fast_only: false,
-                };
+                let flags = ZeroFlags { unmap: kind & 32 != 0, fua: kind & 64 != 0, fast_only: false };
                 let range = if kind & 128 != 0 { whole } else { self.range(size) };
                 Request::Zeroes(range, flags)
             }
@@ -334,9 +320,7 @@ async fn perform(image: &Rc<Qcow2>, request: Request) -> (IoResult, Vec<u8>) {
         Request::Write(range, number, fua) => {
             bytes = vec![0; range.len.as_usize()];
             model::fill(number, &mut bytes);
-            image
-                .write(range.start, WriteBuf::new(&bytes), WriteFlags { fua })
-                .await
+            image.write(range.start, WriteBuf::new(&bytes), WriteFlags { fua }).await
         }
         Request::Zeroes(range, flags) => image.write_zeroes(range, flags).await,
         Request::Discard(range) => image.discard(range).await,
@@ -345,10 +329,7 @@ async fn perform(image: &Rc<Qcow2>, request: Request) -> (IoResult, Vec<u8>) {
             let mut at = range.start;
             for extent in &extents {
                 assert!(extent.range.start == at && !extent.range.is_empty());
-                assert!(matches!(
-                    extent.kind,
-                    ExtentKind::Data | ExtentKind::Zero | ExtentKind::Hole
-                ));
+                assert!(matches!(extent.kind, ExtentKind::Data | ExtentKind::Zero | ExtentKind::Hole));
                 at = extent.range.end();
             }
             assert!(at <= range.end());

@@ -14,9 +14,7 @@ pub fn fill(number: u32, bytes: &mut [u8]) {
         0 => 0,
         _ => STAMP | u64::from(number),
     };
-    bytes
-        .chunks_exact_mut(8)
-        .for_each(|out| out.copy_from_slice(&word.to_be_bytes()));
+    bytes.chunks_exact_mut(8).for_each(|out| out.copy_from_slice(&word.to_be_bytes()));
 }
 
 /// Returns the number of the write that wrote `bytes`.
@@ -45,10 +43,7 @@ impl Model {
     /// Records that write `number` has written the sectors from `start` on.
     pub fn write(&mut self, start: u64, len: u64, number: u32) {
         for sector in start / SECTOR..(start + len) / SECTOR {
-            let to = Sector {
-                number,
-                discarded: false,
-            };
+            let to = Sector { number, discarded: false };
             self.sectors.insert(sector, to);
         }
     }
@@ -70,10 +65,7 @@ impl Model {
                 "sector {sector} has {found:?}, not {}",
                 held.number
             );
-            *held = Sector {
-                number: found.unwrap_or_default(),
-                discarded: false,
-            };
+            *held = Sector { number: found.unwrap_or_default(), discarded: false };
         }
     }
 }

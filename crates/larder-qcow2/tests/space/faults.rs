@@ -157,12 +157,7 @@ fn reclaiming_many_clusters_yields() {
 fn unreadable_refcounts_fail_no_other_allocation() {
     let shape = shape(9, 4);
     let clusters = 20_000;
-    let kit = Kit::new(
-        shape,
-        clusters << 9,
-        measured(shape, clusters),
-        LatencyDistribution::NONE,
-    );
+    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), LatencyDistribution::NONE);
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     kit.discard(&image, clusters - 1);
@@ -226,10 +221,7 @@ fn largest_file_reuses_freed_clusters() {
 /// The image file has exactly the space that the grown disk needs, a part of it in the replaced L1 table.
 #[test]
 fn grown_raw_disk_reuses_l1_table() {
-    let shape = Shape {
-        data_file: true,
-        ..shape(9, 4)
-    };
+    let shape = Shape { data_file: true, ..shape(9, 4) };
     let (tables_before, tables) = (64 * 6, 64 * 7);
     let (header, refcount_table, refcount_blocks) = (1, 1, 2);
     let needed = header + refcount_table + refcount_blocks + tables / 64 + tables;

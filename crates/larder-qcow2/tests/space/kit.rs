@@ -78,10 +78,7 @@ impl Kit {
     /// Creates an empty image of a disk of `size` bytes in a device of `clusters` clusters.
     pub(crate) fn new(shape: Shape, size: u64, clusters: u64, latency: LatencyDistribution) -> Self {
         let on = Loop::simulated().expect("a loop");
-        let options = SimulatedOptions {
-            latency,
-            ..SimulatedOptions::default()
-        };
+        let options = SimulatedOptions { latency, ..SimulatedOptions::default() };
         let empty = || SimulatedDevice::open(&on, SimulatedMedium::new(ByteLen::ZERO, 512), options.clone());
         let simulated = empty();
         let device = Rc::new(Fixed {
@@ -91,19 +88,10 @@ impl Kit {
         });
         let data_file = shape.data_file.then(|| empty() as Rc<dyn BlockDevice>);
         let file = Rc::clone(&device) as Rc<dyn BlockDevice>;
-        on.block_on(larder_qcow2::create(&file, shape, ByteLen::new(size)))
-            .expect("it is made");
-        on.block_on(file.grow(ByteLen::new(clusters << shape.cluster_bits)))
-            .expect("it grows");
+        on.block_on(larder_qcow2::create(&file, shape, ByteLen::new(size))).expect("it is made");
+        on.block_on(file.grow(ByteLen::new(clusters << shape.cluster_bits))).expect("it grows");
         device.is_fixed.set(true);
-        Self {
-            on,
-            shape,
-            device,
-            simulated,
-            data_file,
-            journal: tempfile::tempfile().expect("a file"),
-        }
+        Self { on, shape, device, simulated, data_file, journal: tempfile::tempfile().expect("a file") }
     }
 
     pub(crate) fn open(&self) -> Rc<Qcow2> {
@@ -112,10 +100,7 @@ impl Kit {
             load_ahead: false,
             ..OpenOptions::default()
         };
-        let others = RelatedFiles {
-            data_file: self.data_file.clone(),
-            ..RelatedFiles::default()
-        };
+        let others = RelatedFiles { data_file: self.data_file.clone(), ..RelatedFiles::default() };
         let opening = Qcow2::open(&self.on, self.file(), others, options);
         self.on.block_on(opening).expect("it is sound")
     }
@@ -139,9 +124,7 @@ impl Kit {
 
     /// Writes guest clusters until one finds no space, and returns the number that were written.
     pub(crate) fn fill_up(&self, image: &Qcow2) -> u64 {
-        (0..)
-            .find(|cluster| self.write(image, *cluster, 1).is_err())
-            .expect("the device is full at some time")
+        (0..).find(|cluster| self.write(image, *cluster, 1).is_err()).expect("the device is full at some time")
     }
 
     /// Writes sectors of the image, which must not be in use.
@@ -175,8 +158,7 @@ impl Kit {
     pub(crate) fn write(&self, image: &Qcow2, cluster: u64, with: u8) -> IoResult {
         let bytes = vec![with; self.cluster_len() as usize];
         let at = self.range(cluster).start;
-        self.on
-            .block_on(image.write(at, WriteBuf::new(&bytes), WriteFlags::NONE))
+        self.on.block_on(image.write(at, WriteBuf::new(&bytes), WriteFlags::NONE))
     }
 
     pub(crate) fn flush(&self, image: &Qcow2) -> IoResult {
@@ -222,11 +204,5 @@ impl Kit {
 }
 
 pub(crate) fn shape(cluster_bits: u32, refcount_order: u32) -> Shape {
-    Shape {
-        cluster_bits,
-        extended: false,
-        refcount_order,
-        version: 3,
-        data_file: false,
-    }
+    Shape { cluster_bits, extended: false, refcount_order, version: 3, data_file: false }
 }

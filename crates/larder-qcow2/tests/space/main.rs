@@ -62,12 +62,7 @@ fn measured_device_size_fits_every_cluster() {
         (21, 4, 20),
     ] {
         let shape = shape(cluster_bits, refcount_order);
-        let kit = Kit::new(
-            shape,
-            clusters << cluster_bits,
-            measured(shape, clusters),
-            LatencyDistribution::NONE,
-        );
+        let kit = Kit::new(shape, clusters << cluster_bits, measured(shape, clusters), LatencyDistribution::NONE);
         let mut random = SeededRng::new(clusters);
         let image = kit.open();
         fill(&kit, &image, clusters, &mut random);
@@ -84,12 +79,7 @@ fn full_device_finds_single_free_cluster() {
     let shape = shape(9, 4);
     // A slice has 256 clusters, so there are about 80 slices.
     let clusters = 20_000;
-    let kit = Kit::new(
-        shape,
-        clusters << 9,
-        measured(shape, clusters),
-        LatencyDistribution::NONE,
-    );
+    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), LatencyDistribution::NONE);
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     kit.close(image);
@@ -109,12 +99,7 @@ fn full_device_finds_single_free_cluster() {
 fn writes_wait_for_freed_clusters() {
     let shape = shape(12, 4);
     let clusters = 256;
-    let kit = Kit::new(
-        shape,
-        clusters << 12,
-        measured(shape, clusters),
-        LatencyDistribution::VARIED,
-    );
+    let kit = Kit::new(shape, clusters << 12, measured(shape, clusters), LatencyDistribution::VARIED);
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     for round in 2..20u8 {
@@ -141,12 +126,7 @@ fn writes_wait_for_freed_clusters() {
 fn fixed_device_grows_into_free_clusters() {
     let shape = shape(9, 4);
     let clusters = 8192;
-    let kit = Kit::new(
-        shape,
-        clusters << 9,
-        measured(shape, clusters) + 64,
-        LatencyDistribution::NONE,
-    );
+    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters) + 64, LatencyDistribution::NONE);
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("there is room"));
     // Space for a longer L1 table, without a flush.
@@ -179,12 +159,7 @@ fn extended_device_hides_old_bytes() {
 fn reopened_file_reuses_free_clusters() {
     let shape = shape(9, 4);
     let clusters = 20_000;
-    let kit = Kit::new(
-        shape,
-        clusters << 9,
-        measured(shape, clusters),
-        LatencyDistribution::NONE,
-    );
+    let kit = Kit::new(shape, clusters << 9, measured(shape, clusters), LatencyDistribution::NONE);
     kit.device.is_fixed.set(false);
     let image = kit.open();
     (0..clusters).for_each(|cluster| kit.write(&image, cluster, 1).expect("it is written"));

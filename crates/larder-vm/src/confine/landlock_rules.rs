@@ -42,16 +42,8 @@ pub(super) fn ruleset(needs: &Needs) -> Result<Option<OwnedFd>, ConfineError> {
 }
 
 /// Locations of programs and their libraries.
-const PROGRAM_PATHS: [&str; 8] = [
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/blkid.conf",
-    "/dev/null",
-];
+const PROGRAM_PATHS: [&str; 8] =
+    ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/blkid.conf", "/dev/null"];
 
 /// Restricts this thread, and programs that it starts, to programs and to reading `file`, as far as the kernel's
 /// Landlock supports that.
@@ -75,13 +67,9 @@ pub(super) fn restrict_to_programs_and(file: &File) -> io::Result<()> {
             true => run,
             false => AccessFs::ReadFile.into(),
         };
-        ruleset = ruleset
-            .add_rule(PathBeneath::new(path_fd, allowed))
-            .map_err(io::Error::other)?;
+        ruleset = ruleset.add_rule(PathBeneath::new(path_fd, allowed)).map_err(io::Error::other)?;
     }
-    let ruleset = ruleset
-        .add_rule(PathBeneath::new(file, AccessFs::ReadFile))
-        .map_err(io::Error::other)?;
+    let ruleset = ruleset.add_rule(PathBeneath::new(file, AccessFs::ReadFile)).map_err(io::Error::other)?;
     ruleset.restrict_self().map(drop).map_err(io::Error::other)
 }
 
@@ -89,14 +77,7 @@ pub(super) fn restrict_to_programs_and(file: &File) -> io::Result<()> {
 fn version() -> i64 {
     const VERSION: u32 = 1; // LANDLOCK_CREATE_RULESET_VERSION
     // SAFETY: with that flag and no attributes the kernel only returns its version.
-    let version = unsafe {
-        libc::syscall(
-            libc::SYS_landlock_create_ruleset,
-            std::ptr::null::<u8>(),
-            0usize,
-            VERSION,
-        )
-    };
+    let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, VERSION) };
     version.max(0)
 }
 

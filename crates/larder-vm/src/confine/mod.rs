@@ -74,11 +74,7 @@ pub enum ConfineError {
     #[error("Landlock: {what}: {source}; start the server without --confine if this host does not support it")]
     Landlock { what: String, source: io::Error },
     #[error("{step} in thread {thread}: {source}; start the server without --confine if this host does not support it")]
-    Thread {
-        step: &'static str,
-        thread: String,
-        source: io::Error,
-    },
+    Thread { step: &'static str, thread: String, source: io::Error },
     #[error(
         "thread {thread} has not dropped its rights within {seconds} s: its storage may be stuck. Start the server again once the storage responds, or without --confine"
     )]

@@ -145,34 +145,19 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
     let reads_limits = vec![arg_eq(0, 0)?, arg_eq_64(2, 0)?];
     // The limit of private memory rises with a larger cache (`data_limit`).
     let sets_data_limit = vec![arg_eq(0, 0)?, arg_eq(1, u64::from(libc::RLIMIT_DATA))?];
-    rules.insert(
-        SYS_prlimit64,
-        vec![SeccompRule::new(reads_limits)?, SeccompRule::new(sets_data_limit)?],
-    );
-    let fcntls: Result<Vec<_>, _> = FCNTLS
-        .iter()
-        .map(|it| SeccompRule::new(vec![arg_eq(1, *it as u64)?]))
-        .collect();
+    rules.insert(SYS_prlimit64, vec![SeccompRule::new(reads_limits)?, SeccompRule::new(sets_data_limit)?]);
+    let fcntls: Result<Vec<_>, _> = FCNTLS.iter().map(|it| SeccompRule::new(vec![arg_eq(1, *it as u64)?])).collect();
     let mut fcntls = fcntls?;
     // O_ASYNC would cause signals.
     let without_signals = arg_masked_eq(2, libc::O_ASYNC as u64, 0)?;
-    fcntls.push(SeccompRule::new(vec![
-        arg_eq(1, libc::F_SETFL as u64)?,
-        without_signals,
-    ])?);
+    fcntls.push(SeccompRule::new(vec![arg_eq(1, libc::F_SETFL as u64)?, without_signals])?);
     rules.insert(SYS_fcntl, fcntls);
-    let ioctls: Result<Vec<_>, _> = IOCTLS
-        .iter()
-        .map(|it| SeccompRule::new(vec![arg_eq(1, *it)?]))
-        .collect();
+    let ioctls: Result<Vec<_>, _> = IOCTLS.iter().map(|it| SeccompRule::new(vec![arg_eq(1, *it)?])).collect();
     rules.insert(SYS_ioctl, ioctls?);
     let sockets: Result<Vec<_>, _> = sockets(needs)
         .into_iter()
         .map(|(family, kind)| {
-            SeccompRule::new(vec![
-                arg_eq(0, family as u64)?,
-                arg_masked_eq(1, TYPE_MASK, kind as u64)?,
-            ])
+            SeccompRule::new(vec![arg_eq(0, family as u64)?, arg_masked_eq(1, TYPE_MASK, kind as u64)?])
         })
         .collect();
     let sockets = sockets?;
@@ -183,12 +168,7 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
     // Pairs are connected only to each other: the pager passes descriptors over one, and the opener answers on one.
     let pairs: Result<Vec<_>, _> = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET]
         .into_iter()
-        .map(|kind| {
-            SeccompRule::new(vec![
-                arg_eq(0, libc::AF_UNIX as u64)?,
-                arg_masked_eq(1, TYPE_MASK, kind as u64)?,
-            ])
-        })
+        .map(|kind| SeccompRule::new(vec![arg_eq(0, libc::AF_UNIX as u64)?, arg_masked_eq(1, TYPE_MASK, kind as u64)?]))
         .collect();
     rules.insert(SYS_socketpair, pairs?);
     Ok(rules)
@@ -233,10 +213,7 @@ mod tests {
         assert_eq!(sockets(&needs), []);
         let all = rules(&needs).expect("they can be made");
         assert!(!all.contains_key(&SYS_socket), "none is made, so none is allowed");
-        let server = |host: &str| SocketAddress::Tcp {
-            host: host.to_owned(),
-            port: 10809,
-        };
+        let server = |host: &str| SocketAddress::Tcp { host: host.to_owned(), port: 10809 };
         needs.add_nbd_server(&server("192.0.2.1"));
         assert_eq!(sockets(&needs).len(), 2);
         needs.add_nbd_server(&server("2001:db8::1"));

@@ -201,15 +201,9 @@ fn drop_own_rights(ruleset: i32) -> Result<(), (usize, io::Error)> {
     let one: libc::c_ulong = 1;
     // SAFETY: the calls take numbers, and the last one pointers to two structures in the kernel's layout.
     unsafe {
-        step(
-            0,
-            libc::syscall(libc::SYS_prctl, libc::PR_SET_NO_NEW_PRIVS, one, zero, zero, zero),
-        )?;
+        step(0, libc::syscall(libc::SYS_prctl, libc::PR_SET_NO_NEW_PRIVS, one, zero, zero, zero))?;
         let clear = libc::PR_CAP_AMBIENT_CLEAR_ALL as libc::c_ulong;
-        step(
-            1,
-            libc::syscall(libc::SYS_prctl, libc::PR_CAP_AMBIENT, clear, zero, zero, zero),
-        )?;
+        step(1, libc::syscall(libc::SYS_prctl, libc::PR_CAP_AMBIENT, clear, zero, zero, zero))?;
         for capability in 0..CAPABILITY_COUNT_MAX {
             // This requires CAP_SETPCAP. Without capabilities and with no_new_privs, the bounding set has no effect
             // any more.
@@ -218,10 +212,7 @@ fn drop_own_rights(ruleset: i32) -> Result<(), (usize, io::Error)> {
         if ruleset != NONE {
             step(2, libc::syscall(libc::SYS_landlock_restrict_self, ruleset, 0u32))?;
         }
-        let header = CapabilityHeader {
-            version: 0x2008_0522,
-            thread: 0,
-        };
+        let header = CapabilityHeader { version: 0x2008_0522, thread: 0 };
         let none = [0u32; 6];
         step(3, libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr()))
     }

@@ -257,10 +257,7 @@ impl ControlQuery {
                 let body = HotRanges { ranges: ranges.clone() };
                 (Request::post(hot_ranges_path(disk)), json!(body).to_string().into())
             }
-            Self::MoveStep(step) => (
-                Request::post(MOVE_PATH),
-                json!(MoveRequest { step: *step }).to_string().into(),
-            ),
+            Self::MoveStep(step) => (Request::post(MOVE_PATH), json!(MoveRequest { step: *step }).to_string().into()),
             Self::DetachMemory => (Request::post(DETACH_PATH), Bytes::new()),
             Self::CancelDetach => (Request::post(CANCEL_DETACH_PATH), Bytes::new()),
             Self::Reload => (Request::post(RELOAD_PATH), Bytes::new()),
@@ -289,15 +286,8 @@ fn request_with_timeout<T: DeserializeOwned>(
     path: &Path,
     request: &ControlQuery,
 ) -> Result<(Value, T), ControlClientError> {
-    let failed = |source| ControlClientError::Os {
-        path: path.to_owned(),
-        source,
-    };
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_io()
-        .enable_time()
-        .build()
-        .map_err(failed)?;
+    let failed = |source| ControlClientError::Os { path: path.to_owned(), source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().map_err(failed)?;
     let late = || ControlClientError::Timeout { path: path.to_owned() };
     runtime.block_on(async {
         let result = tokio::time::timeout(RESPONSE_TIMEOUT, request_with_retries(path, request)).await;
@@ -325,24 +315,15 @@ async fn request_once<T: DeserializeOwned>(
     let stream = connect(path).await?;
     let (status, body) = exchange(stream, question).await.map_err(|error| match error {
         ExchangeError::Closed => ControlClientError::Busy { path: path.to_owned() },
-        ExchangeError::NotHttp(why) => ControlClientError::NotLarder {
-            path: path.to_owned(),
-            why,
-        },
+        ExchangeError::NotHttp(why) => ControlClientError::NotLarder { path: path.to_owned(), why },
     })?;
     let is_unknown = status == StatusCode::NOT_FOUND;
     parse_response(status, &body).map_err(|problem| match problem {
         ResponseError::Server(_) if is_unknown && matches!(question, ControlQuery::FetchTrace) => {
             ControlClientError::NoTrace { path: path.to_owned() }
         }
-        ResponseError::Server(error) => ControlClientError::Refused {
-            path: path.to_owned(),
-            error,
-        },
-        ResponseError::Malformed(why) => ControlClientError::NotLarder {
-            path: path.to_owned(),
-            why,
-        },
+        ResponseError::Server(error) => ControlClientError::Refused { path: path.to_owned(), error },
+        ResponseError::Malformed(why) => ControlClientError::NotLarder { path: path.to_owned(), why },
     })
 }
 
@@ -376,10 +357,7 @@ enum ExchangeError {
 pub fn closed_by_peer(error: &hyper::Error) -> bool {
     let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
     let is_broken = cause.is_some_and(|cause| {
-        matches!(
-            cause.kind(),
-            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected
-        )
+        matches!(cause.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected)
     });
     is_broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed()
 }
@@ -398,9 +376,7 @@ async fn exchange(stream: UnixStream, question: &ControlQuery) -> Result<(Status
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // The task ends with the answer, or when the caller drops this future.
     tokio::spawn(connection);
-    let request = question
-        .to_http()
-        .map_err(|error| ExchangeError::NotHttp(error.to_string()))?;
+    let request = question.to_http().map_err(|error| ExchangeError::NotHttp(error.to_string()))?;
     let response = sender.send_request(request).await?;
     let status = response.status();
     let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;

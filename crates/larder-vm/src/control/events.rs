@@ -81,10 +81,7 @@ struct EventRing {
 
 impl Default for EventBuffer {
     fn default() -> Self {
-        Self {
-            ring: Mutex::default(),
-            newest: watch::Sender::new(0),
-        }
+        Self { ring: Mutex::default(), newest: watch::Sender::new(0) }
     }
 }
 
@@ -97,11 +94,7 @@ impl EventBuffer {
     /// Returns the buffered events after number `after`, the oldest first.
     pub(super) fn after(&self, after: u64) -> Vec<Arc<Event>> {
         let kept = self.lock_ring();
-        kept.events
-            .iter()
-            .filter(|event| event.number > after)
-            .cloned()
-            .collect()
+        kept.events.iter().filter(|event| event.number > after).cloned().collect()
     }
 
     /// Returns a receiver that is notified of new events.
@@ -116,13 +109,7 @@ impl EventBuffer {
         if kept.events.len() == BUFFERED_EVENTS_MAX {
             kept.events.pop_front();
         }
-        kept.events.push_back(Arc::new(Event {
-            number,
-            time_ms,
-            level,
-            text: fields.text,
-            about: fields.about,
-        }));
+        kept.events.push_back(Arc::new(Event { number, time_ms, level, text: fields.text, about: fields.about }));
         drop(kept);
         self.newest.send_replace(number);
     }

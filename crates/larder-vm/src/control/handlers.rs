@@ -74,12 +74,7 @@ const EVENT_STREAM: u8 = 2;
 
 impl ConnectionState {
     pub(super) fn new(subscriber_slots: Arc<Semaphore>, may_change: bool) -> Self {
-        Self {
-            request_kind: AtomicU8::new(NO_REQUEST),
-            subscriber_slots,
-            may_change,
-            stream_stalled: Notify::new(),
-        }
+        Self { request_kind: AtomicU8::new(NO_REQUEST), subscriber_slots, may_change, stream_stalled: Notify::new() }
     }
 
     pub(super) fn is_awaiting_request(&self) -> bool {
@@ -174,10 +169,7 @@ pub(super) async fn handle_request(
     asked.set_request_kind(PLAIN_REQUEST);
     // RFC 9112, 3.2.
     if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
-        return error_response(
-            StatusCode::BAD_REQUEST,
-            "an HTTP/1.1 request has one Host header; any name will do",
-        );
+        return error_response(StatusCode::BAD_REQUEST, "an HTTP/1.1 request has one Host header; any name will do");
     }
     if !asked.may_change && !matches!(*request.method(), Method::GET | Method::HEAD) {
         // A client that is still sending when the connection is closed may never see the answer.
@@ -246,9 +238,7 @@ pub(super) async fn handle_request(
         Resource::Replace(disk) => replace_cache(request, &disk).await,
         Resource::Hot(disk) if request.method() == Method::POST => warm_cache(request, &disk).await,
         Resource::Hot(disk) => match timeout(RELOAD_REPLY_TIMEOUT, disk.hot_ranges()).await {
-            Ok(Some(ranges)) => ok_response(&HotRanges {
-                ranges: format_hot_ranges(&ranges),
-            }),
+            Ok(Some(ranges)) => ok_response(&HotRanges { ranges: format_hot_ranges(&ranges) }),
             Ok(None) => disk_closing_response(),
             Err(_) => error_response(
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -349,10 +339,7 @@ fn memory_unmanaged_response() -> HttpResponse {
 fn memory_timeout_response() -> HttpResponse {
     error_response(
         StatusCode::SERVICE_UNAVAILABLE,
-        format_args!(
-            "the memory's thread has not answered for {} s",
-            DISK_REPLY_TIMEOUT.as_secs()
-        ),
+        format_args!("the memory's thread has not answered for {} s", DISK_REPLY_TIMEOUT.as_secs()),
     )
 }
 
@@ -434,10 +421,7 @@ async fn apply_change(disk: &DiskHandle, change: DiskChange) -> HttpResponse {
 
 async fn reload(request: Request<Incoming>, subject: &Subject) -> HttpResponse {
     if request.body().size_hint().exact() != Some(0) {
-        return error_response(
-            StatusCode::BAD_REQUEST,
-            "the server reads the VM's file itself: send no body",
-        );
+        return error_response(StatusCode::BAD_REQUEST, "the server reads the VM's file itself: send no body");
     }
     let (reply, reply_receiver) = oneshot::channel();
     if !subject.request_reload(reply) {
@@ -452,10 +436,7 @@ async fn reload(request: Request<Incoming>, subject: &Subject) -> HttpResponse {
         Ok(Err(_)) => error_response(StatusCode::SERVICE_UNAVAILABLE, "the server is being stopped"),
         Err(_) => {
             let pending = vec!["the reload is still running; the server's log will report its result".to_owned()];
-            let reloaded = ReloadResult {
-                left: pending,
-                ..ReloadResult::default()
-            };
+            let reloaded = ReloadResult { left: pending, ..ReloadResult::default() };
             json_response(StatusCode::ACCEPTED, &reloaded)
         }
     }
@@ -499,20 +480,11 @@ async fn apply_move_step(request: Request<Incoming>, subject: &Subject) -> HttpR
 /// Streams events: those in the buffer after the client's last one, and all new ones.
 fn subscribe_events(headers: &HeaderMap, asked: &Arc<ConnectionState>) -> HttpResponse {
     let Ok(slot) = Arc::clone(&asked.subscriber_slots).try_acquire_owned() else {
-        return error_response(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "too many event subscribers; close one of them",
-        );
+        return error_response(StatusCode::SERVICE_UNAVAILABLE, "too many event subscribers; close one of them");
     };
     asked.set_request_kind(EVENT_STREAM);
     let (sender, receiver) = mpsc::channel(1);
-    tokio::spawn(stream_events(
-        events(),
-        last_event_number(headers),
-        sender,
-        Arc::clone(asked),
-        slot,
-    ));
+    tokio::spawn(stream_events(events(), last_event_number(headers), sender, Arc::clone(asked), slot));
     event_stream(receiver)
 }
 
@@ -550,10 +522,7 @@ async fn stream_events(
         if text.is_empty() {
             text.push_str(":\n\n");
         }
-        if !matches!(
-            timeout(CLIENT_STALL_TIMEOUT, client.send(text.into())).await,
-            Ok(Ok(()))
-        ) {
+        if !matches!(timeout(CLIENT_STALL_TIMEOUT, client.send(text.into())).await, Ok(Ok(()))) {
             asked.stream_stalled.notify_one();
             return;
         }
@@ -582,10 +551,7 @@ async fn with_disk_timeout<T>(reply: impl Future<Output = Option<T>>) -> Result<
 fn method_not_allowed(path: &str, method: &Method, allowed: &'static str) -> HttpResponse {
     let mut refused = error_response(
         StatusCode::METHOD_NOT_ALLOWED,
-        format_args!(
-            "{path} does not support {method}, only {}",
-            allowed.replace(", ", " and ")
-        ),
+        format_args!("{path} does not support {method}, only {}", allowed.replace(", ", " and ")),
     );
     refused.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
     refused

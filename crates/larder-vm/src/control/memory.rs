@@ -254,10 +254,8 @@ impl SwapTier {
 
 /// Returns the non-empty buckets of counts, whose indexes are the powers of two of the upper bounds.
 fn refault_histogram(counts: &[u64]) -> Vec<RefaultDistance> {
-    let all = counts.iter().enumerate().map(|(power, count)| RefaultDistance {
-        below_pages: 1 << power,
-        count: *count,
-    });
+    let all =
+        counts.iter().enumerate().map(|(power, count)| RefaultDistance { below_pages: 1 << power, count: *count });
     all.filter(|distance| distance.count > 0).collect()
 }
 
@@ -331,12 +329,7 @@ impl MemoryState {
 impl StallState {
     fn new(lost: StallTime) -> Self {
         let [avg10, avg60, avg300] = lost.averages.map(|share| (share * 1e4).round() / 1e2);
-        Self {
-            avg10,
-            avg60,
-            avg300,
-            total_us: u64::try_from(lost.total.as_micros()).unwrap_or(u64::MAX),
-        }
+        Self { avg10, avg60, avg300, total_us: u64::try_from(lost.total.as_micros()).unwrap_or(u64::MAX) }
     }
 }
 

@@ -57,9 +57,7 @@ pub struct FaultRates {
 impl MemoryRates {
     /// Returns the rates since Larder attached to the memory.
     pub fn since_start(now: &MemoryState) -> Self {
-        MemoryDelta::new(None, now, now.time_ns.max(1))
-            .rates()
-            .unwrap_or_default()
+        MemoryDelta::new(None, now, now.time_ns.max(1)).rates().unwrap_or_default()
     }
 
     /// Returns the rates between two samples; `None` if no time has passed, or the pager was restarted in between.

@@ -117,14 +117,8 @@ pub enum MigrationPhase {
 
 impl MigrationPhase {
     /// All variants.
-    pub const ALL: [Self; 6] = [
-        Self::Preparing,
-        Self::Moving,
-        Self::PostCopy,
-        Self::HandingOver,
-        Self::Done,
-        Self::Failed,
-    ];
+    pub const ALL: [Self; 6] =
+        [Self::Preparing, Self::Moving, Self::PostCopy, Self::HandingOver, Self::Done, Self::Failed];
 
     /// Returns the value in the JSON.
     pub const fn name(self) -> &'static str {

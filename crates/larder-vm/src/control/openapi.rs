@@ -48,10 +48,7 @@ pub(super) fn document() -> Value {
     let error_content = |status: &str, why: &str| (status.to_owned(), json_content(why, &failure));
     let bad_request = || error_content("400", "The request is not valid HTTP/1.1.");
     let disk_unavailable = || {
-        error_content(
-            "503",
-            "The disk is being closed, or its thread does not answer, because its storage is stuck.",
-        )
+        error_content("503", "The disk is being closed, or its thread does not answer, because its storage is stuck.")
     };
     let bad_body = || error_content("400", "The body does not match its schema, or its values are invalid.");
     let no_such_disk = || error_content("404", "There is no such disk.");
@@ -310,11 +307,7 @@ impl Schemas {
         self.set_any_of("PrefetchPatch", "memory", zero_or(memory));
         self.set_any_of("PrefetchPatch", "ahead", len.clone());
         self.set_any_of("PrefetchPatch", "largest_read", len);
-        self.set_any_of(
-            "CachePatch",
-            "endurance",
-            zero_or(size(CACHE_ENDURANCE_MIN, CACHE_ENDURANCE_MAX)),
-        );
+        self.set_any_of("CachePatch", "endurance", zero_or(size(CACHE_ENDURANCE_MIN, CACHE_ENDURANCE_MAX)));
         let downtime = json!([{"type": "integer", "minimum": 1, "maximum": DOWNTIME_MS_MAX}, {"type": "null"}]);
         self.set_any_of("MigrationPatch", "downtime_ms", downtime);
         let processors = json!([
@@ -324,24 +317,14 @@ impl Schemas {
         ]);
         self.set_any_of("MigrationPatch", "processors", processors);
         let modes: Vec<&str> = CACHE_MODES.into_iter().map(cache_mode_name).collect();
-        self.set_any_of(
-            "CachePatch",
-            "mode",
-            json!([{"type": "string", "enum": modes}, {"type": "null"}]),
-        );
+        self.set_any_of("CachePatch", "mode", json!([{"type": "string", "enum": modes}, {"type": "null"}]));
         let address = json!({"type": "string", "pattern": "^(/|nbds?://|nbds?\\+unix://)."});
         self.set_any_of("CacheReplacement", "with", json!([address, {"type": "null"}]));
         let limit = |name: &str| {
-            let max = if name.ends_with("-length") {
-                u32::MAX.into()
-            } else {
-                RateLimit::MAX
-            };
+            let max = if name.ends_with("-length") { u32::MAX.into() } else { RateLimit::MAX };
             json!({"type": "integer", "minimum": 0, "maximum": max})
         };
-        let limits: Map<String, Value> = LimitName::all()
-            .map(|row| (row.name.to_owned(), limit(row.name)))
-            .collect();
+        let limits: Map<String, Value> = LimitName::all().map(|row| (row.name.to_owned(), limit(row.name))).collect();
         if let Some(Value::Object(schema)) = self.0.get_mut("LimitsState") {
             schema.insert("properties".to_owned(), Value::Object(limits));
             schema.insert("additionalProperties".to_owned(), json!(false));

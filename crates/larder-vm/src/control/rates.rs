@@ -107,10 +107,7 @@ struct DiskDelta {
 
 impl DiskDelta {
     fn new(time_ns: u64) -> Self {
-        Self {
-            time_ns: time_ns.max(1),
-            is_monotonic: true,
-        }
+        Self { time_ns: time_ns.max(1), is_monotonic: true }
     }
 
     fn seconds(&self) -> f64 {
@@ -167,10 +164,7 @@ impl DiskDelta {
             discard,
             write_zeroes,
             // Little's law.
-            queue: kinds
-                .iter()
-                .map(|kind| kind.per_second * kind.await_seconds.unwrap_or_default())
-                .sum(),
+            queue: kinds.iter().map(|kind| kind.per_second * kind.await_seconds.unwrap_or_default()).sum(),
             utilization: busy.min(1.0),
             cache_hits: cache.and_then(|(was, is)| self.cache_hits(was, is)),
             prefetch_hits: ahead.and_then(|(was, is)| self.prefetch_hits(was, is)),
@@ -198,10 +192,7 @@ impl DiskDelta {
             None => now.latency.clone(),
         };
         let seconds = |time: std::time::Duration| time.as_secs_f64();
-        let (count, bytes) = (
-            self.delta(before, now, |it| it.count),
-            self.delta(before, now, |it| it.bytes),
-        );
+        let (count, bytes) = (self.delta(before, now, |it| it.count), self.delta(before, now, |it| it.bytes));
         RequestRates {
             per_second: count as f64 / self.seconds(),
             bytes_per_second: bytes as f64 / self.seconds(),
@@ -286,16 +277,10 @@ mod tests {
         let rates = DiskRates::between(&disk(10, 1000), &disk(12, 5000)).expect("time has passed");
         assert_eq!((rates.interval, rates.read.per_second), (2.0, 2000.0));
         assert_eq!(rates.read.bytes_per_second, 2000.0 * 4096.0);
-        assert_eq!(
-            (rates.read.p50_seconds, rates.read.p99_seconds),
-            (Some(1.024e-6), Some(2e-6))
-        );
+        assert_eq!((rates.read.p50_seconds, rates.read.p99_seconds), (Some(1.024e-6), Some(2e-6)));
         assert_eq!((rates.read.await_seconds, rates.read.bytes), (Some(1e-6), Some(4096.0)));
         assert_eq!((rates.write.per_second, rates.write.p99_seconds), (0.0, None));
-        assert_eq!(
-            (rates.utilization, rates.tiers.disk),
-            (0.5, rates.read.bytes_per_second)
-        );
+        assert_eq!((rates.utilization, rates.tiers.disk), (0.5, rates.read.bytes_per_second));
         assert_eq!(rates.queue, 2000.0 * 1e-6);
         assert_eq!(DiskRates::since_start(&disk(10, 1000)).read.per_second, 100.0);
     }

@@ -27,10 +27,7 @@ pub struct MoveRequest {
 #[serde(deny_unknown_fields)]
 pub struct HotRanges {
     /// Ranges of the disk in units of 4 KiB, the hottest first: `17+3,4+1` means units 17 to 19, and unit 4.
-    #[schema(
-        pattern = r"^([0-9]{1,10}\+[0-9]{1,6}(,[0-9]{1,10}\+[0-9]{1,6})*)?$",
-        max_length = 4000000
-    )]
+    #[schema(pattern = r"^([0-9]{1,10}\+[0-9]{1,6}(,[0-9]{1,10}\+[0-9]{1,6})*)?$", max_length = 4000000)]
     pub ranges: String,
 }
 
@@ -117,9 +114,7 @@ impl DiskPatch {
         Ok(DiskSettings {
             limits,
             prefetch: self.prefetch.as_ref().map(PrefetchPatch::options).transpose()?,
-            cache_endurance: endurance
-                .transpose()
-                .map_err(|error| format!("cache: endurance: {error}"))?,
+            cache_endurance: endurance.transpose().map_err(|error| format!("cache: endurance: {error}"))?,
             cache_mode: mode.transpose()?,
         })
     }
@@ -144,11 +139,7 @@ impl PrefetchPatch {
         let largest_read = len("largest_read", self.largest_read, default.largest_read)?;
         Ok(match memory {
             PrefetchMemory::Off => PrefetchOptions::OFF,
-            PrefetchMemory::Size(memory) => PrefetchOptions {
-                memory,
-                largest_read,
-                ahead_max,
-            },
+            PrefetchMemory::Size(memory) => PrefetchOptions { memory, largest_read, ahead_max },
         })
     }
 }
@@ -175,9 +166,7 @@ impl CacheReplacement {
     /// See [`RequestError`].
     pub fn replacement(&self) -> Result<ReplaceOptions, RequestError> {
         let file = self.with.as_ref().map(|with| with.parse::<ImageAddress>());
-        let file = file
-            .transpose()
-            .map_err(|error| RequestError::Inconsistent(format!("with: {error}")))?;
+        let file = file.transpose().map_err(|error| RequestError::Inconsistent(format!("with: {error}")))?;
         match &file {
             Some(ImageAddress::Path(path)) if !path.is_absolute() => {
                 let why = format!("with '{}': the path must be absolute", path.display());
@@ -185,11 +174,7 @@ impl CacheReplacement {
             }
             _ => {}
         }
-        Ok(ReplaceOptions {
-            file,
-            size: self.size.map(ByteLen::new),
-            lose_dirty: self.lose_dirty,
-        })
+        Ok(ReplaceOptions { file, size: self.size.map(ByteLen::new), lose_dirty: self.lose_dirty })
     }
 }
 

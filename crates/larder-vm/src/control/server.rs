@@ -122,10 +122,7 @@ impl ControlServer {
         let writers = Arc::clone(&socket.writers);
         let listener = std::os::unix::net::UnixListener::from(listener);
         listener.set_nonblocking(true)?;
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_io()
-            .enable_time()
-            .build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         let listener = {
             let _inside = runtime.enter();
             UnixListener::from_std(listener)?
@@ -134,11 +131,7 @@ impl ControlServer {
         let thread = std::thread::Builder::new()
             .name("larder-control".to_owned())
             .spawn(move || run(&runtime, listener, (subject, writers), stopped))?;
-        Ok(Self {
-            stop: Some(stop),
-            thread: Some(thread),
-            _socket: socket,
-        })
+        Ok(Self { stop: Some(stop), thread: Some(thread), _socket: socket })
     }
 
     /// Ends the server after all pending requests are answered.
@@ -210,22 +203,14 @@ async fn accept_clients(
         match accepted {
             Ok((stream, _)) => {
                 if clients.len() >= CLIENTS_MAX
-                    && let Some(oldest) = clients
-                        .iter()
-                        .position(|client| client.connection.is_awaiting_request())
+                    && let Some(oldest) = clients.iter().position(|client| client.connection.is_awaiting_request())
                 {
                     clients.remove(oldest).task.abort();
                 }
-                let asked = Arc::new(ConnectionState::new(
-                    Arc::clone(&subscriber_slots),
-                    writers.permits(&stream),
-                ));
+                let asked = Arc::new(ConnectionState::new(Arc::clone(&subscriber_slots), writers.permits(&stream)));
                 let serving = serve_request(stream, Arc::clone(&subject), Arc::clone(&asked));
                 let task = tasks.spawn(serve_with_deadline(serving, Arc::clone(&asked)));
-                clients.push(Client {
-                    task,
-                    connection: asked,
-                });
+                clients.push(Client { task, connection: asked });
                 is_reported = false;
             }
             Err(error) => {

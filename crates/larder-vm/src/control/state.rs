@@ -338,10 +338,7 @@ pub struct LatencyBucket {
 
 impl Latency {
     pub(super) fn new(histogram: &Histogram) -> Self {
-        let bucket = |bucket: Bucket| LatencyBucket {
-            below_ns: bucket.below.map(nanos),
-            count: bucket.count,
-        };
+        let bucket = |bucket: Bucket| LatencyBucket { below_ns: bucket.below.map(nanos), count: bucket.count };
         Self {
             count: histogram.count(),
             sum_ns: nanos(histogram.sum()),
@@ -353,10 +350,8 @@ impl Latency {
     /// Returns the latency that a fraction (0 to 1) of the requests did not exceed, overestimated by up to 25 %;
     /// `None` without requests.
     pub fn quantile(&self, fraction: f64) -> Option<Duration> {
-        let bucket = |bucket: &LatencyBucket| Bucket {
-            below: bucket.below_ns.map(Duration::from_nanos),
-            count: bucket.count,
-        };
+        let bucket =
+            |bucket: &LatencyBucket| Bucket { below: bucket.below_ns.map(Duration::from_nanos), count: bucket.count };
         let buckets: Vec<Bucket> = self.buckets.iter().map(bucket).collect();
         quantile(&buckets, fraction, Duration::from_nanos(self.max_ns))
     }
@@ -384,10 +379,7 @@ impl CacheState {
         let shape = cache.layer.layout();
         let in_lines = |lines: u64| lines * shape.line_len();
         let miss_ratios = cache.layer.miss_ratios().into_iter();
-        let miss_ratios = miss_ratios.map(|(capacity, miss_ratio)| MissRatio {
-            capacity: capacity.get(),
-            miss_ratio,
-        });
+        let miss_ratios = miss_ratios.map(|(capacity, miss_ratio)| MissRatio { capacity: capacity.get(), miss_ratio });
         Self {
             file: absolute(&cache.file),
             mode: cache_mode_name(cache.layer.mode()).to_owned(),
@@ -401,10 +393,7 @@ impl CacheState {
             occupancy: in_lines(statistics.lines),
             dirty: in_lines(statistics.dirty_lines),
             cleaned: statistics.cleaned,
-            flush: FlushState {
-                running: slot.operations.is_running(),
-                error: slot.operations.error(),
-            },
+            flush: FlushState { running: slot.operations.is_running(), error: slot.operations.error() },
             unsettled: in_lines(statistics.unpersisted),
             unproven: statistics.unproven,
             hits: statistics.hits,

@@ -138,9 +138,7 @@ impl Subject {
     pub(super) fn traces(&self) -> Traces {
         let disks = self.disks();
         let events = disks.iter().map(|disk| disk.trace().events_of(disk.name()));
-        Traces {
-            disks: events.collect(),
-        }
+        Traces { disks: events.collect() }
     }
 
     /// Returns the disk with this name, or with this index in the list, counted from 0.

@@ -105,10 +105,7 @@ impl Drop for TraceRecording {
 impl DiskTrace {
     /// Records the events that this thread logs until the result is dropped.
     pub(crate) fn record_thread(self: &Arc<Self>) -> TraceRecording {
-        TraceRecording {
-            before: CURRENT.replace(Some(Arc::clone(self))),
-            _this_thread: PhantomData,
-        }
+        TraceRecording { before: CURRENT.replace(Some(Arc::clone(self))), _this_thread: PhantomData }
     }
 
     /// Adds an event, and drops the oldest ones as far as a bound is exceeded.
@@ -214,11 +211,7 @@ mod tests {
         });
         assert_eq!(
             texts(&one),
-            [
-                "cache-bypassed: slow delay_ms=12",
-                "info: limits set",
-                "upstream-lost: no connection why=EOF"
-            ]
+            ["cache-bypassed: slow delay_ms=12", "info: limits set", "upstream-lost: no connection why=EOF"]
         );
         assert_eq!(texts(&other), ["reload: the file"]);
     }

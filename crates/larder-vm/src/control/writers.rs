@@ -54,10 +54,8 @@ impl Writers {
     pub(super) fn for_bound(path: &Path, access: Access) -> Self {
         let mut writers = Self::from_access(access);
         // In a directory of another user, that user may have replaced the file since the socket was bound.
-        let is_trusted_owner = |file: &File| {
-            file.metadata()
-                .is_ok_and(|found| writers.fixed.users.contains(&found.uid()))
-        };
+        let is_trusted_owner =
+            |file: &File| file.metadata().is_ok_and(|found| writers.fixed.users.contains(&found.uid()));
         let file = open_socket_file(path).filter(is_trusted_owner);
         writers.has_acl = file.as_ref().is_some_and(has_acl);
         writers.file = file;
@@ -67,11 +65,7 @@ impl Writers {
     /// Grants the same rights as [`Writers::for_bound`] for a socket's file that another process created.
     pub(super) fn for_inherited(path: &Path, access: Access) -> Self {
         let file = open_socket_file(path);
-        Self {
-            has_acl: file.as_ref().is_some_and(has_acl),
-            file,
-            ..Self::from_access(access)
-        }
+        Self { has_acl: file.as_ref().is_some_and(has_acl), file, ..Self::from_access(access) }
     }
 
     fn from_access(access: Access) -> Self {
@@ -96,9 +90,7 @@ impl Writers {
             let may_write = |bit: u32| metadata.permissions().mode() & bit != 0;
             rights.users.push(metadata.uid());
             rights.everyone |= may_write(0o002);
-            rights
-                .groups
-                .extend(Some(metadata.gid()).filter(|_| may_write(0o020) && !self.has_acl));
+            rights.groups.extend(Some(metadata.gid()).filter(|_| may_write(0o020) && !self.has_acl));
         }
         rights.groups.retain(|group| Some(*group) != self.readers);
         rights
@@ -177,12 +169,7 @@ mod tests {
     const READERS: u32 = 4_242;
 
     fn access(mode: u32, owner: Option<u32>, group: Option<u32>) -> Access {
-        Access {
-            mode: Some(mode),
-            owner,
-            group,
-            readers: Some(READERS),
-        }
+        Access { mode: Some(mode), owner, group, readers: Some(READERS) }
     }
 
     /// A group may write only if the mode permits it, and readers never by their group.
@@ -199,9 +186,7 @@ mod tests {
             let rights = Writers::from_access(access).current_rights();
             assert_eq!((&*rights.groups, rights.everyone), (groups, everyone), "{access:?}");
         }
-        let users = Writers::from_access(access(0o600, Some(NOBODY), None))
-            .current_rights()
-            .users;
+        let users = Writers::from_access(access(0o600, Some(NOBODY), None)).current_rights().users;
         assert!(users.contains(&NOBODY) && users.contains(&0));
     }
 
@@ -218,11 +203,8 @@ mod tests {
             Writers::for_inherited(&path, access(0o600, None, None)),
             Writers::for_bound(&path, access(0o600, None, None)),
         ] {
-            for (mode, groups, everyone) in [
-                (0o600, vec![], false),
-                (0o660, vec![group], false),
-                (0o606, vec![], true),
-            ] {
+            for (mode, groups, everyone) in [(0o600, vec![], false), (0o660, vec![group], false), (0o606, vec![], true)]
+            {
                 set(mode);
                 let rights = writers.current_rights();
                 assert_eq!((rights.groups, rights.everyone), (groups, everyone), "{mode:o}");
@@ -236,10 +218,7 @@ mod tests {
             Writers::for_inherited(&path, access(0o600, None, None)),
             Writers::for_bound(&path, access(0o600, None, None)),
         ] {
-            assert_eq!(
-                (writers.current_rights().groups, writers.current_rights().everyone),
-                (vec![], false)
-            );
+            assert_eq!((writers.current_rights().groups, writers.current_rights().everyone), (vec![], false));
         }
     }
 
@@ -263,11 +242,8 @@ mod tests {
     fn client_groups_match_its_process() {
         let (one, _other) = std::os::unix::net::UnixStream::pair().expect("a pair");
         let mut reported = peer_groups(&one).expect("the kernel reports them");
-        let mut ours: Vec<u32> = rustix::process::getgroups()
-            .expect("we have some")
-            .into_iter()
-            .map(rustix::process::Gid::as_raw)
-            .collect();
+        let mut ours: Vec<u32> =
+            rustix::process::getgroups().expect("we have some").into_iter().map(rustix::process::Gid::as_raw).collect();
         reported.sort_unstable();
         ours.sort_unstable();
         assert_eq!(reported, ours);

@@ -102,11 +102,7 @@ pub enum DiskChangeError {
 /// Creates the two ends for requests to a disk.
 pub(super) fn channel(name: Option<&str>) -> (DiskHandle, ControlRequests) {
     let (sender, receiver) = mpsc::channel(QUEUED_REQUESTS_MAX);
-    let handle = DiskHandle {
-        name: name.map(Arc::from),
-        trace: Arc::default(),
-        sender,
-    };
+    let handle = DiskHandle { name: name.map(Arc::from), trace: Arc::default(), sender };
     (handle, ControlRequests(receiver))
 }
 
@@ -197,9 +193,7 @@ impl RunningDisk {
         // A disk that is not open can move, so one of the two is there.
         let geometry = image.map(|image| image.device.geometry());
         let geometry = geometry.or_else(|| moving.map(DiskMoveState::geometry));
-        let format = image
-            .map(|image| image.format)
-            .or_else(|| moving.map(DiskMoveState::format));
+        let format = image.map(|image| image.format).or_else(|| moving.map(DiskMoveState::format));
         let limits = image.map_or(config.options.limits, |image| image.throttle.limits());
         DiskState {
             name: config.name.clone(),
@@ -215,9 +209,7 @@ impl RunningDisk {
             exports: self.exports.state(),
             requests: RequestsState::new(&self.activity),
             limits: LimitsState::new(limits),
-            prefetch: image
-                .and_then(|image| image.prefetch.as_ref())
-                .map(|prefetch| PrefetchState::new(prefetch)),
+            prefetch: image.and_then(|image| image.prefetch.as_ref()).map(|prefetch| PrefetchState::new(prefetch)),
             cache: image.and_then(|image| image.cache.as_ref()).map(CacheState::new),
         }
     }
@@ -310,11 +302,7 @@ impl RunningDisk {
             if !cache.current().layer.is_working() {
                 return Err(DiskChangeError::CacheFailed { image: image() });
             }
-            tracing::debug!(
-                event = "cache-mode",
-                "the cache mode is being set to {}",
-                cache_mode_long_name(mode)
-            );
+            tracing::debug!(event = "cache-mode", "the cache mode is being set to {}", cache_mode_long_name(mode));
             let set = cache.set_mode(mode).await;
             set.map_err(|why| DiskChangeError::CacheChange { image: image(), why })?;
             tracing::info!(
@@ -340,18 +328,11 @@ impl RunningDisk {
         }
         let done = match &operation {
             CacheOperation::Flush => {
-                tracing::debug!(
-                    event = "cache-flush",
-                    "all dirty data of the cache is being written to the disk"
-                );
+                tracing::debug!(event = "cache-flush", "all dirty data of the cache is being written to the disk");
                 cache.flush().await
             }
             CacheOperation::Replace(by) => {
-                tracing::debug!(
-                    event = "cache-replaced",
-                    "the cache on {} is being replaced",
-                    cache.current().file
-                );
+                tracing::debug!(event = "cache-replaced", "the cache on {} is being replaced", cache.current().file);
                 cache.replace(on, by).await
             }
         };

@@ -216,9 +216,7 @@ impl DiskMoveState {
             if let Err(error) = image.device.close().await {
                 tracing::warn!(disk = %served.name(), "the image does not match, and could not be closed again: {error}");
             }
-            return Err(format!(
-                "the image does not match what was reported to the guest: {was:?}, and now {is:?}"
-            ));
+            return Err(format!("the image does not match what was reported to the guest: {was:?}, and now {is:?}"));
         }
         self.saved_mode.set(None);
         self.format.set(image.format);
@@ -235,11 +233,7 @@ async fn quiesce(on: &Loop, served: &RunningDisk, migrates_state: bool) -> Resul
     // A front-end that reconnects for a paused guest starts its queues all the same.
     exports.set_paused(migrates_state);
     let is_busy = || {
-        if migrates_state {
-            exports.diverged_queue().is_some()
-        } else {
-            exports.has_running_queues()
-        }
+        if migrates_state { exports.diverged_queue().is_some() } else { exports.has_running_queues() }
     };
     let stopped = async {
         while is_busy() {

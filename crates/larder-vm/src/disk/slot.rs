@@ -37,11 +37,7 @@ impl DiskSlot {
         if let Some(held) = switch.pause() {
             held.retain();
         }
-        Self {
-            on: on.clone(),
-            placeholder,
-            switch: Rc::new(switch),
-        }
+        Self { on: on.clone(), placeholder, switch: Rc::new(switch) }
     }
 
     /// Returns the disk, for its exports.
@@ -57,8 +53,7 @@ impl DiskSlot {
     /// Inserts an image. Requests keep waiting until [`DiskSlot::resume`].
     pub(super) fn attach(&self, image: &Rc<dyn BlockDevice>) {
         self.placeholder.image.replace(Some(Rc::clone(image)));
-        self.on
-            .spawn(forward_size_changes(Rc::clone(&self.placeholder), Rc::clone(image)));
+        self.on.spawn(forward_size_changes(Rc::clone(&self.placeholder), Rc::clone(image)));
         if self.placeholder.geometry.get().size != image.geometry().size {
             self.placeholder.announce_size(image);
         }
@@ -111,13 +106,7 @@ impl DiskSlot {
 /// Forwards size changes of an image while the image is in the slot.
 async fn forward_size_changes(placeholder: Rc<PlaceholderDevice>, image: Rc<dyn BlockDevice>) {
     let changes = image.size_changes();
-    let is_attached = || {
-        placeholder
-            .image
-            .borrow()
-            .as_ref()
-            .is_some_and(|now| Rc::ptr_eq(now, &image))
-    };
+    let is_attached = || placeholder.image.borrow().as_ref().is_some_and(|now| Rc::ptr_eq(now, &image));
     loop {
         let generation = changes.generation();
         changes.changed_after_or(generation, || !is_attached()).await;

@@ -29,13 +29,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(1);
 pub fn format_hot_ranges(ranges: &[ByteRange]) -> String {
     let parts: Vec<String> = ranges
         .iter()
-        .map(|range| {
-            format!(
-                "{}+{}",
-                range.start.get() / UNIT_BYTES,
-                range.len.get().div_ceil(UNIT_BYTES)
-            )
-        })
+        .map(|range| format!("{}+{}", range.start.get() / UNIT_BYTES, range.len.get().div_ceil(UNIT_BYTES)))
         .collect();
     parts.join(",")
 }
@@ -146,10 +140,7 @@ async fn run(on: &Loop, served: &Rc<RunningDisk>, image: &OpenImage) -> ByteLen 
 fn take_piece(queue: &mut VecDeque<ByteRange>) -> Option<ByteRange> {
     let range = queue.front_mut()?;
     let len = range.len.min(ByteLen::new(Cache::WARM_LEN));
-    let piece = ByteRange {
-        start: range.start,
-        len,
-    };
+    let piece = ByteRange { start: range.start, len };
     let rest = ByteRange::between(piece.end(), range.end());
     match rest.is_empty() {
         true => drop(queue.pop_front()),
@@ -164,22 +155,12 @@ mod tests {
 
     #[test]
     fn range_text_round_trips_or_fails() {
-        let ranges = [
-            ByteRange::new(17 * UNIT_BYTES, 3 * UNIT_BYTES),
-            ByteRange::new(0, UNIT_BYTES),
-        ];
+        let ranges = [ByteRange::new(17 * UNIT_BYTES, 3 * UNIT_BYTES), ByteRange::new(0, UNIT_BYTES)];
         let text = format_hot_ranges(&ranges);
         assert_eq!(text, "17+3,0+1");
         assert_eq!(parse_hot_ranges(&text).as_deref(), Ok(&ranges[..]));
         assert_eq!(parse_hot_ranges(""), Ok(Vec::new()));
-        for invalid in [
-            "17",
-            "x+1",
-            "1+",
-            "18446744073709551615+1",
-            "2251799813685247+1",
-            "-1+1",
-        ] {
+        for invalid in ["17", "x+1", "1+", "18446744073709551615+1", "2251799813685247+1", "-1+1"] {
             parse_hot_ranges(invalid).expect_err(invalid);
         }
         parse_hot_ranges(&"1+1,".repeat(HOT_RANGES_MAX + 1)).expect_err("too many");
@@ -191,9 +172,7 @@ mod tests {
             ByteRange::new(0, Cache::WARM_LEN + UNIT_BYTES),
             ByteRange::new(UNIT_BYTES << 20, UNIT_BYTES),
         ]);
-        let pieces: Vec<u64> = std::iter::from_fn(|| take_piece(&mut queue))
-            .map(|piece| piece.len.get())
-            .collect();
+        let pieces: Vec<u64> = std::iter::from_fn(|| take_piece(&mut queue)).map(|piece| piece.len.get()).collect();
         assert_eq!(pieces, [Cache::WARM_LEN, UNIT_BYTES, UNIT_BYTES]);
     }
 }

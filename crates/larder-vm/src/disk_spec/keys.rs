@@ -51,12 +51,7 @@ pub enum DiskOptionError {
     )]
     UnknownKey { image: String, key: String },
     #[error("--disk {image}: {key}={value}: {expected}")]
-    BadValue {
-        image: String,
-        key: String,
-        value: String,
-        expected: String,
-    },
+    BadValue { image: String, key: String, value: String, expected: String },
 }
 
 /// Parses one `--disk` argument. The image comes first; a comma in its name is doubled.
@@ -69,17 +64,11 @@ pub fn parse_disk(text: &str) -> Result<DiskSpec, DiskOptionError> {
     let mut pairs = list.iter();
     let image = pairs.next().map(|(_, image)| image).filter(|image| !image.is_empty());
     let image = image.ok_or(DiskOptionError::NoImage)?;
-    let address = image.parse().map_err(|source| DiskOptionError::Image {
-        image: image.to_owned(),
-        source,
-    })?;
+    let address = image.parse().map_err(|source| DiskOptionError::Image { image: image.to_owned(), source })?;
     let mut disk = DiskSpec::new(address);
     for (key, value) in pairs {
         set(&mut disk, key, value).map_err(|problem| match problem {
-            OptionProblem::UnknownKey => DiskOptionError::UnknownKey {
-                image: image.to_owned(),
-                key: key.to_owned(),
-            },
+            OptionProblem::UnknownKey => DiskOptionError::UnknownKey { image: image.to_owned(), key: key.to_owned() },
             OptionProblem::InvalidValue(expected) => DiskOptionError::BadValue {
                 image: image.to_owned(),
                 key: key.to_owned(),
@@ -88,10 +77,7 @@ pub fn parse_disk(text: &str) -> Result<DiskSpec, DiskOptionError> {
             },
         })?;
     }
-    disk.check().map_err(|source| DiskOptionError::Spec {
-        image: image.to_owned(),
-        source,
-    })?;
+    disk.check().map_err(|source| DiskOptionError::Spec { image: image.to_owned(), source })?;
     Ok(disk)
 }
 
@@ -109,20 +95,13 @@ fn invalid_value(what: impl Into<String>) -> OptionProblem {
 /// Sets an option of a disk. `key` is one of [`KEYS`], or the name of a limit.
 pub(crate) fn set(disk: &mut DiskSpec, key: &str, value: &str) -> Result<(), OptionProblem> {
     let switch = || parse_bool(value).ok_or_else(|| invalid_value("give on or off"));
-    let size = || {
-        value
-            .parse()
-            .map_err(|error: SizeError| invalid_value(error.to_string()))
-    };
+    let size = || value.parse().map_err(|error: SizeError| invalid_value(error.to_string()));
     match key {
         "format" => disk.format = Some(Format::from_name(value).ok_or_else(|| invalid_value("give raw or qcow2"))?),
         "metadata-memory" => disk.metadata_memory = Some(size()?),
         "prefetch" => {
-            disk.prefetch.memory = Some(
-                value
-                    .parse()
-                    .map_err(|error: PrefetchMemoryError| invalid_value(error.to_string()))?,
-            )
+            disk.prefetch.memory =
+                Some(value.parse().map_err(|error: PrefetchMemoryError| invalid_value(error.to_string()))?)
         }
         "prefetch-ahead" => disk.prefetch.ahead = Some(parse_prefetch_len(value).map_err(invalid_value)?),
         "prefetch-largest-read" => disk.prefetch.largest_read = Some(parse_prefetch_len(value).map_err(invalid_value)?),
@@ -144,9 +123,7 @@ pub(crate) fn set(disk: &mut DiskSpec, key: &str, value: &str) -> Result<(), Opt
             "direct" => disk.page_cache = PageCacheMode::Direct,
             "buffered" => disk.page_cache = PageCacheMode::Buffered,
             file if file.contains('/') => {
-                let address = file
-                    .parse()
-                    .map_err(|error: ImageAddressError| invalid_value(error.to_string()))?;
+                let address = file.parse().map_err(|error: ImageAddressError| invalid_value(error.to_string()))?;
                 disk.disk_cache.file = Some(address);
             }
             _ => {
@@ -237,10 +214,7 @@ mod tests {
             parse_disk("/a,,b=c.raw,format=qcow2,metadata-memory=64MiB,serial=S1,readonly=on,share,cache=direct,queues=4,discard=off,iops=9")
                 .expect("is right");
         assert_eq!(disk.image.to_string(), "/a,b=c.raw");
-        assert_eq!(
-            (disk.format, disk.metadata_memory),
-            (Some(Format::Qcow2), Some(ByteLen::mib(64)))
-        );
+        assert_eq!((disk.format, disk.metadata_memory), (Some(Format::Qcow2), Some(ByteLen::mib(64))));
         assert_eq!((disk.read_only, disk.share, disk.discard), (true, true, false));
         assert_eq!((disk.page_cache, disk.queues), (PageCacheMode::Direct, Some(4)));
         assert_eq!(disk.serial.as_deref(), Some("S1"));
@@ -275,18 +249,9 @@ mod tests {
         let line = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
         let line = crate::run::shell::command_line(&line);
         assert!(line.contains(" --cache nbd://host/x --buffered"), "{line}");
-        for text in [
-            "/a,cache-size=1G",
-            "/a,cache=/c,share=on",
-            "/a,cache=direct,cache-mode=wt",
-        ] {
-            let refused = matches!(
-                parse_disk(text),
-                Err(DiskOptionError::Spec {
-                    source: DiskSpecError::Cache(_),
-                    ..
-                })
-            );
+        for text in ["/a,cache-size=1G", "/a,cache=/c,share=on", "/a,cache=direct,cache-mode=wt"] {
+            let refused =
+                matches!(parse_disk(text), Err(DiskOptionError::Spec { source: DiskSpecError::Cache(_), .. }));
             assert!(refused, "{text}");
         }
     }
@@ -336,32 +301,18 @@ mod tests {
             "/a,poll-us=10001",
             "/a,nbd-reconnect=-1",
         ] {
-            assert!(
-                matches!(parse_disk(text), Err(DiskOptionError::BadValue { .. })),
-                "{text}"
-            );
+            assert!(matches!(parse_disk(text), Err(DiskOptionError::BadValue { .. })), "{text}");
         }
         assert!(matches!(parse_disk("http://x/y"), Err(DiskOptionError::Image { .. })));
         assert!(matches!(
             parse_disk("/a,iops=1,iops_rd=1"),
-            Err(DiskOptionError::Spec {
-                source: DiskSpecError::Limits(_),
-                ..
-            })
+            Err(DiskOptionError::Spec { source: DiskSpecError::Limits(_), .. })
         ));
-        for text in [
-            "/a,share=on,prefetch=8M",
-            "/a,prefetch-ahead=1M,share=on",
-            "/a,prefetch=off,prefetch-largest-read=64k",
-        ] {
+        for text in
+            ["/a,share=on,prefetch=8M", "/a,prefetch-ahead=1M,share=on", "/a,prefetch=off,prefetch-largest-read=64k"]
+        {
             assert!(
-                matches!(
-                    parse_disk(text),
-                    Err(DiskOptionError::Spec {
-                        source: DiskSpecError::Prefetch(_),
-                        ..
-                    })
-                ),
+                matches!(parse_disk(text), Err(DiskOptionError::Spec { source: DiskSpecError::Prefetch(_), .. })),
                 "{text}"
             );
         }

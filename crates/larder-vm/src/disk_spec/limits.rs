@@ -7,9 +7,7 @@ use crate::limits::{LimitName, LimitsTextError, parse_limits};
 
 /// Returns QEMU's current names of all limits, then QEMU's older ones.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    LimitName::all()
-        .map(|row| row.name)
-        .chain(LimitName::all().map(|row| row.legacy_name))
+    LimitName::all().map(|row| row.name).chain(LimitName::all().map(|row| row.legacy_name))
 }
 
 /// Limits by name. Prints as `bps-read=1048576,iops-total=100`.
@@ -83,10 +81,7 @@ mod tests {
         assert_eq!(limits.set("iops", "many"), SetOutcome::BadValue);
         assert_eq!(limits.set("total_iops_sec", "1"), SetOutcome::UnknownKey);
         assert_eq!(limits.check(), Ok(()));
-        assert_eq!(
-            limits.to_string(),
-            "bps-read=1024,bps-read-max=1048576,iops-size=4096,iops-total=100"
-        );
+        assert_eq!(limits.to_string(), "bps-read=1024,bps-read-max=1048576,iops-size=4096,iops-total=100");
         assert_eq!(NamedLimits::default().check(), Ok(()));
     }
 }

@@ -27,11 +27,7 @@ pub enum ImageAddressError {
         "'{}' is QEMU's name for {what}, which Larder does not open: {instead}, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; for a path that begins like that, put ./ before it",
         printable(name)
     )]
-    UnsupportedDriver {
-        name: String,
-        what: &'static str,
-        instead: &'static str,
-    },
+    UnsupportedDriver { name: String, what: &'static str, instead: &'static str },
     #[error(
         "'{}': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it",
         printable(.0)
@@ -90,14 +86,8 @@ impl FromStr for ImageAddress {
         if text.is_empty() {
             return Err(ImageAddressError::Empty);
         }
-        let has_prefix = |prefix: &str| {
-            text.get(..prefix.len())
-                .is_some_and(|head| head.eq_ignore_ascii_case(prefix))
-        };
-        if ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd:"]
-            .into_iter()
-            .any(has_prefix)
-        {
+        let has_prefix = |prefix: &str| text.get(..prefix.len()).is_some_and(|head| head.eq_ignore_ascii_case(prefix));
+        if ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd:"].into_iter().any(has_prefix) {
             return Ok(Self::Nbd(text.parse()?));
         }
         if let Some(path) = PATH_DRIVERS.iter().find_map(|driver| text.strip_prefix(driver)) {
@@ -130,9 +120,7 @@ fn unambiguous_path(path: &str) -> PathBuf {
 
 /// Returns the driver that QEMU would read in a file's name: the part before its first colon, if it has no slash.
 pub(crate) fn driver_prefix(name: &str) -> Option<&str> {
-    name.split_once(':')
-        .map(|(driver, _)| driver)
-        .filter(|driver| !driver.contains('/'))
+    name.split_once(':').map(|(driver, _)| driver).filter(|driver| !driver.contains('/'))
 }
 
 impl ImageAddress {
@@ -218,10 +206,7 @@ mod tests {
         assert!(matches!("nbd://host/x".parse(), Ok(ImageAddress::Nbd(_))));
         assert!(matches!("NBD+unix:///?socket=/s".parse(), Ok(ImageAddress::Nbd(_))));
         assert!(matches!("nbd:host:10809".parse(), Ok(ImageAddress::Nbd(_))));
-        assert!(matches!(
-            "other://x/y".parse::<ImageAddress>(),
-            Err(ImageAddressError::UnknownScheme(_))
-        ));
+        assert!(matches!("other://x/y".parse::<ImageAddress>(), Err(ImageAddressError::UnknownScheme(_))));
         assert_eq!("".parse::<ImageAddress>(), Err(ImageAddressError::Empty));
     }
 
@@ -247,10 +232,7 @@ mod tests {
     #[test]
     fn other_drivers_are_refused_with_advice() {
         for (name, message_part) in [
-            (
-                "rbd:pool/web",
-                "an image in a Ceph cluster, which Larder does not open: map it with `rbd map`",
-            ),
+            ("rbd:pool/web", "an image in a Ceph cluster, which Larder does not open: map it with `rbd map`"),
             ("ssh://host/a", "a file on another host"),
             ("HTTPS://host/a.raw", "a file on a web server"),
             ("iscsi://host/iqn/0", "log in with iscsiadm"),
@@ -275,10 +257,7 @@ mod tests {
         ] {
             assert_eq!(ImageAddress::relative_to(&image, name), Ok(path(expected)));
         }
-        assert!(matches!(
-            ImageAddress::relative_to(&image, "nbd:unix:/s:exportname=x"),
-            Ok(ImageAddress::Nbd(_))
-        ));
+        assert!(matches!(ImageAddress::relative_to(&image, "nbd:unix:/s:exportname=x"), Ok(ImageAddress::Nbd(_))));
         assert!(ImageAddress::relative_to(&image, "rbd:a/b").is_err());
     }
 }

@@ -83,31 +83,18 @@ pub enum CacheError {
     #[error("{file}: its file system has no space for {size}; free some, or give a smaller cache-size")]
     NoRoom { file: String, size: ByteLen },
     #[error("{file}: it has {actual}, not {requested}; {}", size_mismatch_hint(*is_file))]
-    SizeMismatch {
-        file: String,
-        actual: ByteLen,
-        requested: ByteLen,
-        is_file: bool,
-    },
+    SizeMismatch { file: String, actual: ByteLen, requested: ByteLen, is_file: bool },
     #[error(
         "{file}: its lines have {actual}, not {requested}, which cannot be changed; omit cache-line, or drop the cache (larder disk cache drop) to create a new one"
     )]
-    LineMismatch {
-        file: String,
-        actual: ByteLen,
-        requested: ByteLen,
-    },
+    LineMismatch { file: String, actual: ByteLen, requested: ByteLen },
     #[error(
         "{file}: it is not a cache, and not empty: the data in its first MiB would be lost; give another file, or, if this one is no longer needed, {}",
         foreign_data::clear_instructions(*is_file)
     )]
     NotEmpty { file: String, is_file: bool },
     #[error("{file}: {why}, and is not overwritten: give another file or device, or clear this one if none of its data is needed ({})", foreign_data::clear_instructions(*is_file))]
-    Occupied {
-        file: String,
-        why: ForeignData,
-        is_file: bool,
-    },
+    Occupied { file: String, why: ForeignData, is_file: bool },
     #[error(
         "{file}: it was not closed, may have data that is not on the disk, and no state file confirms that it worked until its server ended (the state file is expected at {state_file}, and does not cover an older copy of the cache); serve the disk as the same user as before, with the cache that it was last used with; or, if the disk was not changed since then without its cache, write that data to the disk with `larder disk cache flush --force {file}`; or discard it with `larder disk cache drop --lose-dirty {file}`"
     )]
@@ -265,10 +252,7 @@ pub(super) async fn check_openable(
     cache_options.check()?;
     let state_file = match &cache_options.file {
         ImageAddress::Path(path)
-            if matches!(
-                CacheFileState::inspect(path, cache_options.size)?,
-                CacheFileState::Filled
-            ) =>
+            if matches!(CacheFileState::inspect(path, cache_options.size)?, CacheFileState::Filled) =>
         {
             let fast = open_device(on, cache_options, options, None).await?;
             let found = match read_checked_superblock(&fast, (image, identity), cache_options).await {
@@ -293,13 +277,9 @@ fn other_caches(
     used: &[&StateFile],
     new_state_file: Option<&StateFile>,
 ) -> (Vec<OtherCache>, Vec<OtherCache>) {
-    let replaced = new_state_file
-        .map(cache_replacement::replaced_caches)
-        .unwrap_or_default();
+    let replaced = new_state_file.map(cache_replacement::replaced_caches).unwrap_or_default();
     let other_caches = StateFile::other_caches(identity, used);
-    other_caches
-        .into_iter()
-        .partition(|cache| cache.is_listed_in(&replaced))
+    other_caches.into_iter().partition(|cache| cache.is_listed_in(&replaced))
 }
 
 /// A cache that is locked for this process, but not open yet.
@@ -348,13 +328,7 @@ pub(super) async fn prepare(
     };
     let found = found.and_then(|superblock| Ok((lock(&cache_options.file, &superblock)?, superblock)));
     let (lock, superblock) = found.inspect_err(|_| file_state.undo_creation(&cache_options.file))?;
-    Ok(PreparedCache {
-        options: cache_options.clone(),
-        fast,
-        superblock,
-        file_state,
-        lock,
-    })
+    Ok(PreparedCache { options: cache_options.clone(), fast, superblock, file_state, lock })
 }
 
 impl OpenCache {
@@ -408,13 +382,11 @@ fn memory_limit(size: ByteLen) -> u64 {
 /// Locks the state file of a cache in use, if the cache itself is on something that cannot be locked.
 pub(super) fn lock(file: &ImageAddress, superblock: &Superblock) -> Result<Option<CacheLock>, CacheError> {
     let ImageAddress::Nbd(_) = file else { return Ok(None) };
-    StateFile::for_cache(superblock)
-        .lock()
-        .or_else(|error| match error.kind() {
-            ErrorKind::WouldBlock => Err(CacheError::InUse { file: file.to_string() }),
-            // Then the state file cannot be written either, which is reported.
-            _ => Ok(None),
-        })
+    StateFile::for_cache(superblock).lock().or_else(|error| match error.kind() {
+        ErrorKind::WouldBlock => Err(CacheError::InUse { file: file.to_string() }),
+        // Then the state file cannot be written either, which is reported.
+        _ => Ok(None),
+    })
 }
 
 /// State of a file before it becomes a cache.
@@ -496,10 +468,7 @@ pub(super) fn create_error(path: &Path, size: ByteLen, source: std::io::Error) -
 /// Returns the address in a form that is valid in every process of this host.
 pub(crate) fn absolute(address: &ImageAddress) -> String {
     match address {
-        ImageAddress::Path(path) => std::path::absolute(path)
-            .unwrap_or_else(|_| path.clone())
-            .display()
-            .to_string(),
+        ImageAddress::Path(path) => std::path::absolute(path).unwrap_or_else(|_| path.clone()).display().to_string(),
         ImageAddress::Nbd(uri) => uri.to_string(),
     }
 }
@@ -512,10 +481,9 @@ pub(super) fn round_up_size(size: ByteLen) -> ByteLen {
 /// Returns whether opening the cache, with a size given, would create it.
 pub(super) fn would_be_created(file: &ImageAddress) -> bool {
     match file {
-        ImageAddress::Path(path) => !matches!(
-            CacheFileState::inspect(path, Some(ByteLen::mib(1))),
-            Ok(CacheFileState::Filled)
-        ),
+        ImageAddress::Path(path) => {
+            !matches!(CacheFileState::inspect(path, Some(ByteLen::mib(1))), Ok(CacheFileState::Filled))
+        }
         ImageAddress::Nbd(_) => false,
     }
 }
@@ -590,10 +558,7 @@ async fn read_checked_superblock(
             other: superblock.disk.name,
         }));
     }
-    if let Some(requested) = cache_options
-        .line
-        .filter(|wished| wished.get() != superblock.layout.line_len())
-    {
+    if let Some(requested) = cache_options.line.filter(|wished| wished.get() != superblock.layout.line_len()) {
         return Err(CacheError::LineMismatch {
             file: cache_options.file.to_string(),
             actual: ByteLen::new(superblock.layout.line_len()),
@@ -608,13 +573,7 @@ async fn read_checked_superblock(
 
 /// Returns whether the error means that the device has no cache, not even a damaged one.
 pub(super) fn is_no_cache(error: &CacheOpenError) -> bool {
-    matches!(
-        error,
-        CacheOpenError::Superblock {
-            source: SuperblockError::NoMagic,
-            ..
-        }
-    )
+    matches!(error, CacheOpenError::Superblock { source: SuperblockError::NoMagic, .. })
 }
 
 async fn open_prepared(
@@ -623,25 +582,14 @@ async fn open_prepared(
     disk: &CachedDisk,
     predecessor: Option<&OpenCache>,
 ) -> Result<(Rc<Cache>, StateFileWriter), CacheError> {
-    let PreparedCache {
-        options: wish,
-        fast,
-        superblock,
-        ..
-    } = prepared;
+    let PreparedCache { options: wish, fast, superblock, .. } = prepared;
     let mode = wish.mode.unwrap_or(superblock.mode);
     let state_file = StateFile::for_cache(superblock);
     if let Err(error) = state_file.adopt(&disk.identity) {
-        tracing::warn!(
-            "cache {}: the state file of an earlier server cannot be used: {error}",
-            wish.file
-        );
+        tracing::warn!("cache {}: the state file of an earlier server cannot be used: {error}", wish.file);
     }
-    let used: Vec<&StateFile> = predecessor
-        .map(|cache| cache.state_file.state_file())
-        .into_iter()
-        .chain([&state_file])
-        .collect();
+    let used: Vec<&StateFile> =
+        predecessor.map(|cache| cache.state_file.state_file()).into_iter().chain([&state_file]).collect();
     mark_others_stale(on, disk, &used, &state_file).await?;
     if superblock.clean
         && !wish.force
@@ -728,11 +676,7 @@ async fn open_prepared(
                 "{}: the state of its cache cannot be recorded ({}: {error}), so the cache will be empty after a kill or a crash{}",
                 disk.image,
                 state_file.display_path(),
-                if disk.lacks_timestamps {
-                    ", and after a stop"
-                } else {
-                    ""
-                }
+                if disk.lacks_timestamps { ", and after a stop" } else { "" }
             );
             state_file.disabled()
         }
@@ -761,11 +705,7 @@ async fn open_prepared(
     disk.proof.acknowledge(use_id);
     made.drop_previous_session();
     if let Some(why) = trust_reason {
-        tracing::info!(
-            "{}: its cache {} was not closed; {why}, so all its data is used",
-            disk.image,
-            wish.file
-        );
+        tracing::info!("{}: its cache {} was not closed; {why}, so all its data is used", disk.image, wish.file);
     }
     on.spawn(made.clone().track_changes(on.clone(), Rc::downgrade(&cache)));
     Ok((cache, made))
@@ -823,11 +763,7 @@ async fn read_superblock_of(on: &Loop, file: &ImageAddress) -> Result<Superblock
     let options = ImageOptions {
         read_only: true,
         share: true,
-        nbd: NbdOptions {
-            reconnect: NBD_CACHE_TIMEOUT,
-            request_timeout: NBD_CACHE_TIMEOUT,
-            ..NbdOptions::default()
-        },
+        nbd: NbdOptions { reconnect: NBD_CACHE_TIMEOUT, request_timeout: NBD_CACHE_TIMEOUT, ..NbdOptions::default() },
         ..ImageOptions::default()
     };
     let fast = open_bytes(on, file, &options, false).await;
@@ -856,10 +792,7 @@ fn stale_data(
             return Ok(Some(detached));
         }
         StateVerdict::Unknown if is_refused => {
-            return Err(CacheError::NoStateFile {
-                file: file(),
-                state_file: state_file.display_path(),
-            });
+            return Err(CacheError::NoStateFile { file: file(), state_file: state_file.display_path() });
         }
         StateVerdict::Modified if is_refused => return Err(CacheError::DiskModified { file: file() }),
         StateVerdict::Unknown | StateVerdict::Modified if superblock.may_be_dirty => tracing::warn!(
@@ -893,10 +826,7 @@ async fn create(
     let options = CacheCreateOptions {
         line_bits: cache_options.line.unwrap_or(line).get().trailing_zeros(),
         mode: cache_options.mode.unwrap_or_default(),
-        uuid: random().map_err(|source| CacheError::Create {
-            path: "getrandom(2)".into(),
-            source,
-        })?,
+        uuid: random().map_err(|source| CacheError::Create { path: "getrandom(2)".into(), source })?,
         disk: disk.id(),
         disk_size: disk.device.geometry().size,
     };
@@ -910,11 +840,7 @@ async fn create(
 /// The device has data that is not Larder's.
 async fn refuse_occupied(on: &Loop, fast: &Rc<dyn BlockDevice>, file: &ImageAddress) -> Result<(), CacheError> {
     let checked = foreign_data::check(on, fast, file).await;
-    checked.map_err(|why| CacheError::Occupied {
-        file: file.to_string(),
-        why,
-        is_file: is_file(file),
-    })
+    checked.map_err(|why| CacheError::Occupied { file: file.to_string(), why, is_file: is_file(file) })
 }
 
 /// Allocates the space of the cache on its file system, so that later writes cannot fail for lack of it. If the free
@@ -922,10 +848,7 @@ async fn refuse_occupied(on: &Loop, fast: &Rc<dyn BlockDevice>, file: &ImageAddr
 /// meanwhile.
 pub(super) async fn allocate(fast: &Rc<dyn BlockDevice>, file: &ImageAddress) -> Result<(), CacheError> {
     let size = fast.geometry().size;
-    let no_space_error = || CacheError::NoRoom {
-        file: file.to_string(),
-        size,
-    };
+    let no_space_error = || CacheError::NoRoom { file: file.to_string(), size };
     if let ImageAddress::Path(path) = file
         && lacks_room(path, size)
     {

@@ -63,15 +63,8 @@ impl ReplacementRecord {
 
 /// Returns all records, with their paths.
 fn read_all() -> Vec<(PathBuf, ReplacementRecord)> {
-    let files = state_file_directory()
-        .map(fs::read_dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .flatten();
-    let files = files
-        .map(|file| file.path())
-        .filter(|path| path.extension().is_some_and(|it| it == EXTENSION));
+    let files = state_file_directory().map(fs::read_dir).into_iter().flatten().flatten().flatten();
+    let files = files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|it| it == EXTENSION));
     let known = files.filter_map(|path| {
         let replaced = ReplacementRecord::parse(&small_file::read_text(&path, STATE_BYTES_MAX).ok()?)?;
         Some((path, replaced))
@@ -98,19 +91,12 @@ pub(super) fn record(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Re
             names.push(name.clone());
         }
     }
-    let record = ReplacementRecord {
-        disk: disk.to_vec(),
-        new,
-        old: names,
-    };
+    let record = ReplacementRecord { disk: disk.to_vec(), new, old: names };
     if let Some(directory) = record_path.parent() {
         fs::create_dir_all(directory)?;
     }
     write_atomically(&record_path, &record.text())?;
-    for (path, _) in earlier_records
-        .iter()
-        .filter(|(path, it)| it.new == old && *path != record_path)
-    {
+    for (path, _) in earlier_records.iter().filter(|(path, it)| it.new == old && *path != record_path) {
         fs::remove_file(path)?;
     }
     Ok(())
@@ -121,10 +107,7 @@ pub(super) fn record(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Re
 pub(super) fn replaced_caches(state_file: &StateFile) -> Vec<Vec<u8>> {
     let text =
         record_path(state_file).and_then(|record_path| small_file::read_text(&record_path, STATE_BYTES_MAX).ok());
-    text.as_deref()
-        .and_then(ReplacementRecord::parse)
-        .map(|it| it.old)
-        .unwrap_or_default()
+    text.as_deref().and_then(ReplacementRecord::parse).map(|it| it.old).unwrap_or_default()
 }
 
 /// Removes the record of a cache that no longer exists: it replaces no other cache.
@@ -144,10 +127,7 @@ fn record_path(state_file: &StateFile) -> Option<PathBuf> {
 pub(super) fn resolve(options: &CacheOptions, disk: &[u8]) -> CacheOptions {
     let requested = absolute(&options.file).into_bytes();
     if !options.ignores_replacement {
-        for (path, _) in read_all()
-            .into_iter()
-            .filter(|(_, it)| it.disk == disk && it.new == requested)
-        {
+        for (path, _) in read_all().into_iter().filter(|(_, it)| it.disk == disk && it.new == requested) {
             // The server's options name the new cache by now.
             let _ = fs::remove_file(path);
         }
@@ -161,10 +141,7 @@ pub(super) fn resolve_read_only(options: &CacheOptions, disk: &[u8]) -> CacheOpt
         return options.clone();
     }
     let requested = absolute(&options.file).into_bytes();
-    for (_, replaced) in read_all()
-        .into_iter()
-        .filter(|(_, it)| it.disk == disk && it.new != requested)
-    {
+    for (_, replaced) in read_all().into_iter().filter(|(_, it)| it.disk == disk && it.new != requested) {
         let new = std::str::from_utf8(&replaced.new).ok().and_then(|new| new.parse().ok());
         let Some(new) = new else { continue };
         // The new cache may be on a file system that is not mounted yet. If it has dirty data, that is reported
@@ -175,12 +152,7 @@ pub(super) fn resolve_read_only(options: &CacheOptions, disk: &[u8]) -> CacheOpt
                 "cache {new}: it has replaced {}; from now on, start the server with cache={new}",
                 options.file
             );
-            return CacheOptions {
-                file: new,
-                size: None,
-                line: None,
-                ..options.clone()
-            };
+            return CacheOptions { file: new, size: None, line: None, ..options.clone() };
         }
     }
     options.clone()

@@ -107,9 +107,7 @@ impl CacheSlot {
         let is_same = is_same_image(file, &old.file);
         let cache_options = CacheOptions {
             file: file.clone(),
-            size: options
-                .size
-                .or_else(|| cache::would_be_created(file).then_some(old.size)),
+            size: options.size.or_else(|| cache::would_be_created(file).then_some(old.size)),
             line: None,
             mode: Some(old.layer.mode()),
             endurance: old.layer.endurance(),
@@ -119,10 +117,7 @@ impl CacheSlot {
         };
         match is_same {
             true => self.reopen_failed(on, &old, &cache_options).await,
-            false => {
-                self.replace_with_new(on, &old, &cache_options, options.lose_dirty)
-                    .await
-            }
+            false => self.replace_with_new(on, &old, &cache_options, options.lose_dirty).await,
         }
     }
 
@@ -136,9 +131,7 @@ impl CacheSlot {
         }
         let held = self.switch.pause().ok_or_else(closing_error)?;
         with_deadline(on, DRAIN_TIME_MAX, held.drain(&on.downgrade()), IN_FLIGHT_STUCK).await?;
-        with_deadline(on, STEP_TIME_MAX, old.layer.detach(), BACKGROUND_STUCK)
-            .await?
-            .map_err(text)?;
+        with_deadline(on, STEP_TIME_MAX, old.layer.detach(), BACKGROUND_STUCK).await?.map_err(text)?;
         // Closing releases the locks. If it fails, the cache is reopened all the same.
         if let Err(error) = with_deadline(on, STEP_TIME_MAX, old.fast.close(), BACKGROUND_STUCK)
             .await
@@ -203,10 +196,7 @@ impl CacheSlot {
                 new.close_state_file();
                 return Err(why);
             }
-            tracing::warn!(
-                "{}: {why}; from now on, start its server with the new cache",
-                self.disk.image
-            );
+            tracing::warn!("{}: {why}; from now on, start its server with the new cache", self.disk.image);
         }
         if let Err(error) = old.retire(is_lost).await {
             tracing::warn!(
@@ -244,11 +234,7 @@ impl CacheSlot {
         old.retire(false).await?;
         old.layer.inactivate().await;
         held.replace_layer(Rc::clone(&self.disk.device));
-        tracing::debug!(
-            event = "cache-dropped",
-            "the disk runs without its cache on {}",
-            old.file
-        );
+        tracing::debug!(event = "cache-dropped", "the disk runs without its cache on {}", old.file);
         Ok(())
     }
 
@@ -288,9 +274,7 @@ impl CacheSlot {
             return Err(cannot_hand_over(error));
         }
         if !old.layer.is_working() {
-            with_deadline(on, STEP_TIME_MAX, old.layer.detach(), BACKGROUND_STUCK)
-                .await?
-                .map_err(text)?;
+            with_deadline(on, STEP_TIME_MAX, old.layer.detach(), BACKGROUND_STUCK).await?.map_err(text)?;
         }
         Ok((held, last_flush.is_err()))
     }

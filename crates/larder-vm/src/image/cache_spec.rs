@@ -9,12 +9,8 @@ use super::ImageAddress;
 use super::cache::{CacheError, check_write_back};
 
 /// The modes that users can choose.
-pub const CACHE_MODES: [CacheMode; 4] = [
-    CacheMode::WriteThrough,
-    CacheMode::WriteBack,
-    CacheMode::WriteAround,
-    CacheMode::PassThrough,
-];
+pub const CACHE_MODES: [CacheMode; 4] =
+    [CacheMode::WriteThrough, CacheMode::WriteBack, CacheMode::WriteAround, CacheMode::PassThrough];
 
 /// Returns the option value for a mode.
 pub fn cache_mode_name(mode: CacheMode) -> &'static str {
@@ -65,9 +61,7 @@ pub const CACHE_ENDURANCE_MAX: ByteLen = ByteLen::mib(1 << 30);
 /// # Errors
 /// The text is not a size, or out of range; the error is a message for the user.
 pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
-    let bytes: ByteLen = text
-        .parse()
-        .map_err(|error: larder_block::SizeError| error.to_string())?;
+    let bytes: ByteLen = text.parse().map_err(|error: larder_block::SizeError| error.to_string())?;
     match (CACHE_ENDURANCE_MIN..=CACHE_ENDURANCE_MAX).contains(&bytes) {
         true => Ok(bytes),
         false => Err(format!("give {CACHE_ENDURANCE_MIN} to {CACHE_ENDURANCE_MAX} per day")),
@@ -79,9 +73,7 @@ pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
 /// # Errors
 /// The text is not a size, or not a valid line length; the error is a message for the user.
 pub fn parse_cache_line(text: &str) -> Result<ByteLen, String> {
-    let line: ByteLen = text
-        .parse()
-        .map_err(|error: larder_block::SizeError| error.to_string())?;
+    let line: ByteLen = text.parse().map_err(|error: larder_block::SizeError| error.to_string())?;
     match line.get().is_power_of_two() && (CACHE_LINE_DEFAULT..=LINE_MAX).contains(&line) {
         true => Ok(line),
         false => Err(format!("give a power of two from {CACHE_LINE_DEFAULT} to {LINE_MAX}")),
@@ -178,9 +170,7 @@ impl CacheOptions {
     /// Checks the options as far as possible without I/O.
     pub(super) fn check(&self) -> Result<(), CacheError> {
         if self.size.is_some_and(|size| size.get() == 0) {
-            return Err(CacheError::ZeroSize {
-                file: self.file.to_string(),
-            });
+            return Err(CacheError::ZeroSize { file: self.file.to_string() });
         }
         match self.mode {
             Some(CacheMode::WriteBack) => check_write_back(&self.file),

@@ -80,18 +80,9 @@ impl StateFile {
         let default_path = state_file_directory().map(|directory| directory.join(&name));
         let use_default =
             private_directory::state().is_some() || default_path.as_ref().is_some_and(|path| path.exists());
-        let existing_path = || {
-            state_file_directories()
-                .map(|directory| directory.join(&name))
-                .find(|path| path.exists())
-        };
-        Self {
-            path: if use_default {
-                default_path
-            } else {
-                existing_path().or(default_path)
-            },
-        }
+        let existing_path =
+            || state_file_directories().map(|directory| directory.join(&name)).find(|path| path.exists());
+        Self { path: if use_default { default_path } else { existing_path().or(default_path) } }
     }
 
     /// Moves an existing state file to this process's directory, if there is none yet. It may be in another
@@ -110,10 +101,7 @@ impl StateFile {
         let Some(cache) = all.rfind(|other| other.path.file_name() == self.cache_uuid()) else {
             return Ok(());
         };
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(parent_directory(path))?;
+        DirBuilder::new().recursive(true).mode(0o700).create(parent_directory(path))?;
         cache.record.write(path)?;
         opener().remove(&cache.path)?;
         // The state file contains the mark by now.
@@ -155,8 +143,7 @@ impl StateFile {
 
     /// Returns the uses of the disk that the state file names for the cache's last session.
     pub(super) fn uses(&self, superblock: &Superblock) -> Vec<u64> {
-        self.read_current(superblock)
-            .map_or_else(Vec::new, |record| record.uses)
+        self.read_current(superblock).map_or_else(Vec::new, |record| record.uses)
     }
 
     /// Evaluates the state file of a cache that was closed.
@@ -185,11 +172,7 @@ impl StateFile {
     pub(super) fn copy_to(&self, superblock: &Superblock, copy: &Superblock) -> io::Result<()> {
         let copied = Self::for_cache(copy);
         match (self.read_current(superblock), &copied.path) {
-            (Some(record), Some(path)) => StateRecord {
-                sessions: vec![copy.session],
-                ..record
-            }
-            .write(path),
+            (Some(record), Some(path)) => StateRecord { sessions: vec![copy.session], ..record }.write(path),
             _ => Ok(()),
         }
     }
@@ -203,8 +186,7 @@ impl StateFile {
 
     /// Reads the state file, if it covers the cache's last session.
     fn read_current(&self, superblock: &Superblock) -> Option<StateRecord> {
-        self.read()
-            .filter(|record| record.sessions.contains(&superblock.session))
+        self.read().filter(|record| record.sessions.contains(&superblock.session))
     }
 
     fn read(&self) -> Option<StateRecord> {
@@ -235,15 +217,10 @@ impl StateFile {
         let no_directory_error =
             || io::Error::other("no state directory is known: neither $XDG_STATE_HOME nor $HOME is set");
         let path = self.path.as_ref().ok_or_else(no_directory_error)?;
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(parent_directory(path))?;
+        DirBuilder::new().recursive(true).mode(0o700).create(parent_directory(path))?;
         let mut fingerprints = disk_id::current_fingerprints(files);
         if !is_proven {
-            fingerprints
-                .iter_mut()
-                .for_each(|fingerprint| fingerprint.ctime_ns = None);
+            fingerprints.iter_mut().for_each(|fingerprint| fingerprint.ctime_ns = None);
         }
         let record = StateRecord {
             sessions: vec![superblock.session, superblock.session.wrapping_add(1)],
@@ -287,9 +264,7 @@ impl StateFile {
         fs::remove_file(used_marker_path(path)).or_else(ignore_missing)?;
         // The temporary file of a process that was killed while writing.
         let _ = fs::remove_file(temporary_path(path));
-        File::open(parent_directory(path))
-            .and_then(|directory| directory.sync_all())
-            .or_else(ignore_missing)
+        File::open(parent_directory(path)).and_then(|directory| directory.sync_all()).or_else(ignore_missing)
     }
 
     /// Returns the path of the copy of the state file in the host's memory.
@@ -348,10 +323,7 @@ impl StateFile {
         let Some(path) = self.companion_path("lock") else {
             return Ok(None);
         };
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(parent_directory(&path))?;
+        DirBuilder::new().recursive(true).mode(0o700).create(parent_directory(&path))?;
         loop {
             let mut options = File::options();
             options.write(true).create(true).truncate(false);
@@ -480,11 +452,7 @@ impl StateRecord {
 
     fn text(&self) -> String {
         let sessions: String = self.sessions.iter().map(|session| format!(" {session}")).collect();
-        let mut text = format!(
-            "sessions{sessions}\ndisk {}\ncache {}\n",
-            hex(&self.disk),
-            hex(&self.cache)
-        );
+        let mut text = format!("sessions{sessions}\ndisk {}\ncache {}\n", hex(&self.disk), hex(&self.cache));
         if let Some(HostClock { boot, ahead_seconds }) = self.clock {
             text.push_str(&format!("clock {boot:x} {ahead_seconds}\n"));
         }
@@ -495,11 +463,7 @@ impl StateRecord {
         for fingerprint in &self.fingerprints {
             let keyword = if fingerprint.is_written { "written" } else { "stamp" };
             let changed = fingerprint.ctime_ns.map(|changed| format!(" {changed}"));
-            text.push_str(&format!(
-                "{keyword} {}{}\n",
-                hex(&fingerprint.bytes),
-                changed.unwrap_or_default()
-            ));
+            text.push_str(&format!("{keyword} {}{}\n", hex(&fingerprint.bytes), changed.unwrap_or_default()));
         }
         if self.used_without_cache {
             text.push_str("used\n");
@@ -547,10 +511,7 @@ impl StateRecord {
         let superseded = self.detached.get_or_insert_default();
         let touches = |existing: &ByteRange| existing.start <= range.end() && range.start <= existing.end();
         let first = superseded.partition_point(|existing| existing.end() < range.start);
-        let touching = superseded[first..]
-            .iter()
-            .take_while(|existing| touches(existing))
-            .count();
+        let touching = superseded[first..].iter().take_while(|existing| touches(existing)).count();
         let all = superseded.drain(first..first + touching);
         let (start, end) = all.fold((range.start, range.end()), |(start, end), existing| {
             (start.min(existing.start), end.max(existing.end()))
@@ -572,14 +533,8 @@ fn state_file_directories() -> impl Iterator<Item = PathBuf> {
         let services = fs::read_dir(VM_STATE_ROOT).into_iter().flatten().flatten();
         parents.extend(services.map(|service| service.path()));
     }
-    let private: Vec<PathBuf> = parents
-        .iter()
-        .flat_map(|directory| private_directory::list_in(directory))
-        .collect();
-    parents
-        .into_iter()
-        .chain(private)
-        .map(|directory| directory.join(DIRECTORY_NAME))
+    let private: Vec<PathBuf> = parents.iter().flat_map(|directory| private_directory::list_in(directory)).collect();
+    parents.into_iter().chain(private).map(|directory| directory.join(DIRECTORY_NAME))
 }
 
 /// Returns all state files that this process can read without a helper.
@@ -627,8 +582,7 @@ fn caches_of_disk(disk: &[u8]) -> Vec<OtherCache> {
     let own_directory = state_file_directory();
     let is_own = |path: &Path| own_directory.as_deref() == path.parent();
     let all = paths.into_iter();
-    all.filter_map(|path| if is_own(&path) { read(path) } else { read_foreign(path) })
-        .collect()
+    all.filter_map(|path| if is_own(&path) { read(path) } else { read_foreign(path) }).collect()
 }
 
 impl StateFile {
@@ -643,14 +597,11 @@ impl StateFile {
     /// record that the disk is used without their cache.
     pub(super) fn other_caches(identity: &[u8], used: &[&Self]) -> Vec<OtherCache> {
         // The directory does not matter, since the name is the cache's UUID.
-        let is_used = |cache: &OtherCache| {
-            used.iter()
-                .any(|state_file| state_file.cache_uuid() == cache.path.file_name())
-        };
+        let is_used =
+            |cache: &OtherCache| used.iter().any(|state_file| state_file.cache_uuid() == cache.path.file_name());
         // The image's format does not matter.
         let all = caches_of_disk(disk_id::without_format(identity)).into_iter();
-        all.filter(|cache| !is_used(cache) && !cache.record.used_without_cache)
-            .collect()
+        all.filter(|cache| !is_used(cache) && !cache.record.used_without_cache).collect()
     }
 }
 
@@ -776,17 +727,10 @@ const VM_STATE_ROOT: &str = "/var/lib/larder-vm";
 /// Returns the directory for state that outlives a reboot: systemd's `$STATE_DIRECTORY`, `/var/lib/larder` for root,
 /// `$XDG_STATE_HOME/larder` or `~/.local/state/larder`.
 pub fn state_directory() -> Option<PathBuf> {
-    let variable = |name: &str| {
-        std::env::var_os(name)
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute())
-    };
+    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     // The variable may be a list; its first entry is used.
     let systemd_directory = std::env::var("STATE_DIRECTORY").ok();
-    let systemd_directory = systemd_directory
-        .as_deref()
-        .and_then(|list| list.split(':').next())
-        .map(PathBuf::from);
+    let systemd_directory = systemd_directory.as_deref().and_then(|list| list.split(':').next()).map(PathBuf::from);
     if let Some(directory) = systemd_directory.filter(|folder| folder.is_absolute()) {
         return Some(directory);
     }
@@ -810,22 +754,11 @@ mod tests {
             used_without_cache: detached.is_some_and(<[_]>::is_empty),
             is_dirty: detached.is_some_and(<[_]>::is_empty),
             detached: detached.map(|ranges| ranges.iter().map(range).collect()),
-            clock: detached.map(|_| HostClock {
-                boot: 0x5f3c,
-                ahead_seconds: -12,
-            }),
+            clock: detached.map(|_| HostClock { boot: 0x5f3c, ahead_seconds: -12 }),
             uses: detached.map_or_else(Vec::new, |_| vec![0x77, u64::MAX]),
             fingerprints: vec![
-                FileFingerprint {
-                    is_written: true,
-                    bytes: vec![0, 255],
-                    ctime_ns: Some(-17),
-                },
-                FileFingerprint {
-                    is_written: false,
-                    bytes: Vec::new(),
-                    ctime_ns: None,
-                },
+                FileFingerprint { is_written: true, bytes: vec![0, 255], ctime_ns: Some(-17) },
+                FileFingerprint { is_written: false, bytes: Vec::new(), ctime_ns: None },
             ],
         }
     }

@@ -51,18 +51,9 @@ pub enum CacheToolError {
     #[error(
         "{file}: {author}, and according to it, its disk is {disk} of format {format}; root would write there: if that is correct, confirm it with --image {disk} --format {format}"
     )]
-    UntrustedOwner {
-        file: String,
-        author: Author,
-        disk: String,
-        format: &'static str,
-    },
+    UntrustedOwner { file: String, author: Author, disk: String, format: &'static str },
     #[error("{file}: it is the cache of a {recorded} disk, but --format is {requested}")]
-    Format {
-        file: String,
-        recorded: &'static str,
-        requested: &'static str,
-    },
+    Format { file: String, recorded: &'static str, requested: &'static str },
     #[error("{why}; whether it has data that is not on the disk cannot be determined: --lose-dirty discards such data")]
     MaybeDirty { why: String },
     /// Error of the cache layer or of its device.
@@ -121,12 +112,7 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, in_use: bool) -> Resu
         true => None,
         false => Some(larder_cache::count_lines(&fast, &superblock, boot_id_for(file)).await?),
     };
-    Ok(CacheReport {
-        size: fast.geometry().size,
-        superblock,
-        lines,
-        in_use,
-    })
+    Ok(CacheReport { size: fast.geometry().size, superblock, lines, in_use })
 }
 
 /// Sets the write policy that a cache has from its next opening on; returns whether the cache may be dirty.
@@ -177,10 +163,7 @@ pub async fn flush_cache(
     if !superblock.may_be_dirty {
         return Ok(ByteLen::ZERO);
     }
-    let unknown_disk_error = || CacheToolError::Disk {
-        file: file.to_string(),
-        disk: superblock.disk.name.clone(),
-    };
+    let unknown_disk_error = || CacheToolError::Disk { file: file.to_string(), disk: superblock.disk.name.clone() };
     let image: ImageAddress = match &flush_options.image {
         Some(image) => image.clone(),
         None => superblock.disk.name.parse().map_err(|_| unknown_disk_error())?,
@@ -208,9 +191,7 @@ pub async fn flush_cache(
     }
     let options = ImageOptions {
         format: Some(recorded),
-        chain: ChainPolicy::Follow {
-            trust_image: flush_options.trust_image,
-        },
+        chain: ChainPolicy::Follow { trust_image: flush_options.trust_image },
         prefetch: None,
         cache: Some(CacheOptions {
             file: file.clone(),
@@ -285,10 +266,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
     };
     let state_file = match read_superblock(&fast).await {
         Ok(superblock) if superblock.may_be_dirty && !lose_dirty => {
-            return Err(CacheToolError::Dirty {
-                file: file.to_string(),
-                disk: superblock.disk.name,
-            });
+            return Err(CacheToolError::Dirty { file: file.to_string(), disk: superblock.disk.name });
         }
         Ok(superblock) => Some((lock_exclusively(file, &superblock)?, StateFile::for_cache(&superblock))),
         // The device may hold other data by now.
@@ -322,10 +300,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
     drop(fast);
     match file {
         ImageAddress::Path(path) if is_file(file) => {
-            truncate_if_unused(path).map_err(|source| CacheToolError::Host {
-                file: file.to_string(),
-                source,
-            })?
+            truncate_if_unused(path).map_err(|source| CacheToolError::Host { file: file.to_string(), source })?
         }
         _ => {}
     }
@@ -359,17 +334,11 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
     };
     let superblock = superblock_of(file, &old).await?;
     if !superblock.clean {
-        return Err(CacheToolError::NotClosed {
-            file: name(),
-            disk: superblock.disk.name,
-        });
+        return Err(CacheToolError::NotClosed { file: name(), disk: superblock.disk.name });
     }
     // For a moment one state file would have to describe both files.
     if superblock.may_be_dirty {
-        return Err(CacheToolError::ResizeDirty {
-            file: name(),
-            disk: superblock.disk.name,
-        });
+        return Err(CacheToolError::ResizeDirty { file: name(), disk: superblock.disk.name });
     }
     let before = larder_cache::count_lines(&old, &superblock, boot_id_for(file)).await?;
     let size = round_up_size(size);
@@ -390,10 +359,7 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
     let replaced = created.and_then(|(lines, new)| {
         state_file
             .copy_to(&superblock, &new)
-            .map_err(|source| CacheToolError::Host {
-                file: state_file.display_path(),
-                source,
-            })?;
+            .map_err(|source| CacheToolError::Host { file: state_file.display_path(), source })?;
         let replaced = std::fs::rename(&new_path, &target)
             .inspect_err(|_| {
                 // A state file that remained would report a missing dirty cache.
@@ -441,20 +407,13 @@ async fn create_resized(
     (new_path, access): (&Path, &Metadata),
     size: ByteLen,
 ) -> Result<(LineCounts, Superblock), CacheToolError> {
-    let host = |source| CacheToolError::Host {
-        file: new_path.display().to_string(),
-        source,
-    };
+    let host = |source| CacheToolError::Host { file: new_path.display().to_string(), source };
     let address = ImageAddress::Path(new_path.to_owned());
     if is_leftover(on, new_path, old_superblock).await {
         // Removal is best effort: if the file is still in the way, creating the new one reports that.
         let _ = std::fs::remove_file(new_path);
     }
-    let file = File::options()
-        .write(true)
-        .create_new(true)
-        .mode(INCOMPLETE_MODE)
-        .open(new_path);
+    let file = File::options().write(true).create_new(true).mode(INCOMPLETE_MODE).open(new_path);
     let file = file.map_err(|source| CacheToolError::CreateNewFile {
         file: new_path.display().to_string(),
         source: match source.kind() {
@@ -465,8 +424,7 @@ async fn create_resized(
             _ => source,
         },
     })?;
-    file.set_len(size.get())
-        .map_err(|source| create_error(new_path, size, source))?;
+    file.set_len(size.get()).map_err(|source| create_error(new_path, size, source))?;
     let new = open(on, &address, false).await?;
     allocate(&new, &address).await?;
     let lines = larder_cache::copy(old, &new, random().map_err(host)?).await?;
@@ -515,25 +473,18 @@ async fn is_leftover(on: &Loop, new_path: &Path, old_superblock: &Superblock) ->
 }
 
 async fn open(on: &Loop, file: &ImageAddress, inspect_only: bool) -> Result<Rc<dyn BlockDevice>, CacheToolError> {
-    let options = ImageOptions {
-        read_only: inspect_only,
-        share: inspect_only,
-        prefetch: None,
-        ..ImageOptions::default()
-    };
-    open_bytes(on, file, &options, false)
-        .await
-        .map_err(|error| match &error {
-            ImageError::File(FileError::Locked {
-                source: LockError::InUse { .. },
-                ..
-            }) => CacheToolError::InUse(error.to_string()),
-            ImageError::File(FileError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => {
-                CacheToolError::Missing { file: file.to_string() }
-            }
-            ImageError::File(FileError::Empty { .. }) => CacheToolError::Empty { file: file.to_string() },
-            _ => CacheToolError::Device(Box::new(error)),
-        })
+    let options =
+        ImageOptions { read_only: inspect_only, share: inspect_only, prefetch: None, ..ImageOptions::default() };
+    open_bytes(on, file, &options, false).await.map_err(|error| match &error {
+        ImageError::File(FileError::Locked { source: LockError::InUse { .. }, .. }) => {
+            CacheToolError::InUse(error.to_string())
+        }
+        ImageError::File(FileError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => {
+            CacheToolError::Missing { file: file.to_string() }
+        }
+        ImageError::File(FileError::Empty { .. }) => CacheToolError::Empty { file: file.to_string() },
+        _ => CacheToolError::Device(Box::new(error)),
+    })
 }
 
 async fn superblock_of(file: &ImageAddress, fast: &Rc<dyn BlockDevice>) -> Result<Superblock, CacheToolError> {

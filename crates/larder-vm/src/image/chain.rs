@@ -64,14 +64,8 @@ pub(super) async fn open(
         metadata_memory: MetadataMemory::new(options.metadata_memory),
         passed_nbd_server: false,
     };
-    let (device, format) = opener
-        .open(
-            image,
-            options.format,
-            options.read_only,
-            (options.role.clone(), PartRole::Image),
-        )
-        .await?;
+    let (device, format) =
+        opener.open(image, options.format, options.read_only, (options.role.clone(), PartRole::Image)).await?;
     Ok(OpenedChain {
         device,
         format,
@@ -142,24 +136,15 @@ impl ChainOpener<'_> {
                 Some(format) => format,
                 None => match &self.options.chain {
                     // If the format were probed, a guest could write the first bytes of another format.
-                    ChainPolicy::Pinned {
-                        by: PinnedBy::VmFile, ..
-                    } => return Err(no_format(image)),
+                    ChainPolicy::Pinned { by: PinnedBy::VmFile, .. } => return Err(no_format(image)),
                     _ => probe(image)?,
                 },
             };
             if format == Format::Qcow2 && self.options.share && !read_only {
-                return Err(ImageError::SharedWriter {
-                    image: image.to_string(),
-                });
+                return Err(ImageError::SharedWriter { image: image.to_string() });
             }
             let (file, author) = self.open_bytes(image, (format, is_probed), read_only, role).await?;
-            self.parts.push(ChainPart {
-                image: image.clone(),
-                format,
-                role: part,
-                writable: !read_only,
-            });
+            self.parts.push(ChainPart { image: image.clone(), format, role: part, writable: !read_only });
             let device = match format {
                 // The guest must not write bytes that would make the next probe find another format. NBD exports are
                 // never probed.
@@ -183,11 +168,7 @@ impl ChainOpener<'_> {
         read_only: bool,
         role: FileRole,
     ) -> Result<(Rc<dyn BlockDevice>, Author), ImageError> {
-        let mut options = ImageOptions {
-            read_only: read_only || self.is_inspection(),
-            role,
-            ..self.options.clone()
-        };
+        let mut options = ImageOptions { read_only: read_only || self.is_inspection(), role, ..self.options.clone() };
         if self.passed_nbd_server {
             options.claim = LockMode::Direct;
         }
@@ -206,12 +187,11 @@ impl ChainOpener<'_> {
                 self.files.push(DiskFile::new(file.as_fd(), path, !read_only));
                 self.proof.add_file(&file);
                 if options.trial {
-                    self.held_files
-                        .push(file.retain_locks().map_err(|source| FileOpenError::Os {
-                            path: path.clone(),
-                            what: "keeping it open",
-                            source,
-                        })?);
+                    self.held_files.push(file.retain_locks().map_err(|source| FileOpenError::Os {
+                        path: path.clone(),
+                        what: "keeping it open",
+                        source,
+                    })?);
                 }
                 (file as Rc<dyn BlockDevice>, author)
             }
@@ -238,9 +218,7 @@ impl ChainOpener<'_> {
         let header = larder_qcow2::read_header(&file).await.map_err(ImageError::Qcow2)?;
         let data_file = match (header.shape.data_file, &header.data_file) {
             (true, None) => {
-                return Err(ImageError::NoDataFile {
-                    image: image.to_string(),
-                });
+                return Err(ImageError::NoDataFile { image: image.to_string() });
             }
             (has_data_file, name) => {
                 let name = name.as_deref().filter(|_| has_data_file);
@@ -248,9 +226,7 @@ impl ChainOpener<'_> {
             }
         };
         let named = header.backing_file.as_deref();
-        let backing = self
-            .open_backing((image, author), named, header.backing_format.as_deref())
-            .await?;
+        let backing = self.open_backing((image, author), named, header.backing_format.as_deref()).await?;
         if header.corrupt && !read_only {
             return Err(ImageError::Qcow2(larder_qcow2::OpenError::Header {
                 name: image.to_string(),
@@ -303,13 +279,7 @@ impl ChainOpener<'_> {
 
     /// Returns whether a VM's file decides which files may be opened.
     fn is_pinned_by_vm_file(&self) -> bool {
-        matches!(
-            self.options.chain,
-            ChainPolicy::Pinned {
-                by: PinnedBy::VmFile,
-                ..
-            }
-        )
+        matches!(self.options.chain, ChainPolicy::Pinned { by: PinnedBy::VmFile, .. })
     }
 
     /// Returns the number of images that lead to the one that was pushed last.
@@ -333,16 +303,9 @@ impl ChainOpener<'_> {
         }
         let named = name.map(|name| {
             let address = ImageAddress::relative_to(image, name).map_err(|error| failed(name, error.into()))?;
-            Ok::<_, ImageError>(HeaderReference {
-                name,
-                address,
-                format: Some(Format::Raw),
-            })
+            Ok::<_, ImageError>(HeaderReference { name, address, format: Some(Format::Raw) })
         });
-        let allowed = self
-            .options
-            .chain
-            .data_file((image, author), self.depth(), named.transpose()?)?;
+        let allowed = self.options.chain.data_file((image, author), self.depth(), named.transpose()?)?;
         let Some(address) = allowed else { return Ok(None) };
         let role = (FileRole::Referenced, PartRole::DataFile);
         let opened = self.open(&address, Some(Format::Raw), read_only, role).await;
@@ -382,11 +345,7 @@ impl ChainOpener<'_> {
             | ImageError::BackingCycle { .. }
             | ImageError::BackingUnsupported { .. }
             | ImageError::Chain(_)) => source,
-            source => ImageError::Backing {
-                image: image.to_string(),
-                name: name.to_owned(),
-                source: Box::new(source),
-            },
+            source => ImageError::Backing { image: image.to_string(), name: name.to_owned(), source: Box::new(source) },
         })?;
         // The newest data of a backing file with a dirty cache is in that cache, where this chain would not read it. A
         // trial contacts no NBD server.
@@ -405,18 +364,12 @@ fn named_backing<'a>(
     format: Option<&str>,
     is_pinned_by_vm_file: bool,
 ) -> Result<HeaderReference<'a>, ImageError> {
-    let unknown = |why: String| ImageError::BackingUnsupported {
-        image: image.to_string(),
-        name: name.to_owned(),
-        why,
-    };
+    let unknown = |why: String| ImageError::BackingUnsupported { image: image.to_string(), name: name.to_owned(), why };
     let format = match format.map(|name| (name, Format::from_driver(name))) {
         None => None,
         Some((_, Some(format))) => Some(format),
         Some((other, None)) => {
-            return Err(unknown(format!(
-                "has the format '{other}', which Larder does not support"
-            )));
+            return Err(unknown(format!("has the format '{other}', which Larder does not support")));
         }
     };
     let cannot = |error| unknown(format!("cannot be opened: {error}"));
@@ -496,11 +449,7 @@ pub async fn named_chain(on: &Loop, image: &ImageAddress, format: Format) -> Res
         }
         (overlay, format, role) = (named.address.absolute(), named.format, FileRole::Referenced);
         opened.push(overlay.clone());
-        chain.backing.push(NamedImage {
-            image: overlay.clone(),
-            format,
-            data_file: None,
-        });
+        chain.backing.push(NamedImage { image: overlay.clone(), format, data_file: None });
     }
     Ok(chain)
 }
@@ -517,10 +466,7 @@ pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
     match found {
         None => Ok(Format::Raw),
         Some("qcow2") => Ok(Format::Qcow2),
-        Some(format) => Err(ImageError::OtherFormat {
-            image: image.to_string(),
-            format,
-        }),
+        Some(format) => Err(ImageError::OtherFormat { image: image.to_string(), format }),
     }
 }
 

@@ -52,17 +52,13 @@ pub(crate) fn without_format(identity: &[u8]) -> &[u8] {
 /// Returns whether an image is the disk with this identity, as returned by [`without_format`].
 pub(crate) fn has_identity(image: &ImageAddress, disk: &[u8]) -> bool {
     let formats = [Format::Raw, Format::Qcow2];
-    formats
-        .iter()
-        .any(|format| without_format(&identity(image, *format)) == disk)
+    formats.iter().any(|format| without_format(&identity(image, *format)) == disk)
 }
 
 /// Returns the format in an identity.
 pub(super) fn format_of(identity: &[u8]) -> Option<Format> {
     let name = identity.split(|byte| *byte == b' ').next()?;
-    [Format::Raw, Format::Qcow2]
-        .into_iter()
-        .find(|format| format.name().as_bytes() == name)
+    [Format::Raw, Format::Qcow2].into_iter().find(|format| format.name().as_bytes() == name)
 }
 
 fn path_identity(path: &Path) -> Vec<u8> {
@@ -97,9 +93,7 @@ pub(super) fn open_path(path: &Path) -> io::Result<File> {
 
 fn handle(file: &File) -> Option<Vec<u8>> {
     let is_mount_local = rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type == FUSE_MAGIC);
-    (!is_mount_local)
-        .then(|| file_handle::read(file.as_fd()).ok())
-        .flatten()
+    (!is_mount_local).then(|| file_handle::read(file.as_fd()).ok()).flatten()
 }
 
 /// Returns the name in `directory` that leads to the same device; if there are several, always the same one.
@@ -207,10 +201,7 @@ impl DiskFile {
         if !then.is_written || self.fingerprint == then.bytes {
             return self.fingerprint == then.bytes;
         }
-        match (
-            FingerprintParts::parse(&self.fingerprint),
-            FingerprintParts::parse(&then.bytes),
-        ) {
+        match (FingerprintParts::parse(&self.fingerprint), FingerprintParts::parse(&then.bytes)) {
             (Some(now), Some(then)) => {
                 let (alive, step) = match self.file.as_ref().is_some_and(|file| uses_host_clock(file)) {
                     true => (alive, step),
@@ -271,12 +262,7 @@ pub(super) fn current_fingerprints(files: &[DiskFile]) -> Vec<FileFingerprint> {
 
 /// Joins fingerprints into one, for a cache's superblock.
 pub(super) fn join_fingerprints(fingerprints: &[FileFingerprint]) -> Vec<u8> {
-    bounded(
-        fingerprints
-            .iter()
-            .flat_map(|fingerprint| fingerprint.bytes.iter().copied())
-            .collect(),
-    )
+    bounded(fingerprints.iter().flat_map(|fingerprint| fingerprint.bytes.iter().copied()).collect())
 }
 
 /// Joins the fingerprints that files had when they were opened into one.
@@ -295,10 +281,7 @@ impl FingerprintParts {
         let (inode, rest) = fingerprint.split_first_chunk()?;
         let (_size, rest) = rest.split_first_chunk::<8>()?;
         let (seconds, _) = rest.split_first_chunk()?;
-        Some(Self {
-            inode: u64::from_le_bytes(*inode),
-            seconds: i64::from_le_bytes(*seconds),
-        })
+        Some(Self { inode: u64::from_le_bytes(*inode), seconds: i64::from_le_bytes(*seconds) })
     }
 }
 
@@ -347,11 +330,7 @@ mod tests {
     }
 
     fn file_fingerprint(is_written: bool, bytes: Vec<u8>) -> FileFingerprint {
-        FileFingerprint {
-            is_written,
-            bytes,
-            ctime_ns: None,
-        }
+        FileFingerprint { is_written, bytes, ctime_ns: None }
     }
 
     /// A file whose modification time was set back is not proven to be unchanged, and neither is one whose recorded
@@ -396,15 +375,8 @@ mod tests {
         };
         assert_eq!(name("sda").as_deref(), Some("wwn-0x5"));
         assert_eq!(name("sdb").as_deref(), Some("ata-b"));
-        assert_eq!(
-            name("sdc").as_deref(),
-            Some("sdc"),
-            "the folder of this test has the device itself"
-        );
-        assert_eq!(
-            stable_name(&temporary.path().join("none"), &temporary.path().join("sda")),
-            None
-        );
+        assert_eq!(name("sdc").as_deref(), Some("sdc"), "the folder of this test has the device itself");
+        assert_eq!(stable_name(&temporary.path().join("none"), &temporary.path().join("sda")), None);
     }
 
     #[test]
@@ -429,10 +401,7 @@ mod tests {
         let of = |name: &str| identity(&ImageAddress::Path(at(name)), Format::Raw);
         let (first, fingerprint_then) = (of("a"), fingerprint(at("a").metadata()));
         std::fs::rename(at("a"), at("b")).expect("moves");
-        assert_eq!(
-            (of("b"), fingerprint(at("b").metadata())),
-            (first.clone(), fingerprint_then.clone())
-        );
+        assert_eq!((of("b"), fingerprint(at("b").metadata())), (first.clone(), fingerprint_then.clone()));
         std::fs::copy(at("b"), at("a")).expect("copies");
         assert_ne!(of("a"), first);
         assert_ne!(fingerprint(at("a").metadata()), fingerprint_then);
@@ -470,21 +439,11 @@ mod tests {
             only_server_may_have_written_since(&[disk_file(&path, true)], &recorded, Some(alive), 0)
         };
         assert!(alive(101) && alive(80) && !alive(60));
-        assert!(!only_server_may_have_written_since(
-            &[disk_file(&path, true)],
-            &[],
-            None,
-            0
-        ));
+        assert!(!only_server_may_have_written_since(&[disk_file(&path, true)], &[], None, 0));
         file.set_modified(modified).expect("can be set");
         let other = directory.path().join("b");
         std::fs::copy(&path, &other).expect("copies");
         let then = file_fingerprint(true, then);
-        assert!(!only_server_may_have_written_since(
-            &[disk_file(&other, true)],
-            &[then],
-            None,
-            0
-        ));
+        assert!(!only_server_may_have_written_since(&[disk_file(&other, true)], &[then], None, 0));
     }
 }

@@ -21,11 +21,7 @@ struct RawFileHandle {
 /// # Errors
 /// The file system has no handles (overlayfs, some network file systems).
 pub(super) fn read(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
-    let mut buffer = RawFileHandle {
-        len: HANDLE_BYTES_MAX as u32,
-        kind: 0,
-        bytes: [0; HANDLE_BYTES_MAX],
-    };
+    let mut buffer = RawFileHandle { len: HANDLE_BYTES_MAX as u32, kind: 0, bytes: [0; HANDLE_BYTES_MAX] };
     let mut mount = 0;
     // SAFETY: the empty path ends with 0, and `buffer` is a `struct file_handle` followed by as many bytes as `len`
     // gives.
@@ -54,16 +50,9 @@ pub(super) fn read(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
 pub(super) fn is_stale(handle: &[u8], on: &File) -> io::Result<bool> {
     let invalid = || io::Error::from(io::ErrorKind::InvalidData);
     let (kind, bytes) = handle.split_first_chunk().ok_or_else(invalid)?;
-    let mut buffer = RawFileHandle {
-        len: bytes.len() as u32,
-        kind: i32::from_ne_bytes(*kind),
-        bytes: [0; HANDLE_BYTES_MAX],
-    };
-    buffer
-        .bytes
-        .get_mut(..bytes.len())
-        .ok_or_else(invalid)?
-        .copy_from_slice(bytes);
+    let mut buffer =
+        RawFileHandle { len: bytes.len() as u32, kind: i32::from_ne_bytes(*kind), bytes: [0; HANDLE_BYTES_MAX] };
+    buffer.bytes.get_mut(..bytes.len()).ok_or_else(invalid)?.copy_from_slice(bytes);
     // SAFETY: `on` is open, and `buffer` is a `struct file_handle` followed by at least as many bytes as `len` gives.
     let opened =
         unsafe { libc::open_by_handle_at(on.as_raw_fd(), (&raw mut buffer).cast(), libc::O_PATH | libc::O_CLOEXEC) };

@@ -89,16 +89,10 @@ mod tests {
     fn unset_clock_has_no_step() {
         let now = HostClock::now().expect("the kernel says which start this is");
         assert_eq!(now.step(), 0);
-        let before = |by: i64| HostClock {
-            ahead_seconds: now.ahead_seconds - by,
-            ..now
-        };
+        let before = |by: i64| HostClock { ahead_seconds: now.ahead_seconds - by, ..now };
         assert!((3598..=3602).contains(&before(3600).step()));
         assert!((-3602..=-3598).contains(&before(-3600).step()));
-        let other_boot = HostClock {
-            boot: !now.boot,
-            ..before(3600)
-        };
+        let other_boot = HostClock { boot: !now.boot, ..before(3600) };
         assert_eq!(other_boot.step(), 0);
     }
 }

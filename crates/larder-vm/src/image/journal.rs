@@ -65,11 +65,7 @@ impl PendingJournal {
     }
 
     fn stale_error(&self, image: &ImageAddress) -> ImageError {
-        ImageError::JournalStale {
-            image: image.to_string(),
-            journal: self.file.clone(),
-            changes: self.changes,
-        }
+        ImageError::JournalStale { image: image.to_string(), journal: self.file.clone(), changes: self.changes }
     }
 }
 
@@ -142,10 +138,7 @@ fn all_journals(image: &ImageAddress) -> io::Result<(Vec<PendingJournal>, Search
 /// Opens the journals of an image that is opened for writing. If no location can hold a journal of its own, that is
 /// logged as a warning, and the image is served all the same, more slowly.
 pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, ImageError> {
-    let failed = |source| ImageError::Journal {
-        image: image.to_string(),
-        source,
-    };
+    let failed = |source| ImageError::Journal { image: image.to_string(), source };
     let mut journals = Journals::default();
     let mut own_path = None;
     let (status, unfitting) = find_journals(image, header).map_err(failed)?;
@@ -157,10 +150,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     }
     match status {
         JournalStatus::Missing(searched) => {
-            return Err(ImageError::JournalMissing {
-                image: image.to_string(),
-                searched: searched.to_string(),
-            });
+            return Err(ImageError::JournalMissing { image: image.to_string(), searched: searched.to_string() });
         }
         JournalStatus::Stale(pending) => {
             // A journal in use, of an image on an NBD server, may be newer than the header that was read.
@@ -209,10 +199,9 @@ pub(super) fn find_readable(
     must_be_complete: bool,
 ) -> Result<Option<JournalContents>, ImageError> {
     match status(image, header) {
-        Ok(JournalStatus::Missing(searched)) if must_be_complete => Err(ImageError::JournalMissing {
-            image: image.to_string(),
-            searched: searched.to_string(),
-        }),
+        Ok(JournalStatus::Missing(searched)) if must_be_complete => {
+            Err(ImageError::JournalMissing { image: image.to_string(), searched: searched.to_string() })
+        }
         Ok(JournalStatus::Stale(pending)) if must_be_complete => Err(pending.stale_error(image)),
         Ok(JournalStatus::Stale(pending)) => {
             tracing::warn!("{}", pending.stale_error(image));
@@ -234,10 +223,7 @@ pub(super) fn find_readable(
             Ok(None)
         }
         Ok(JournalStatus::Clean | JournalStatus::LostAtReboot) => Ok(None),
-        Err(source) => Err(ImageError::Journal {
-            image: image.to_string(),
-            source,
-        }),
+        Err(source) => Err(ImageError::Journal { image: image.to_string(), source }),
     }
 }
 
@@ -289,17 +275,9 @@ fn image_id(image: &ImageAddress) -> ImageId {
                 Ok(found) if found.file_type().is_block_device() => block_identity(found.rdev()).unwrap_or_default(),
                 _ => Vec::new(),
             },
-            path: opener()
-                .canonicalize(path)
-                .unwrap_or_else(|_| path.clone())
-                .as_os_str()
-                .as_bytes()
-                .to_vec(),
+            path: opener().canonicalize(path).unwrap_or_else(|_| path.clone()).as_os_str().as_bytes().to_vec(),
         },
-        ImageAddress::Nbd(uri) => ImageId {
-            identity: Vec::new(),
-            path: uri.to_string().into_bytes(),
-        },
+        ImageAddress::Nbd(uri) => ImageId { identity: Vec::new(), path: uri.to_string().into_bytes() },
     }
 }
 
@@ -388,12 +366,7 @@ pub(crate) fn foreign_journal_directories(image: &ImageAddress, name: &str) -> V
     let mut directories: Vec<JournalDirectory> = Vec::new();
     let mut add_trusted = |path: PathBuf, user: u32, is_trusted: bool| {
         if !directories.iter().any(|directory| directory.path == path) {
-            directories.push(JournalDirectory {
-                path,
-                user,
-                is_trusted,
-                is_own_directory: false,
-            });
+            directories.push(JournalDirectory { path, user, is_trusted, is_own_directory: false });
         }
     };
     for (name, path, user) in runtime_directory::vm_runtime_directories() {
@@ -453,9 +426,7 @@ pub(crate) fn is_journal_path(image: &ImageAddress, path: &Path) -> bool {
     };
     let has = |name: String| {
         file == name.as_str()
-            && foreign_journal_directories(image, &name)
-                .iter()
-                .any(|foreign| foreign.path == directory)
+            && foreign_journal_directories(image, &name).iter().any(|foreign| foreign.path == directory)
     };
     file_name(image).is_ok_and(has)
 }
@@ -472,9 +443,7 @@ fn read_journal(directory: &JournalDirectory, name: &str, id: &ImageId) -> io::R
     };
     let found = file.metadata()?;
     if !found.is_file() || found.uid() != directory.user {
-        return Err(io::Error::other(format!(
-            "{name} is not a regular file of the directory's owner"
-        )));
+        return Err(io::Error::other(format!("{name} is not a regular file of the directory's owner")));
     }
     let Some(journal) = JournalContents::read(&file)? else {
         return Ok(None);
@@ -483,10 +452,7 @@ fn read_journal(directory: &JournalDirectory, name: &str, id: &ImageId) -> io::R
         return Ok(None);
     }
     if !directory.is_trusted {
-        return Err(io::Error::other(format!(
-            "{name} belongs to user {}, who does not own the image",
-            directory.user
-        )));
+        return Err(io::Error::other(format!("{name} belongs to user {}, who does not own the image", directory.user)));
     }
     Ok(Some(journal))
 }

@@ -36,12 +36,7 @@ impl OpenCache {
     /// Logs that the disk uses the cache.
     pub(super) fn log_opened(&self) {
         let mode = cache_mode_long_name(self.layer.mode());
-        tracing::debug!(
-            event = "cache-opened",
-            "the cache on {} is in use: {}, {mode}",
-            self.file,
-            self.size
-        );
+        tracing::debug!(event = "cache-opened", "the cache on {} is in use: {}, {mode}", self.file, self.size);
     }
 
     /// Removes the cache's state file after the disk and the cache were closed. The file remains if the cache could

@@ -36,20 +36,14 @@ pub(super) async fn refuse_protected(
         return Ok(());
     };
     if let Some(pid) = swap::live_owner_pid(&mut bytes) {
-        return Err(ImageError::IsSwap {
-            image: image.to_string(),
-            pid,
-        });
+        return Err(ImageError::IsSwap { image: image.to_string(), pid });
     }
     // An error means that it is no cache, or too damaged to be one.
     let Ok(superblock) = read_superblock(device).await else {
         return Ok(());
     };
     if superblock.may_be_dirty && StateFile::for_cache(&superblock).records_dirty_local_cache() {
-        return Err(ImageError::IsCache {
-            image: image.to_string(),
-            disk: superblock.disk.name,
-        });
+        return Err(ImageError::IsCache { image: image.to_string(), disk: superblock.disk.name });
     }
     if is_probed {
         tracing::warn!(

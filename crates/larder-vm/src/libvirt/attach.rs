@@ -106,35 +106,21 @@ pub fn identity(domain: &Element) -> Result<(String, String), DomainAttachError>
 /// Returns user and group of a domain's QEMU, from the domain's own label, or else from the default in libvirt's
 /// `capabilities`. They are given by name where they have one.
 pub fn qemu_user_and_group(domain: &Element, capabilities: &Element) -> Option<(String, String)> {
-    let mut labels = domain
-        .children_named("seclabel")
-        .filter(|it| it.attribute("model") == Some("dac"));
+    let mut labels = domain.children_named("seclabel").filter(|it| it.attribute("model") == Some("dac"));
     let domain_label = labels.find_map(|it| it.child("label"));
-    let models = capabilities
-        .child("host")
-        .into_iter()
-        .flat_map(|host| host.children_named("secmodel"));
+    let models = capabilities.child("host").into_iter().flat_map(|host| host.children_named("secmodel"));
     let mut models = models.filter(|it| it.child("model").is_some_and(|model| model.text == "dac"));
     let kind = domain.attribute("type").unwrap_or_default();
-    let host_label = models.find_map(|model| {
-        model
-            .children_named("baselabel")
-            .find(|it| it.attribute("type") == Some(kind))
-    });
+    let host_label =
+        models.find_map(|model| model.children_named("baselabel").find(|it| it.attribute("type") == Some(kind)));
     let (user, group) = domain_label.or(host_label)?.text.split_once(':')?;
     let user = match user.trim_start_matches('+').parse() {
-        Ok(number) => User::from_uid(Uid::from_raw(number))
-            .ok()
-            .flatten()
-            .map(|user| user.name),
+        Ok(number) => User::from_uid(Uid::from_raw(number)).ok().flatten().map(|user| user.name),
         Err(_) => None,
     }
     .unwrap_or_else(|| user.trim_start_matches('+').to_owned());
     let group = match group.trim_start_matches('+').parse() {
-        Ok(number) => Group::from_gid(Gid::from_raw(number))
-            .ok()
-            .flatten()
-            .map(|group| group.name),
+        Ok(number) => Group::from_gid(Gid::from_raw(number)).ok().flatten().map(|group| group.name),
         Err(_) => None,
     }
     .unwrap_or_else(|| group.trim_start_matches('+').to_owned());
@@ -155,9 +141,7 @@ pub fn plan(
     match domain.attribute("type") {
         Some("kvm" | "qemu") => {}
         kind => {
-            return Err(DomainAttachError::NotQemu {
-                kind: kind.unwrap_or_default().to_owned(),
-            });
+            return Err(DomainAttachError::NotQemu { kind: kind.unwrap_or_default().to_owned() });
         }
     }
     check_not_attached(&name, &domain)?;
@@ -204,10 +188,7 @@ pub fn attached_disk(name: &str, domain: &Element) -> Option<String> {
 
 fn check_not_attached(name: &str, domain: &Element) -> Result<(), DomainAttachError> {
     match attached_disk(name, domain) {
-        Some(disk) => Err(DomainAttachError::AlreadyServed {
-            domain: name.to_owned(),
-            disk,
-        }),
+        Some(disk) => Err(DomainAttachError::AlreadyServed { domain: name.to_owned(), disk }),
         None => Ok(()),
     }
 }
@@ -222,10 +203,7 @@ fn partition_disks<'a>(
 ) -> Result<PartitionedDisks<'a>, DomainAttachError> {
     let known: Vec<String> = disks(domain).filter_map(target).map(str::to_owned).collect();
     if let Some(disk) = wish.disks.iter().find(|disk| !known.contains(disk)) {
-        return Err(DomainAttachError::NoSuchDisk {
-            disk: disk.clone(),
-            known,
-        });
+        return Err(DomainAttachError::NoSuchDisk { disk: disk.clone(), known });
     }
     let (mut served, mut left) = (Vec::new(), Vec::new());
     for element in disks(domain) {

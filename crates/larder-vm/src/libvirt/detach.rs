@@ -46,11 +46,7 @@ pub fn restore(now: &str, before: &str) -> Result<RestoredDomain, XmlError> {
         true => notes.push("its memory remains shared, because other devices need that".to_owned()),
         false => memory::restore(now, &domain, &domain_before, before, &mut edits),
     }
-    Ok(RestoredDomain {
-        xml: edits.apply(now),
-        disks: restored_disks,
-        notes,
-    })
+    Ok(RestoredDomain { xml: edits.apply(now), disks: restored_disks, notes })
 }
 
 /// Returns the disk as it was before, with its present address and boot order.
@@ -94,9 +90,7 @@ mod tests {
         let now = NOW.replace("order='1'", "order='2'");
         assert_eq!(
             restore(&now, BEFORE).expect("is XML").xml,
-            BEFORE
-                .replace("<memory>1", "<memory>2")
-                .replace("order='1'", "order='2'")
+            BEFORE.replace("<memory>1", "<memory>2").replace("order='1'", "order='2'")
         );
         let now = NOW.replace("\n      <boot order='1'/>", "");
         let xml = restore(&now, BEFORE).expect("is XML").xml;
@@ -115,10 +109,7 @@ mod tests {
         assert_eq!(restored.notes.len(), 1);
         let now = NOW.replace("<memoryBacking>", "<memoryBacking>\n    <locked/>");
         let xml = restore(&now, BEFORE).expect("is XML").xml;
-        assert!(
-            xml.contains("<memoryBacking>\n    <locked/>\n  </memoryBacking>"),
-            "{xml}"
-        );
+        assert!(xml.contains("<memoryBacking>\n    <locked/>\n  </memoryBacking>"), "{xml}");
     }
 
     #[test]

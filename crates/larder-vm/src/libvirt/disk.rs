@@ -108,9 +108,7 @@ fn image_address(disk: &Element) -> Result<String, String> {
         "block" => &["dev", "index"],
         "network" => &["protocol", "name", "tls", "index"],
         _ => {
-            return Err(format!(
-                "its type is '{kind}'; Larder serves files, block devices and NBD exports"
-            ));
+            return Err(format!("its type is '{kind}'; Larder serves files, block devices and NBD exports"));
         }
     };
     for (key, value) in &source.attributes {
@@ -138,9 +136,7 @@ fn image_address(disk: &Element) -> Result<String, String> {
 fn nbd_uri(source: &Element) -> Result<String, String> {
     if source.attribute("protocol") != Some("nbd") {
         let protocol = source.attribute("protocol").unwrap_or("unknown");
-        return Err(format!(
-            "its protocol is {protocol}; the only network protocol that Larder supports is NBD"
-        ));
+        return Err(format!("its protocol is {protocol}; the only network protocol that Larder supports is NBD"));
     }
     let hosts: Vec<&Element> = source.children_named("host").collect();
     let [host] = hosts.as_slice() else {
@@ -162,9 +158,7 @@ fn nbd_uri(source: &Element) -> Result<String, String> {
             format!("nbd://{name}{port}/{export}")
         }
         other => {
-            return Err(format!(
-                "its host has the transport {other}; Larder supports tcp and unix"
-            ));
+            return Err(format!("its host has the transport {other}; Larder supports tcp and unix"));
         }
     };
     match text.parse() {
@@ -199,19 +193,13 @@ fn parse_driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
             ("type", _) => return unsupported("Larder reads raw and qcow2 images"),
             // Queues belong to the front-end, which QEMU still provides; it must not use more queues than the server
             // offers.
-            ("queues", queues)
-                if !queues
-                    .parse()
-                    .is_ok_and(|queues: u16| (1..=QUEUES_MAX).contains(&queues)) =>
-            {
+            ("queues", queues) if !queues.parse().is_ok_and(|queues: u16| (1..=QUEUES_MAX).contains(&queues)) => {
                 return unsupported(&format!("a disk of Larder's has 1 to {QUEUES_MAX} queues"));
             }
             ("queues" | "packed" | "page_per_vq" | "event_idx", _) => {}
             ("queue_size", size) => {
                 let number = size.parse::<u64>().ok().map(|number| number.to_string());
-                served
-                    .keys
-                    .push(("queue-size", number.unwrap_or_else(|| toml_string(size))));
+                served.keys.push(("queue-size", number.unwrap_or_else(|| toml_string(size))));
             }
             ("cache", "none" | "default") => {}
             ("cache", "writeback") => served.keys.push(("cache", toml_string("buffered"))),
@@ -228,9 +216,9 @@ fn parse_driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
             ("discard", "unmap") => discard = "unmap",
             ("discard", "ignore") => {}
             ("io", _) | ("ioeventfd", _) => {}
-            ("iothread", _) => served.notes.push(format!(
-                "iothread {value} no longer serves it: Larder gives each disk a thread of its own"
-            )),
+            ("iothread", _) => served
+                .notes
+                .push(format!("iothread {value} no longer serves it: Larder gives each disk a thread of its own")),
             ("detect_zeroes" | "copy_on_read" | "iommu" | "ats" | "discard_no_unref", "off") => {}
             ("error_policy" | "rerror_policy", "report") => {}
             ("error_policy" | "rerror_policy", _) => {
@@ -271,10 +259,7 @@ fn parse_iotune(iotune: &Element, served: &mut ServedDisk) -> Result<(), String>
                 Ok(0) => {}
                 Ok(value) => served.keys.push((row.name, value.to_string())),
                 Err(_) => {
-                    return Err(format!(
-                        "its iotune has {} '{}', which is not a number",
-                        limit.name, limit.text
-                    ));
+                    return Err(format!("its iotune has {} '{}', which is not a number", limit.name, limit.text));
                 }
             },
             (name, None) => return Err(format!("its iotune has <{name}>, which Larder does not support")),
@@ -292,9 +277,7 @@ fn parse_blockio(blockio: &Element, served: &mut ServedDisk) -> Result<(), Strin
             // These are hints, which do not affect a guest's data.
             ("physical_block_size" | "discard_granularity", _) => served.notes.push(format!("its {key} is dropped")),
             _ => {
-                return Err(format!(
-                    "its blockio has {key}='{value}', which Larder does not support"
-                ));
+                return Err(format!("its blockio has {key}='{value}', which Larder does not support"));
             }
         }
     }
@@ -316,17 +299,13 @@ fn parse_backing_chain(store: &Element) -> Result<Vec<NamedImage>, String> {
             None => None,
             Some((_, Some(format))) => Some(format),
             Some((name, None)) => {
-                return Err(format!(
-                    "its backingStore has the format '{name}'; Larder reads raw and qcow2 images"
-                ));
+                return Err(format!("its backingStore has the format '{name}'; Larder reads raw and qcow2 images"));
             }
         };
         match path {
-            Some(path) if source.children.iter().all(|child| child.name == "seclabel") => files.push(NamedImage {
-                image: ImageAddress::Path(path.into()),
-                format,
-                data_file: None,
-            }),
+            Some(path) if source.children.iter().all(|child| child.name == "seclabel") => {
+                files.push(NamedImage { image: ImageAddress::Path(path.into()), format, data_file: None })
+            }
             _ => {
                 return Err(
                     "its backingStore is not a plain file or block device; name the files in a VM's file by hand"
@@ -344,10 +323,7 @@ fn parse_backing_chain(store: &Element) -> Result<Vec<NamedImage>, String> {
 pub(super) fn required_queues(domain: &Element) -> Option<u16> {
     let vcpu = domain.child("vcpu")?;
     let processors = vcpu.attribute("current").unwrap_or(&vcpu.text);
-    let fits = processors
-        .trim()
-        .parse()
-        .is_ok_and(|processors: u16| processors <= QUEUES_MAX);
+    let fits = processors.trim().parse().is_ok_and(|processors: u16| processors <= QUEUES_MAX);
     (!fits).then_some(QUEUES_MAX)
 }
 
@@ -365,10 +341,7 @@ pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u
     let mut driver = String::from("<driver name='qemu' type='raw'");
     let old = disk.child("driver");
     for (key, value) in old.map_or(&[][..], |driver| &driver.attributes) {
-        if matches!(
-            key.as_str(),
-            "queues" | "queue_size" | "packed" | "page_per_vq" | "event_idx"
-        ) {
+        if matches!(key.as_str(), "queues" | "queue_size" | "packed" | "page_per_vq" | "event_idx") {
             driver.push_str(&format!(" {key}={}", quote(value)));
         }
     }
@@ -377,10 +350,8 @@ pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u
         driver.push_str(&format!(" queues='{queues}'"));
     }
     driver.push_str("/>");
-    let source = format!(
-        "<source type='unix' path={}>\n  <reconnect enabled='yes' timeout='1'/>\n</source>",
-        quote(socket)
-    );
+    let source =
+        format!("<source type='unix' path={}>\n  <reconnect enabled='yes' timeout='1'/>\n</source>", quote(socket));
     for child in &disk.children {
         match child.name.as_str() {
             "driver" => edits.replace(child.span.clone(), driver.clone()),
@@ -419,10 +390,7 @@ mod tests {
         for (source, uri) in [
             ("name='web'><host name='store' port='10810'/>", "nbd://store:10810/web"),
             (">\n<host name='::1'/>", "nbd://[::1]/"),
-            (
-                "name='a b'><host transport='unix' socket='/run/n s'/>",
-                "nbd+unix:///a%20b?socket=/run/n%20s",
-            ),
+            ("name='a b'><host transport='unix' socket='/run/n s'/>", "nbd+unix:///a%20b?socket=/run/n%20s"),
         ] {
             assert_eq!(nbd(source).as_deref(), Ok(uri));
         }

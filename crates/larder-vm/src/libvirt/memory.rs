@@ -61,10 +61,7 @@ fn check_not_private(domain: &Element) -> Result<(), String> {
             ));
         }
     }
-    let modules = domain
-        .child("devices")
-        .into_iter()
-        .flat_map(|all| all.children_named("memory"));
+    let modules = domain.child("devices").into_iter().flat_map(|all| all.children_named("memory"));
     match modules.into_iter().find(|it| it.attribute("access") == Some("private")) {
         Some(module) => Err(format!(
             "access='private' of a memory device ({}) prevents Larder from accessing the guest's memory; remove it, or change it to 'shared', with virsh edit",

@@ -57,9 +57,7 @@ impl Element {
             let ended = match event {
                 Event::Start(tag) if open.len() >= DEPTH_MAX => {
                     let name = String::from_utf8_lossy(tag.name().as_ref()).into_owned();
-                    return Err(malformed(format!(
-                        "<{name}> is nested in more than {DEPTH_MAX} other elements"
-                    )));
+                    return Err(malformed(format!("<{name}> is nested in more than {DEPTH_MAX} other elements")));
                 }
                 Event::Start(tag) => {
                     open.push(Self::from_tag(&tag, begin..end)?);
@@ -79,10 +77,7 @@ impl Element {
                 }
                 Event::GeneralRef(entity) => {
                     let entity_name = entity.decode().map_err(|error| malformed(error.to_string()))?;
-                    match entity
-                        .resolve_char_ref()
-                        .map_err(|error| malformed(error.to_string()))?
-                    {
+                    match entity.resolve_char_ref().map_err(|error| malformed(error.to_string()))? {
                         Some(letter) => append_text(&mut open, letter.encode_utf8(&mut [0; 4])),
                         None => match resolve_predefined_entity(&entity_name) {
                             Some(letters) => append_text(&mut open, letters),
@@ -114,9 +109,7 @@ impl Element {
         let mut attributes = Vec::new();
         for attribute in tag.attributes() {
             let attribute = attribute.map_err(|error| malformed(error.to_string()))?;
-            let value = attribute
-                .unescape_value()
-                .map_err(|error| malformed(error.to_string()))?;
+            let value = attribute.unescape_value().map_err(|error| malformed(error.to_string()))?;
             let key = String::from_utf8_lossy(attribute.key.as_ref()).into_owned();
             attributes.push((key, value.into_owned()));
         }
@@ -272,25 +265,14 @@ mod tests {
         edits.remove(TEXT, a.child("c:d").expect("is there"));
         edits.insert_after(TEXT, &a.children[0], "<e>\n  <f/>\n</e>");
         edits.append_child(TEXT, &a, "<g/>");
-        let expected = TEXT
-            .replace("\n  <c:d/>", "\n  <e>\n    <f/>\n  </e>")
-            .replace("\n  <b/>", "\n  <b/>\n  <g/>");
+        let expected = TEXT.replace("\n  <c:d/>", "\n  <e>\n    <f/>\n  </e>").replace("\n  <b/>", "\n  <b/>\n  <g/>");
         assert_eq!(edits.apply(TEXT), expected);
         assert_eq!(Edits::default().apply(TEXT), TEXT);
     }
 
     #[test]
     fn invalid_or_deep_xml_is_refused() {
-        for text in [
-            "",
-            "x",
-            "<a>",
-            "<a><b></a>",
-            "<a x=1/>",
-            "<a>&mine;</a>",
-            "<a x='&mine;'/>",
-            "<a x='1' x='2'/>",
-        ] {
+        for text in ["", "x", "<a>", "<a><b></a>", "<a x=1/>", "<a>&mine;</a>", "<a x='&mine;'/>", "<a x='1' x='2'/>"] {
             assert!(Element::parse(text).is_err(), "{text}");
         }
         let deep = "<a>".repeat(1_000_000);

@@ -20,9 +20,7 @@ pub fn parse_huge_mode(text: &str) -> Result<u32, String> {
 /// # Errors
 /// There is no such user.
 pub fn parse_user(text: &str) -> Result<u32, String> {
-    parse_id("user", text, |name| {
-        Ok(User::from_name(name)?.map(|user| user.uid.as_raw()))
-    })
+    parse_id("user", text, |name| Ok(User::from_name(name)?.map(|user| user.uid.as_raw())))
 }
 
 /// Parses the name or the ID of a group.
@@ -30,9 +28,7 @@ pub fn parse_user(text: &str) -> Result<u32, String> {
 /// # Errors
 /// There is no such group.
 pub fn parse_group(text: &str) -> Result<u32, String> {
-    parse_id("group", text, |name| {
-        Ok(Group::from_name(name)?.map(|group| group.gid.as_raw()))
-    })
+    parse_id("group", text, |name| Ok(Group::from_name(name)?.map(|group| group.gid.as_raw())))
 }
 
 /// Results of name lookups: a confined process that reloads its file cannot look them up again.
@@ -54,9 +50,9 @@ fn parse_id(
         }
         result => match (known.get(&(kind, text.to_owned())), result) {
             (Some(number), _) => Ok(*number),
-            (None, Err(error)) => Err(format!(
-                "{kind} '{text}' cannot be looked up: {error}; a numeric ID needs no lookup"
-            )),
+            (None, Err(error)) => {
+                Err(format!("{kind} '{text}' cannot be looked up: {error}; a numeric ID needs no lookup"))
+            }
             (None, _) => Err(format!("there is no {kind} '{text}' on this host")),
         },
     }

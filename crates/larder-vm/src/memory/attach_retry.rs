@@ -100,9 +100,7 @@ impl QemuProcess {
     fn has_memfd(&self, name: &str) -> io::Result<bool> {
         let name = format!("/memfd:{name}");
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid.as_raw_pid()))?;
-        let mut links = descriptors
-            .flatten()
-            .filter_map(|entry| fs::read_link(entry.path()).ok());
+        let mut links = descriptors.flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
         Ok(links.any(|link| link.to_string_lossy().starts_with(&name)))
     }
 
@@ -160,10 +158,8 @@ pub fn qmp_listener(path: &Path) -> Result<Option<QemuProcess>, QemuFindError> {
     let Some(process) = QemuProcess::find_alive(pid) else {
         return Ok(None);
     };
-    path_trust::check_path_trusted(path, pid).map_err(|why| QemuFindError::Socket {
-        path: path.display().to_string(),
-        why,
-    })?;
+    path_trust::check_path_trusted(path, pid)
+        .map_err(|why| QemuFindError::Socket { path: path.display().to_string(), why })?;
     Ok(Some(process))
 }
 
@@ -188,10 +184,9 @@ impl QemuFinder {
     /// The process cannot be determined, or a user other than root and the process's own could have chosen it.
     pub fn find(&mut self, qemu: &QemuLocation, uuid: Option<&str>) -> Result<Option<QemuProcess>, QemuFindError> {
         let process = match qemu {
-            QemuLocation::PidFile(path) => self.read_pid_file(path).map_err(|why| QemuFindError::PidFile {
-                path: path.display().to_string(),
-                why,
-            })?,
+            QemuLocation::PidFile(path) => self
+                .read_pid_file(path)
+                .map_err(|why| QemuFindError::PidFile { path: path.display().to_string(), why })?,
             QemuLocation::Qmp(path) => match qmp_listener(path) {
                 Ok(process) => process,
                 // QEMU does not run, or has left its socket behind.
@@ -205,11 +200,7 @@ impl QemuFinder {
         let Some(process) = process else { return Ok(None) };
         let pid = process.pid.as_raw_pid();
         match uuid.and_then(|uuid| find_other_domain(pid, uuid)) {
-            Some(other) => Err(QemuFindError::OtherDomain {
-                at: qemu.to_string(),
-                process: pid,
-                other,
-            }),
+            Some(other) => Err(QemuFindError::OtherDomain { at: qemu.to_string(), process: pid, other }),
             None => Ok(Some(process)),
         }
     }
@@ -232,12 +223,8 @@ impl QemuFinder {
         if text.is_empty() {
             return Ok(None);
         }
-        let number = std::str::from_utf8(text)
-            .ok()
-            .filter(|_| bytes.len() as u64 <= PID_FILE_BYTES_MAX);
-        let number = number
-            .and_then(|text| text.parse().ok())
-            .filter(|number: &i32| *number > 0);
+        let number = std::str::from_utf8(text).ok().filter(|_| bytes.len() as u64 <= PID_FILE_BYTES_MAX);
+        let number = number.and_then(|text| text.parse().ok()).filter(|number: &i32| *number > 0);
         let pid = number.and_then(Pid::from_raw).ok_or("it contains no process ID")?;
         let Some(process) = QemuProcess::find_alive(pid) else {
             return Ok(None);
@@ -258,11 +245,7 @@ impl QemuFinder {
     /// The file may be older than the process with this ID.
     fn check_pid(&self, process: QemuProcess, state: &PathFingerprint, is_in_memory: bool) -> Result<(), String> {
         let pid = process.pid.as_raw_pid();
-        if self
-            .last_named
-            .as_ref()
-            .is_some_and(|(last, other)| last == state && *other != process)
-        {
+        if self.last_named.as_ref().is_some_and(|(last, other)| last == state && *other != process) {
             return Err(format!(
                 "it has not changed since it named a process that has ended, and process {pid} is a different one: was QEMU killed?"
             ));
@@ -329,10 +312,7 @@ impl AttachRetry {
         if !has_pager_state && !self.is_stable() {
             return AttachStep::RetryAfter(STABLE_INTERVAL);
         }
-        let config = MemoryConfig {
-            started: Some(self.process.started),
-            ..config.clone()
-        };
+        let config = MemoryConfig { started: Some(self.process.started), ..config.clone() };
         let error = match attach_with_fallback(&config, has_pager_state) {
             Ok(managed) => return AttachStep::Attached(managed),
             Err(error) => error,
@@ -451,15 +431,10 @@ mod tests {
         let directory = in_memory();
         let path = directory.path().join("pid");
         let us = this_process();
-        let before = QemuProcess {
-            started: us.started - 1,
-            ..us
-        };
+        let before = QemuProcess { started: us.started - 1, ..us };
         fs::write(&path, us.pid.as_raw_pid().to_string()).expect("writes");
         let state = PathFingerprint::from_metadata(&path.metadata().expect("is there"));
-        let mut finder = QemuFinder {
-            last_named: Some((state, before)),
-        };
+        let mut finder = QemuFinder { last_named: Some((state, before)) };
         let why = finder.read_pid_file(&path).expect_err("is of the one before");
         assert!(why.contains("is a different one"), "{why}");
         // An open file identifies the process, as in QEMU.

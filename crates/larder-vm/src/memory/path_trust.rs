@@ -56,9 +56,7 @@ impl PathControllers {
         let differs = |user: &u32| process_users.iter().any(|process_users| process_users != user);
         let user = self.users.iter().find(|user| differs(user))?;
         let process_users = process_users.first().copied().unwrap_or_default();
-        Some(format!(
-            "user {user} can replace it, and the process belongs to user {process_users}"
-        ))
+        Some(format!("user {user} can replace it, and the process belongs to user {process_users}"))
     }
 
     /// Adds the file found at `path`.
@@ -82,11 +80,8 @@ impl PathControllers {
 fn process_users(process: Pid) -> io::Result<Vec<u32>> {
     let status = fs::read_to_string(format!("/proc/{}/status", process.as_raw_pid()))?;
     let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
-    let users: Vec<u32> = line
-        .into_iter()
-        .flat_map(str::split_whitespace)
-        .filter_map(|user| user.parse().ok())
-        .collect();
+    let users: Vec<u32> =
+        line.into_iter().flat_map(str::split_whitespace).filter_map(|user| user.parse().ok()).collect();
     match users.is_empty() {
         true => Err(io::ErrorKind::InvalidData.into()),
         false => Ok(users),
@@ -121,21 +116,12 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let at = |name: &str| directory.path().join(name);
         let set = |name: &str, mode| fs::set_permissions(at(name), Permissions::from_mode(mode)).expect("is ours");
-        let users = |name: &str| {
-            path_controllers(&at(name))
-                .expect("is there")
-                .users
-                .into_iter()
-                .collect::<Vec<_>>()
-        };
+        let users = |name: &str| path_controllers(&at(name)).expect("is there").users.into_iter().collect::<Vec<_>>();
         fs::create_dir(at("d")).expect("a directory");
         fs::write(at("d/pid"), "1").expect("a file");
         set("d/pid", 0o644);
         symlink("d/pid", at("link")).expect("a link");
-        assert_eq!(
-            path_controllers(&at("link")).expect("is there"),
-            PathControllers::default()
-        );
+        assert_eq!(path_controllers(&at("link")).expect("is there"), PathControllers::default());
 
         lchown(at("link"), Some(ALICE), None).expect("root may");
         assert_eq!(users("link"), [ALICE]);
@@ -159,10 +145,7 @@ mod tests {
     /// A user may name only processes of that user, and none that has changed its user.
     #[test]
     fn user_may_name_own_processes_only() {
-        let of = |users: &[u32]| PathControllers {
-            users: users.iter().copied().collect(),
-            writable_by_others: None,
-        };
+        let of = |users: &[u32]| PathControllers { users: users.iter().copied().collect(), writable_by_others: None };
         let is_refused = |deciders: &PathControllers, process: [u32; 4]| deciders.refusal(&process).is_some();
         assert!(!is_refused(&of(&[]), [0; 4]));
         assert!(!is_refused(&of(&[]), [ALICE; 4]));

@@ -27,10 +27,8 @@ pub(super) fn ram_files(pid: Pid) -> Option<RamFiles> {
         return None;
     }
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    let words: Vec<String> = line
-        .split(|byte| *byte == 0)
-        .map(|word| String::from_utf8_lossy(word).into_owned())
-        .collect();
+    let words: Vec<String> =
+        line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
     let ram = RamOptions::parse(&words)?;
     let is_daemonized = words.iter().any(|word| word.trim_start_matches('-') == "daemonize");
     let identity = |path: &PathBuf| {
@@ -144,18 +142,9 @@ mod tests {
         let file = |id: &str| format!("-object memory-backend-file,id={id},size=1G,share=on,mem-path=/dev/shm/{id}");
         let both = format!("qemu {} {}", file("m"), file("iv"));
         for (words, wanted) in [
-            (
-                "-machine q35,memory-backend=m -device ivshmem-plain,memdev=iv",
-                &["/dev/shm/m"][..],
-            ),
-            (
-                "--numa node,nodeid=0,memdev=m -device nvdimm,memdev=iv",
-                &["/dev/shm/m"],
-            ),
-            (
-                "-numa node,memdev=m -device pc-dimm,id=d,memdev=iv",
-                &["/dev/shm/m", "/dev/shm/iv"],
-            ),
+            ("-machine q35,memory-backend=m -device ivshmem-plain,memdev=iv", &["/dev/shm/m"][..]),
+            ("--numa node,nodeid=0,memdev=m -device nvdimm,memdev=iv", &["/dev/shm/m"]),
+            ("-numa node,memdev=m -device pc-dimm,id=d,memdev=iv", &["/dev/shm/m", "/dev/shm/iv"]),
             ("-device virtio-mem-pci,memdev=iv", &["/dev/shm/iv"]),
             ("-M pc -device virtio-pmem-pci,memdev=iv", &[]),
             ("-mem-path /dev/shm/all", &["/dev/shm/all"]),

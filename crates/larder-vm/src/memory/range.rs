@@ -49,18 +49,9 @@ pub enum BudgetRangeError {
     #[error(
         "a budget's {lower_name} of {lower} is above its {upper_name} of {upper}; the order is min, low, high, max"
     )]
-    Order {
-        lower_name: &'static str,
-        lower: ByteLen,
-        upper_name: &'static str,
-        upper: ByteLen,
-    },
+    Order { lower_name: &'static str, lower: ByteLen, upper_name: &'static str, upper: ByteLen },
     #[error("a budget's min of {min} is too small: memory of {bytes} needs at least {needed}")]
-    TooSmall {
-        min: ByteLen,
-        needed: ByteLen,
-        bytes: ByteLen,
-    },
+    TooSmall { min: ByteLen, needed: ByteLen, bytes: ByteLen },
     #[error("a budget of {budget} is below its min of {min}")]
     BelowMin { budget: ByteLen, min: ByteLen },
     #[error("a budget of {budget} is above its max of {max}")]
@@ -95,16 +86,9 @@ impl BudgetRange {
     /// # Errors
     /// The bounds are not in order, are too small, or do not include the budget.
     pub fn check(&self, bytes: u64, budget: u64) -> Result<(), BudgetRangeError> {
-        let said = [
-            ("min", self.min),
-            ("low", self.low),
-            ("high", self.high),
-            ("max", self.max),
-        ];
-        let said: Vec<(&'static str, u64)> = said
-            .into_iter()
-            .filter_map(|(name, bound)| Some((name, bound?)))
-            .collect();
+        let said = [("min", self.min), ("low", self.low), ("high", self.high), ("max", self.max)];
+        let said: Vec<(&'static str, u64)> =
+            said.into_iter().filter_map(|(name, bound)| Some((name, bound?))).collect();
         for pair in said.windows(2) {
             let ((lower_name, lower), (upper_name, upper)) = (pair[0], pair[1]);
             if lower > upper {
@@ -125,14 +109,12 @@ impl BudgetRange {
             });
         }
         match (self.min, self.max) {
-            (Some(min), _) if budget < min => Err(BudgetRangeError::BelowMin {
-                budget: ByteLen::new(budget),
-                min: ByteLen::new(min),
-            }),
-            (_, Some(max)) if budget > max => Err(BudgetRangeError::AboveMax {
-                budget: ByteLen::new(budget),
-                max: ByteLen::new(max),
-            }),
+            (Some(min), _) if budget < min => {
+                Err(BudgetRangeError::BelowMin { budget: ByteLen::new(budget), min: ByteLen::new(min) })
+            }
+            (_, Some(max)) if budget > max => {
+                Err(BudgetRangeError::AboveMax { budget: ByteLen::new(budget), max: ByteLen::new(max) })
+            }
             _ => Ok(()),
         }
     }
@@ -180,11 +162,7 @@ mod tests {
             ([30, 20, 0, 0], 30, "min of 30 MiB is above its low of 20 MiB"),
             ([30, 0, 0, 20], 30, "min of 30 MiB is above its max of 20 MiB"),
             ([0, 40, 30, 0], 30, "low of 40 MiB is above its high of 30 MiB"),
-            (
-                [10, 0, 0, 0],
-                30,
-                "min of 10 MiB is too small: memory of 64 MiB needs at least 17 MiB",
-            ),
+            ([10, 0, 0, 0], 30, "min of 10 MiB is too small: memory of 64 MiB needs at least 17 MiB"),
             ([40, 0, 0, 0], 30, "a budget of 30 MiB is below its min of 40 MiB"),
             ([0, 0, 0, 20], 30, "a budget of 30 MiB is above its max of 20 MiB"),
         ] {

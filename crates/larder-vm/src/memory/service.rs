@@ -288,10 +288,7 @@ impl MemoryService {
     fn attach(&mut self, process: QemuProcess, tell: &impl Fn(ServiceProgress)) -> Result<ManagedMemory, NextAction> {
         let mut attach_retry = AttachRetry::new(process);
         loop {
-            let config = MemoryConfig {
-                poll_max: self.poll_max,
-                ..self.spec.config(process.pid)
-            };
+            let config = MemoryConfig { poll_max: self.poll_max, ..self.spec.config(process.pid) };
             let pause = match attach_retry.attempt(&config) {
                 AttachStep::Attached(managed) => {
                     self.active_spec = self.spec.clone();
@@ -330,10 +327,7 @@ impl MemoryService {
         // The control socket must work before the log says that the memory is attached.
         let control = self.start_control(handle.clone());
         managed.summary().log(process.pid, self.spec.budget);
-        self.report_progress(
-            tell,
-            ServiceProgress::Managing(process.pid.as_raw_pid(), self.spec.budget),
-        );
+        self.report_progress(tell, ServiceProgress::Managing(process.pid.as_raw_pid(), self.spec.budget));
         let orderer = self.command_sender.clone();
         std::thread::spawn(move || {
             let ended = managed.wait();
@@ -353,10 +347,7 @@ impl MemoryService {
                     handle.cancel_detach_blocking();
                     stop = None;
                     self.reload_and_report(Some(&handle), tell);
-                    self.report_progress(
-                        tell,
-                        ServiceProgress::Managing(process.pid.as_raw_pid(), self.spec.budget),
-                    );
+                    self.report_progress(tell, ServiceProgress::Managing(process.pid.as_raw_pid(), self.spec.budget));
                 }
                 (Ok(ServiceCommand::Reload), None) => self.reload_and_report(Some(&handle), tell),
                 (Ok(ServiceCommand::Stop), Some(_)) => {
@@ -458,11 +449,7 @@ impl MemoryService {
         if let Some(managed) = managed {
             // The default share of compressed pages depends on the swap cache in use.
             let swap = self.active_spec.swap.clone();
-            let limits = MemorySpec {
-                swap,
-                ..new_memory.spec.clone()
-            }
-            .limits();
+            let limits = MemorySpec { swap, ..new_memory.spec.clone() }.limits();
             managed.limit_blocking(limits).unwrap_or(Ok(()))?;
             for key in new_memory.spec.restart_only_changes(&self.active_spec) {
                 // The restart pages everything in first, so pages may be evicted to another disk afterwards.

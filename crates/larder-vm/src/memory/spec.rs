@@ -162,16 +162,7 @@ impl MemorySpec {
     /// Returns the keys that differ from `other` and cannot be changed while memory is managed.
     pub fn restart_only_changes(&self, other: &Self) -> Vec<&'static str> {
         // The pattern names all fields, so that a new field cannot be forgotten here.
-        let Self {
-            budget: _,
-            range: _,
-            compressed: _,
-            swap,
-            slow,
-            quarantine,
-            prefetch,
-            encrypt: _,
-        } = self;
+        let Self { budget: _, range: _, compressed: _, swap, slow, quarantine, prefetch, encrypt: _ } = self;
         let address = |disk: &Option<SwapConfig>| disk.as_ref().map(|disk| disk.address.clone());
         let size = |disk: &Option<SwapConfig>| disk.as_ref().and_then(|disk| disk.size);
         let all = [
@@ -202,10 +193,7 @@ impl MemorySpec {
             words.extend(bound.map(|bound| bytes(option, ByteLen::new(bound))));
         }
         words.extend(self.compressed.map(|size| bytes("--compressed=", size)));
-        let disks = [
-            ("--swap-cache=", "--swap-size=", &self.swap),
-            ("--slow-store=", "--slow-size=", &self.slow),
-        ];
+        let disks = [("--swap-cache=", "--swap-size=", &self.swap), ("--slow-store=", "--slow-size=", &self.slow)];
         for (address_option, size, disk) in disks {
             let Some(disk) = disk else { continue };
             words.push(match &disk.address {
@@ -248,9 +236,7 @@ impl MemorySpecParser {
         };
         let disk = || match value {
             "" => Err(problem("give a path or an NBD URI".to_owned())),
-            value => value
-                .parse::<ImageAddress>()
-                .map_err(|error: ImageAddressError| problem(error.to_string())),
+            value => value.parse::<ImageAddress>().map_err(|error: ImageAddressError| problem(error.to_string())),
         };
         let switch = || parse_bool(value).ok_or_else(|| problem("give on or off, or true or false".to_owned()));
         match key {

@@ -58,11 +58,7 @@ pub enum SwapError {
     #[error("swap cache {name}: {source}")]
     Image { name: String, source: ImageError },
     #[error("swap cache {name}: cannot {what}: {source}")]
-    Os {
-        name: String,
-        what: &'static str,
-        source: io::Error,
-    },
+    Os { name: String, what: &'static str, source: io::Error },
     #[error("swap cache {0}")]
     Io(String),
     #[error("swap cache {0}: it does not exist; give its maximum size (--swap-size, swap-size in a VM's file)")]
@@ -115,11 +111,7 @@ pub(super) struct OpenedSwap {
 }
 
 fn os_error(name: &str, what: &'static str) -> impl Fn(io::Error) -> SwapError {
-    move |source| SwapError::Os {
-        name: name.to_owned(),
-        what,
-        source,
-    }
+    move |source| SwapError::Os { name: name.to_owned(), what, source }
 }
 
 /// Checks that swap cache and slow store are different disks.
@@ -154,10 +146,8 @@ pub(super) async fn open_swap(
         (None, None) => return Ok(None),
         (Some(config), None) => (config.address.clone(), config.size),
         (config, Some(existing)) => {
-            let address: ImageAddress = existing
-                .name
-                .parse()
-                .map_err(|_| SwapError::Replaced(existing.name.clone()))?;
+            let address: ImageAddress =
+                existing.name.parse().map_err(|_| SwapError::Replaced(existing.name.clone()))?;
             if let Some(given) = config.map(|config| disk_name(&config.address)).transpose()?
                 && given != existing.name
             {
@@ -241,11 +231,7 @@ pub(super) async fn open_swap(
     let store = DeviceStore::new(on, Rc::clone(&device), segments, prior_state);
     let writes = store.pending_writes();
     Ok(Some(OpenedSwap {
-        swap: SwapStore {
-            tier,
-            identity,
-            store: Box::new(store),
-        },
+        swap: SwapStore { tier, identity, store: Box::new(store) },
         release: SwapRelease { device, writes, kind },
         is_new,
     }))
@@ -255,10 +241,7 @@ impl HeaderFields {
     /// Checks that no other live process needs the pages of this disk.
     fn check_unused(&self, name: &str, owner: SwapOwner) -> Result<(), SwapError> {
         match self.owner.pid != owner.pid && self.owner.is_alive() {
-            true => Err(SwapError::InUse {
-                name: name.to_owned(),
-                pid: self.owner.pid,
-            }),
+            true => Err(SwapError::InUse { name: name.to_owned(), pid: self.owner.pid }),
             false => Ok(()),
         }
     }
@@ -315,10 +298,7 @@ async fn open_device(
     owner: SwapOwner,
     is_new: bool,
 ) -> Result<(Rc<dyn BlockDevice>, Option<LockedFile>, PriorState), SwapError> {
-    let image = |source| SwapError::Image {
-        name: address.to_string(),
-        source,
-    };
+    let image = |source| SwapError::Image { name: address.to_string(), source };
     let path = match address {
         ImageAddress::Path(path) => path,
         ImageAddress::Nbd(uri) => {
@@ -369,19 +349,14 @@ fn check_path(name: &str, path: &Path, opened: Option<&Metadata>) -> Result<(), 
         (_, None) => Ok(()),
         (Err(error), Some(_)) => Err(error),
         (Ok(found), Some(opened)) if (found.dev(), found.ino()) == (opened.dev(), opened.ino()) => Ok(()),
-        (Ok(_), Some(_)) => Err(io::Error::other(
-            "another file has replaced it in the meantime; try again",
-        )),
+        (Ok(_), Some(_)) => Err(io::Error::other("another file has replaced it in the meantime; try again")),
     };
     result.map_err(os_error(name, "follow its path"))
 }
 
 /// Opens a disk for exclusive use. If pages are on it already, it is used even if another process has claimed it.
 async fn open_claimed(on: &Loop, path: &Path, is_new: bool) -> Result<Rc<FileDevice>, FileOpenError> {
-    let options = FileOptions {
-        exclusive: true,
-        ..FileOptions::default()
-    };
+    let options = FileOptions { exclusive: true, ..FileOptions::default() };
     match FileDevice::open(on, path, options).await {
         Err(error @ FileOpenError::Claimed { .. }) if !is_new => {
             tracing::warn!("{error}; Larder uses it nevertheless, because it holds pages of the process");
@@ -456,18 +431,14 @@ async fn prepare_file(
     if found.is_none() {
         check()?;
     }
-    let file = open_locked(on, path).await.map_err(|error| SwapError::Image {
-        name: name.clone(),
-        source: error.into(),
-    })?;
+    let file =
+        open_locked(on, path).await.map_err(|error| SwapError::Image { name: name.clone(), source: error.into() })?;
     let claimed = file.metadata().map_err(os_error(&name, "inspect it"))?;
     check_path(&name, path, Some(&claimed))?;
     let is_same_file = found.is_some_and(|found| (found.dev(), found.ino()) == (claimed.dev(), claimed.ino()));
     let before = match !is_same_file && claimed.len() == 0 {
         true => PriorState::Missing,
-        false => PriorState::Reusable {
-            is_created: erase_file(&name, &file, owner)?,
-        },
+        false => PriorState::Reusable { is_created: erase_file(&name, &file, owner)? },
     };
     let allocated = check().and_then(|()| allocate(&name, &file, file_bytes));
     if allocated.is_err() {
@@ -500,10 +471,7 @@ fn erase_file(name: &str, file: &File, owner: SwapOwner) -> Result<bool, SwapErr
 
 fn allocate(name: &str, file: &File, whole: u64) -> Result<(), SwapError> {
     file.set_len(whole).map_err(|error| match error.kind() {
-        io::ErrorKind::FileTooLarge => SwapError::FileSize {
-            name: name.to_owned(),
-            size: ByteLen::new(whole),
-        },
+        io::ErrorKind::FileTooLarge => SwapError::FileSize { name: name.to_owned(), size: ByteLen::new(whole) },
         _ => os_error(name, "set its size")(error),
     })?;
     // Lack of space is reported now. A file system that cannot preallocate reports it later.
@@ -551,10 +519,7 @@ pub fn check_swap_disk(disk: &SwapConfig) -> Result<(), SwapError> {
     }
     match disk.size {
         _ if is_device => {
-            claim_device(path).map_err(|error| SwapError::Image {
-                name: name.clone(),
-                source: error.into(),
-            })?;
+            claim_device(path).map_err(|error| SwapError::Image { name: name.clone(), source: error.into() })?;
             foreign_data::check_file(file).map_err(foreign_error(&name))
         }
         Some(size) => {
@@ -582,10 +547,7 @@ fn check_free_space(name: &str, path: &Path, whole: u64) -> Result<(), SwapError
     let fs_stat =
         rustix::fs::statvfs(directory).map_err(|error| os_error(name, "inspect its directory")(error.into()))?;
     let allocated = path.metadata().map_or(0, |found| found.blocks() * 512);
-    let free = fs_stat
-        .f_bavail
-        .saturating_mul(fs_stat.f_frsize)
-        .saturating_add(allocated);
+    let free = fs_stat.f_bavail.saturating_mul(fs_stat.f_frsize).saturating_add(allocated);
     match free < whole {
         true => Err(SwapError::NoSpace {
             name: name.to_owned(),
@@ -617,10 +579,7 @@ fn read_file_header(name: &str, file: &File) -> Result<Header, SwapError> {
         Ok((false, true)) => {
             let mut bytes = vec![0; HEADER_BYTES];
             read_prefix(file, &mut bytes).map_err(os_error(name, "read it"))?;
-            Header::parse(&mut bytes).map_err(|version| SwapError::Version {
-                name: name.to_owned(),
-                version,
-            })
+            Header::parse(&mut bytes).map_err(|version| SwapError::Version { name: name.to_owned(), version })
         }
         Err(error) => Err(os_error(name, "read it")(error)),
     }
@@ -658,10 +617,7 @@ fn has_magic(file: &File) -> io::Result<bool> {
 }
 
 fn foreign_error(name: &str) -> impl Fn(ForeignData) -> SwapError {
-    move |why| SwapError::Foreign {
-        name: name.to_owned(),
-        why,
-    }
+    move |why| SwapError::Foreign { name: name.to_owned(), why }
 }
 
 /// Returns the number of segments for the log.
@@ -696,9 +652,5 @@ async fn write_header(
     let header = fields.encode(!fields.is_encrypted && !is_file);
     let written = device.write(ByteOffset::ZERO, WriteBuf::new(&header), WriteFlags::FUA);
     written.await.map_err(io)?;
-    Ok(SwapIdentity {
-        uuid: fields.uuid,
-        segments: fields.segments,
-        name: name.to_owned(),
-    })
+    Ok(SwapIdentity { uuid: fields.uuid, segments: fields.segments, name: name.to_owned() })
 }

@@ -77,17 +77,9 @@ impl AccessPolicy {
                 }
             }
             if let Some(cache) = &spec.disk_cache.file {
-                allowed.add(
-                    cache,
-                    FileUse {
-                        write: true,
-                        create: true,
-                    },
-                );
+                allowed.add(cache, FileUse { write: true, create: true });
             }
-            allowed
-                .sockets
-                .extend(disk.socket.iter().map(|path| (absolute(path), disk.access)));
+            allowed.sockets.extend(disk.socket.iter().map(|path| (absolute(path), disk.access)));
             if let Some(at) = &disk.nbd {
                 if let SocketAddress::Unix(path) = &at.uri.address {
                     allowed.sockets.push((absolute(path), disk.access));
@@ -142,10 +134,7 @@ impl AccessPolicy {
 
     fn is_certificate(&self, path: &Path) -> bool {
         let is_pem = path.extension().is_some_and(|extension| extension == "pem");
-        is_pem
-            && path
-                .parent()
-                .is_some_and(|parent| self.certificates.iter().any(|directory| directory == parent))
+        is_pem && path.parent().is_some_and(|parent| self.certificates.iter().any(|directory| directory == parent))
     }
 
     /// Checks that a file may be opened.
@@ -223,13 +212,7 @@ cache-size = "1G"
         assert!(opens("/i/base.qcow2", Access::Read) && !opens("/i/base.qcow2", Access::Write));
         assert!(opens("/ssd/cache", Access::Claim) && allowed.check_create(Path::new("/ssd/cache")).is_ok());
         assert!(allowed.check_create(Path::new("/i/base.qcow2")).is_err());
-        for other in [
-            "/etc/shadow",
-            "/i",
-            "/i/../etc/shadow",
-            "/i/top.qcow2/..",
-            "/ssd/cache.pem",
-        ] {
+        for other in ["/etc/shadow", "/i", "/i/../etc/shadow", "/i/top.qcow2/..", "/ssd/cache.pem"] {
             assert!(!opens(other, Access::Inspect), "{other}");
         }
         assert!(allowed.socket_access(&config.control).is_ok());

@@ -43,10 +43,7 @@ pub fn start(file: &Path) -> io::Result<()> {
     command.stdin(Stdio::from(peer)).stdout(Stdio::null());
     // The child ends when the other end of its socket is closed, and is not waited for.
     command.spawn()?;
-    install(OpenerClient {
-        channel: local,
-        is_host_opener: false,
-    });
+    install(OpenerClient { channel: local, is_host_opener: false });
     Ok(())
 }
 
@@ -58,10 +55,7 @@ pub fn start(file: &Path) -> io::Result<()> {
 pub fn connect(socket: &Path) -> io::Result<()> {
     let channel = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     rustix::net::connect(&channel, &SocketAddrUnix::new(socket)?)?;
-    install(OpenerClient {
-        channel,
-        is_host_opener: true,
-    });
+    install(OpenerClient { channel, is_host_opener: true });
     Ok(())
 }
 
@@ -137,8 +131,7 @@ impl OpenerClient {
     /// # Errors
     /// The opener has ended.
     pub(crate) fn stop_listening(&self, path: &Path) -> io::Result<()> {
-        self.request(&OpenerRequest::StopListening(PathBytes::from_path(path)), None)
-            .map(drop)
+        self.request(&OpenerRequest::StopListening(PathBytes::from_path(path)), None).map(drop)
     }
 
     /// Removes the registration of the VM's name.
@@ -173,8 +166,7 @@ impl OpenerClient {
     /// # Errors
     /// Writing or removing the marker fails.
     pub(crate) fn set_away(&self, why: Option<&str>) -> io::Result<()> {
-        self.request(&OpenerRequest::SetAway(why.map(str::to_owned)), None)
-            .map(drop)
+        self.request(&OpenerRequest::SetAway(why.map(str::to_owned)), None).map(drop)
     }
 
     /// Returns the directories in which other processes may keep a journal of an image of the VM.
@@ -203,8 +195,7 @@ impl OpenerClient {
     /// # Errors
     /// Writing fails.
     pub(crate) fn mark_used(&self, state_file: &Path) -> io::Result<()> {
-        self.request(&OpenerRequest::MarkUsed(PathBytes::from_path(state_file)), None)
-            .map(drop)
+        self.request(&OpenerRequest::MarkUsed(PathBytes::from_path(state_file)), None).map(drop)
     }
 }
 
@@ -218,24 +209,16 @@ struct RemoteOpener(Arc<OpenerClient>);
 impl Opener for RemoteOpener {
     fn open(&self, path: &Path, access: Access, _by: PathSource) -> io::Result<File> {
         // The opener treats all paths alike: a compromised server could claim any source for one.
-        let request = OpenerRequest::Open {
-            path: PathBytes::from_path(path),
-            access,
-        };
+        let request = OpenerRequest::Open { path: PathBytes::from_path(path), access };
         Ok(self.0.request_file(&request)?.into())
     }
 
     fn create_file(&self, path: &Path) -> io::Result<File> {
-        Ok(self
-            .0
-            .request_file(&OpenerRequest::Make(PathBytes::from_path(path)))?
-            .into())
+        Ok(self.0.request_file(&OpenerRequest::Make(PathBytes::from_path(path)))?.into())
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
-        self.0
-            .request(&OpenerRequest::Remove(PathBytes::from_path(path)), None)
-            .map(drop)
+        self.0.request(&OpenerRequest::Remove(PathBytes::from_path(path)), None).map(drop)
     }
 
     fn connect(&self, path: &Path) -> io::Result<OwnedFd> {
@@ -243,18 +226,13 @@ impl Opener for RemoteOpener {
     }
 
     fn canonicalize(&self, path: &Path) -> io::Result<PathBuf> {
-        let paths = self
-            .0
-            .request_paths(&OpenerRequest::Canonical(PathBytes::from_path(path)))?;
+        let paths = self.0.request_paths(&OpenerRequest::Canonical(PathBytes::from_path(path)))?;
         paths.into_iter().next().ok_or_else(unexpected_answer)
     }
 
     fn device_names(&self, directory: &Path, path: &Path) -> io::Result<Vec<PathBuf>> {
         let (directory, path) = (PathBytes::from_path(directory), PathBytes::from_path(path));
-        self.0.request_paths(&OpenerRequest::NamesOfDevice {
-            folder: directory,
-            path,
-        })
+        self.0.request_paths(&OpenerRequest::NamesOfDevice { folder: directory, path })
     }
 
     fn disk_sequence(&self, device: u64) -> io::Result<String> {
@@ -273,18 +251,9 @@ impl Opener for RemoteOpener {
 
     fn blkid(&self, file: &File) -> io::Result<BlkidOutput> {
         match self.0.request(&OpenerRequest::Blkid, Some(file.as_fd()))? {
-            (
-                OpenerAnswer::Blkid {
-                    status,
-                    said,
-                    complaint,
-                },
-                _,
-            ) => Ok(BlkidOutput {
-                status,
-                stdout: said,
-                stderr: complaint,
-            }),
+            (OpenerAnswer::Blkid { status, said, complaint }, _) => {
+                Ok(BlkidOutput { status, stdout: said, stderr: complaint })
+            }
             _ => Err(unexpected_answer()),
         }
     }

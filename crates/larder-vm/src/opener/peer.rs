@@ -30,10 +30,7 @@ pub fn file_of_service(channel: &OwnedFd) -> io::Result<PathBuf> {
     let name = groups.lines().find_map(service_of).ok_or_else(|| {
         io::Error::new(
             io::ErrorKind::PermissionDenied,
-            format!(
-                "process {} belongs to no service larder@NAME.service: files are opened only for those",
-                peer.pid
-            ),
+            format!("process {} belongs to no service larder@NAME.service: files are opened only for those", peer.pid),
         )
     })?;
     config::vm_file_path(Path::new(name)).map_err(io::Error::other)
@@ -50,9 +47,7 @@ fn service_of(line: &str) -> Option<&str> {
     }
     let mut groups = path.strip_prefix('/')?.split('/').collect::<Vec<_>>();
     let unit = groups.pop()?;
-    let all_system_slices = groups
-        .iter()
-        .all(|group| group.ends_with(".slice") && *group != "user.slice");
+    let all_system_slices = groups.iter().all(|group| group.ends_with(".slice") && *group != "user.slice");
     let name = unit.strip_prefix(UNIT_AFFIXES.0)?.strip_suffix(UNIT_AFFIXES.1)?;
     (all_system_slices && !groups.is_empty()).then_some(name)
 }
@@ -64,14 +59,8 @@ mod tests {
     #[test]
     fn only_system_services_have_vm_file() {
         let of = service_of;
-        assert_eq!(
-            of("0::/system.slice/system-larder.slice/larder@my-web.service"),
-            Some("my-web")
-        );
-        assert_eq!(
-            of("1:name=systemd:/system.slice/system-larder.slice/larder@a.service"),
-            Some("a")
-        );
+        assert_eq!(of("0::/system.slice/system-larder.slice/larder@my-web.service"), Some("my-web"));
+        assert_eq!(of("1:name=systemd:/system.slice/system-larder.slice/larder@a.service"), Some("a"));
         assert_eq!(of("0::/vms.slice/larder@a.service"), Some("a"));
         for other in [
             "0::/user.slice/user-1000.slice/user@1000.service/app.slice/larder@a.service",

@@ -90,10 +90,7 @@ impl OpenerServer {
     fn begin_request(&self) {
         let mut in_flight = lock(&self.in_flight);
         while *in_flight >= REQUESTS_IN_FLIGHT_MAX {
-            in_flight = self
-                .request_done
-                .wait(in_flight)
-                .unwrap_or_else(PoisonError::into_inner);
+            in_flight = self.request_done.wait(in_flight).unwrap_or_else(PoisonError::into_inner);
         }
         *in_flight += 1;
     }
@@ -120,10 +117,8 @@ impl OpenerServer {
     }
 
     fn execute(&self, request: OpenerRequest, file: Option<OwnedFd>) -> io::Result<(OpenerAnswer, Option<OwnedFd>)> {
-        let file_argument = || {
-            file.map(File::from)
-                .ok_or_else(|| io::Error::other("the request comes without its file"))
-        };
+        let file_argument =
+            || file.map(File::from).ok_or_else(|| io::Error::other("the request comes without its file"));
         let opened = |file: io::Result<File>| Ok((OpenerAnswer::Done, Some(OwnedFd::from(file?))));
         let done = |result: io::Result<()>| result.map(|()| (OpenerAnswer::Done, None));
         match request {
@@ -165,26 +160,19 @@ impl OpenerServer {
                 let found = DirectOpener.canonicalize(&fd_path(&open_safe_path(&path)?))?;
                 Ok((OpenerAnswer::Paths(vec![PathBytes::from_path(&found)]), None))
             }
-            OpenerRequest::NamesOfDevice {
-                folder: directory,
-                path,
-            } => {
+            OpenerRequest::NamesOfDevice { folder: directory, path } => {
                 let (directory, path) = (directory.path(), path.path());
                 self.policy()?.check_open(&path, Access::Inspect)?;
                 if directory != Path::new(DEVICE_NAMES) {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
                 let names = DirectOpener.device_names(&directory, &fd_path(&open_safe_path(&path)?))?;
-                Ok((
-                    OpenerAnswer::Paths(names.iter().map(|name| PathBytes::from_path(name)).collect()),
-                    None,
-                ))
+                Ok((OpenerAnswer::Paths(names.iter().map(|name| PathBytes::from_path(name)).collect()), None))
             }
             OpenerRequest::DiskSequence(device) => Ok((OpenerAnswer::Text(DirectOpener.disk_sequence(device)?), None)),
-            OpenerRequest::DiskCounters(device) => Ok((
-                OpenerAnswer::Text(DirectOpener.disk_counters(device)?.to_string()),
-                None,
-            )),
+            OpenerRequest::DiskCounters(device) => {
+                Ok((OpenerAnswer::Text(DirectOpener.disk_counters(device)?.to_string()), None))
+            }
             OpenerRequest::Blkid => {
                 let file = file_argument()?;
                 // This thread handles only this request.
@@ -243,20 +231,14 @@ impl OpenerServer {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
                 let directories = journal::foreign_journal_directories(&image, &journal::file_name(&image)?);
-                Ok((
-                    OpenerAnswer::Folders(directories.iter().map(WireJournalDirectory::from).collect()),
-                    None,
-                ))
+                Ok((OpenerAnswer::Folders(directories.iter().map(WireJournalDirectory::from).collect()), None))
             }
             OpenerRequest::Notes(disk) => {
                 let allowed = self.policy()?;
                 if !located_images(&allowed).any(|image| has_identity(&image.address, &disk)) {
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
-                let state_files = state_files_of_disk(&disk)
-                    .iter()
-                    .map(|path| PathBytes::from_path(path))
-                    .collect();
+                let state_files = state_files_of_disk(&disk).iter().map(|path| PathBytes::from_path(path)).collect();
                 Ok((OpenerAnswer::Paths(state_files), None))
             }
             OpenerRequest::MarkUsed(path) => {
@@ -278,10 +260,7 @@ impl OpenerServer {
         if cached.fingerprint != fingerprint {
             match VmConfig::read(&self.file) {
                 Ok(config) => {
-                    *cached = CachedPolicy {
-                        fingerprint,
-                        policy: Arc::new(AccessPolicy::from_config(&config)),
-                    };
+                    *cached = CachedPolicy { fingerprint, policy: Arc::new(AccessPolicy::from_config(&config)) };
                 }
                 Err(error) if cached.fingerprint.is_none() => return Err(io::Error::other(error.to_string())),
                 Err(error) => tracing::debug!("{error}"),
@@ -335,10 +314,7 @@ struct LocatedImage {
 impl LocatedImage {
     fn of(image: &ImageAddress) -> Option<Self> {
         let ImageAddress::Path(path) = image else {
-            return Some(Self {
-                address: image.clone(),
-                _file: None,
-            });
+            return Some(Self { address: image.clone(), _file: None });
         };
         let file = open_safe_path(path).ok()?;
         // The path of a block device can be a part of its disk's identity.
@@ -346,10 +322,7 @@ impl LocatedImage {
             true => image.clone(),
             false => ImageAddress::Path(fd_path(&file)),
         };
-        Some(Self {
-            address,
-            _file: Some(file),
-        })
+        Some(Self { address, _file: Some(file) })
     }
 }
 
@@ -393,9 +366,6 @@ fn listen(path: &Path, access: SocketAccess) -> io::Result<SocketFile> {
     let inode = |path: &Path| path.symlink_metadata().map(|found| (found.dev(), found.ino()));
     match inode(&relative_path)? == inode(path)? {
         true => Ok(socket),
-        false => Err(io::Error::other(format!(
-            "{}: its directory was replaced meanwhile; try again",
-            path.display()
-        ))),
+        false => Err(io::Error::other(format!("{}: its directory was replaced meanwhile; try again", path.display()))),
     }
 }

@@ -152,21 +152,13 @@ pub(super) enum OpenerAnswer {
     /// A text.
     Text(String),
     /// Serialised form of [`BlkidOutput`].
-    Blkid {
-        status: Option<i32>,
-        said: String,
-        complaint: String,
-    },
+    Blkid { status: Option<i32>, said: String, complaint: String },
     /// Serialised form of [`LockOwner`].
     Owner(WireLockOwner),
     /// Directories of journals.
     Folders(Vec<WireJournalDirectory>),
     /// The request failed, with a system error or another reason.
-    Failed {
-        errno: Option<i32>,
-        is_denied: bool,
-        text: String,
-    },
+    Failed { errno: Option<i32>, is_denied: bool, text: String },
 }
 
 /// Serialised form of [`LockOwner`].
@@ -207,11 +199,7 @@ pub(super) struct WireJournalDirectory {
 
 impl From<&JournalDirectory> for WireJournalDirectory {
     fn from(directory: &JournalDirectory) -> Self {
-        Self {
-            path: PathBytes::from_path(&directory.path),
-            user: directory.user,
-            is_believed: directory.is_trusted,
-        }
+        Self { path: PathBytes::from_path(&directory.path), user: directory.user, is_believed: directory.is_trusted }
     }
 }
 
@@ -228,11 +216,7 @@ impl From<WireJournalDirectory> for JournalDirectory {
 
 impl From<BlkidOutput> for OpenerAnswer {
     fn from(answer: BlkidOutput) -> Self {
-        Self::Blkid {
-            status: answer.status,
-            said: answer.stdout,
-            complaint: answer.stderr,
-        }
+        Self::Blkid { status: answer.status, said: answer.stdout, complaint: answer.stderr }
     }
 }
 

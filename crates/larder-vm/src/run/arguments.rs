@@ -14,18 +14,12 @@ pub struct Argument {
 impl Argument {
     /// Returns `-name value`.
     pub fn option(name: &str, value: impl ToString) -> Self {
-        Self {
-            flag: format!("-{name}").into(),
-            value: Some(value.to_string().into()),
-        }
+        Self { flag: format!("-{name}").into(), value: Some(value.to_string().into()) }
     }
 
     /// Returns `-name value` with a value that need not be UTF-8.
     pub fn option_os(name: &str, value: OsString) -> Self {
-        Self {
-            flag: format!("-{name}").into(),
-            value: Some(value),
-        }
+        Self { flag: format!("-{name}").into(), value: Some(value) }
     }
 
     /// Returns the option's name without its dashes, or `None` for a plain word.
@@ -76,10 +70,7 @@ pub fn split(words: &[OsString]) -> Vec<Argument> {
             (Some(name), Some(next)) if takes_value(name, &next.to_string_lossy()) => words.next().cloned(),
             _ => None,
         };
-        arguments.push(Argument {
-            flag: word.clone(),
-            value,
-        });
+        arguments.push(Argument { flag: word.clone(), value });
     }
     arguments
 }
@@ -101,20 +92,14 @@ mod tests {
 
     fn names(text: &str) -> Vec<String> {
         let names = split(&words(text));
-        names
-            .iter()
-            .map(|argument| argument.name().unwrap_or("").to_owned())
-            .collect()
+        names.iter().map(|argument| argument.name().unwrap_or("").to_owned()).collect()
     }
 
     #[test]
     fn options_are_paired_with_their_values() {
         assert_eq!(names("-m 512 --nographic -drive file=a"), ["m", "nographic", "drive"]);
         assert_eq!(names("-append -drive -S disk.img"), ["append", "S", ""]);
-        assert_eq!(
-            names("-new-flag -new-option 1 -s -"),
-            ["new-flag", "new-option", "s", ""]
-        );
+        assert_eq!(names("-new-flag -new-option 1 -s -"), ["new-flag", "new-option", "s", ""]);
         assert_eq!(names("-drive"), ["drive"]);
     }
 

@@ -30,18 +30,11 @@ pub enum CheckError {
     #[error("{source}{advice}")]
     Image { source: ImageError, advice: &'static str },
     #[error("disk {image}: {source_name} gives it twice; if that is intended, add {share_option} to both")]
-    Duplicate {
-        image: ImageAddress,
-        source_name: &'static str,
-        share_option: &'static str,
-    },
+    Duplicate { image: ImageAddress, source_name: &'static str, share_option: &'static str },
     #[error("disk {image}: {source}")]
     Options { image: ImageAddress, source: OptionsError },
     #[error("disk {image}: {source}")]
-    Limits {
-        image: ImageAddress,
-        source: LimitsTextError,
-    },
+    Limits { image: ImageAddress, source: LimitsTextError },
     #[error(transparent)]
     Uring(DiskError),
 }
@@ -164,15 +157,9 @@ fn create_loop(found: &mut DiskCheckReport) -> Option<Loop> {
 }
 
 async fn inspect_disk(on: &Loop, disk: &DiskSpec) -> Result<(), CheckError> {
-    let options = disk.image_options().map_err(|source| CheckError::Limits {
-        image: disk.image.clone(),
-        source,
-    })?;
+    let options = disk.image_options().map_err(|source| CheckError::Limits { image: disk.image.clone(), source })?;
     let inspected = image::inspect_served(on, &disk.image, &options).await;
-    inspected.map_err(|source| CheckError::Image {
-        advice: advice(&source, disk, OptionSource::File),
-        source,
-    })
+    inspected.map_err(|source| CheckError::Image { advice: advice(&source, disk, OptionSource::File), source })
 }
 
 /// Returns whether the only obstacle is an NBD server that was not contacted.
@@ -188,15 +175,11 @@ fn ends_at_nbd_server(error: &ImageError) -> bool {
 /// is data of the disk in a killed server's journal or in a cache: QEMU would not see it.
 fn qemu_only_reason(error: &CheckError) -> Option<String> {
     match error {
-        CheckError::Image {
-            source: ImageError::OtherFormat { format, .. },
-            ..
-        } => Some(format!("it looks like a {format} image, which Larder cannot interpret")),
+        CheckError::Image { source: ImageError::OtherFormat { format, .. }, .. } => {
+            Some(format!("it looks like a {format} image, which Larder cannot interpret"))
+        }
         CheckError::Image { source, .. } if is_qemu_only(source) => Some(source.to_string()),
-        CheckError::Options {
-            source: source @ OptionsError::PartialSector { .. },
-            ..
-        } => Some(source.to_string()),
+        CheckError::Options { source: source @ OptionsError::PartialSector { .. }, .. } => Some(source.to_string()),
         _ => None,
     }
 }
@@ -228,10 +211,7 @@ fn is_locked_by_check(error: &CheckError) -> bool {
     matches!(
         error,
         CheckError::Image {
-            source: ImageError::File(FileOpenError::Locked {
-                source: LockError::InUseByThisProcess { .. },
-                ..
-            }),
+            source: ImageError::File(FileOpenError::Locked { source: LockError::InUseByThisProcess { .. }, .. }),
             ..
         }
     )
@@ -252,20 +232,12 @@ async fn open_disk(
     given_by: OptionSource,
     held: &mut Vec<LockedFile>,
 ) -> Result<std::rc::Rc<VhostUserServer>, CheckError> {
-    let options = disk.image_options().map_err(|source| CheckError::Limits {
-        image: disk.image.clone(),
-        source,
-    })?;
+    let options = disk.image_options().map_err(|source| CheckError::Limits { image: disk.image.clone(), source })?;
     let opened = image::try_to_open(on, &disk.image, &options, held).await;
-    let device = opened.map_err(|source| CheckError::Image {
-        advice: advice(&source, disk, given_by),
-        source,
-    })?;
+    let device = opened.map_err(|source| CheckError::Image { advice: advice(&source, disk, given_by), source })?;
     let activity = Activity::new(on);
-    VhostUserServer::new(on, device, &disk.vhost_user_options(), &activity).map_err(|source| CheckError::Options {
-        image: disk.image.clone(),
-        source,
-    })
+    VhostUserServer::new(on, device, &disk.vhost_user_options(), &activity)
+        .map_err(|source| CheckError::Options { image: disk.image.clone(), source })
 }
 
 /// Returns advice on how to resolve an error, after `; `, in the notation of the disk's source.
@@ -277,10 +249,7 @@ pub fn advice(error: &ImageError, disk: &DiskSpec, given_by: OptionSource) -> &'
         ImageError::OtherFormat { .. } => {
             "; if it is a raw disk nevertheless, add format=raw; otherwise attach it with -drive, and QEMU serves it"
         }
-        ImageError::Qcow2(Qcow2Error::Header {
-            source: HeaderError::Magic(_),
-            ..
-        }) => match is_in_file {
+        ImageError::Qcow2(Qcow2Error::Header { source: HeaderError::Magic(_), .. }) => match is_in_file {
             true => "; correct the format in the VM's file, or restore the image if it should have that format",
             false => "; without format= Larder detects the format",
         },
@@ -296,10 +265,7 @@ pub fn advice(error: &ImageError, disk: &DiskSpec, given_by: OptionSource) -> &'
                 false => "; with readonly=on Larder only reads it",
             }
         }
-        ImageError::File(FileOpenError::Locked {
-            source: LockError::InUse { .. },
-            ..
-        }) => match given_by {
+        ImageError::File(FileOpenError::Locked { source: LockError::InUse { .. }, .. }) => match given_by {
             _ if disk.share => "; the other process must share it too",
             OptionSource::File => "; if both are meant to use it, set share = true",
             OptionSource::Option => "; if both are meant to use it, add share=on",

@@ -24,12 +24,7 @@ pub(super) fn start_pager(program: &ServerProgram, planned: &PlannedMemory, qemu
 
 fn start_larder(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child> {
     let mut command = Command::new(&program.path);
-    command
-        .arg0("larder")
-        .args(words)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .process_group(0);
+    command.arg0("larder").args(words).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
     if let Some(level) = &program.log {
         command.env("LARDER_LOG", level);
     }
@@ -94,10 +89,7 @@ pub(super) struct ChildGuard {
 
 impl ChildGuard {
     pub(super) fn new(child: Child) -> Self {
-        Self {
-            child,
-            exit_status: None,
-        }
+        Self { child, exit_status: None }
     }
 
     /// Returns the process ID.

@@ -52,9 +52,7 @@ pub fn replace_device(
 ) -> Result<KeyValues, QemuOnlyReason> {
     let driver = device.get("driver").unwrap_or_default();
     let Some(new_driver) = vhost_user_driver(driver, bus) else {
-        return qemu_only(format!(
-            "QEMU has no vhost-user-blk device in place of {driver} on this machine"
-        ));
+        return qemu_only(format!("QEMU has no vhost-user-blk device in place of {driver} on this machine"));
     };
     let mut new = KeyValues::with_implied("driver", new_driver).with("chardev", chardev);
     for (key, value) in device.iter() {
@@ -86,10 +84,7 @@ pub fn replace_device(
 /// Converts a number to the target type; QEMU reports numbers that do not fit.
 fn convert_number<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Result<T, QemuOnlyReason> {
     let converted = number.and_then(|number| T::try_from(number).ok());
-    converted.map_or_else(
-        || qemu_only(format!("{key}={value} is not a number that Larder supports")),
-        Ok,
-    )
+    converted.map_or_else(|| qemu_only(format!("{key}={value} is not a number that Larder supports")), Ok)
 }
 
 /// Returns a device for a disk that the command line does not mention.
@@ -140,25 +135,16 @@ mod tests {
             new,
             "vhost-user-blk-pci,chardev=c,id=disk0,addr=05.0,bootindex=1,packed=on,num-queues=4,queue-size=256"
         );
-        assert_eq!(
-            (disk.serial.as_deref(), disk.queues, disk.share),
-            (Some("S1"), Some(4), true)
-        );
+        assert_eq!((disk.serial.as_deref(), disk.queues, disk.share), (Some("S1"), Some(4), true));
         assert_eq!(disk.block_size, Some(4096));
     }
 
     #[test]
     fn replacement_device_fits_machine() {
         let driver = |device, bus| replaced(device, bus).map(|(new, _)| new.split(',').next().unwrap_or("").to_owned());
-        assert_eq!(
-            driver("virtio-blk", VirtioBus::Pci),
-            Ok("vhost-user-blk-pci".to_owned())
-        );
+        assert_eq!(driver("virtio-blk", VirtioBus::Pci), Ok("vhost-user-blk-pci".to_owned()));
         assert_eq!(driver("virtio-blk", VirtioBus::Mmio), Ok("vhost-user-blk".to_owned()));
-        assert_eq!(
-            driver("virtio-blk-device", VirtioBus::Pci),
-            Ok("vhost-user-blk".to_owned())
-        );
+        assert_eq!(driver("virtio-blk-device", VirtioBus::Pci), Ok("vhost-user-blk".to_owned()));
         assert!(driver("virtio-blk", VirtioBus::Ccw).is_err());
         assert!(driver("virtio-blk-ccw", VirtioBus::Ccw).is_err());
     }

@@ -22,10 +22,7 @@ pub struct DiskLocks {
 
 impl DiskLocks {
     pub(super) fn new(image: &ImageAddress) -> Self {
-        Self {
-            image: image.clone(),
-            files: Vec::new(),
-        }
+        Self { image: image.clone(), files: Vec::new() }
     }
 
     /// Returns the reason why a server would not find the same files, with advice. A path that cannot be resolved is

@@ -43,10 +43,7 @@ pub(super) fn rewrite_disks(
     let mut disks = DiskRewriter {
         context,
         bus: context.machine.virtio_bus(),
-        snapshot: line
-            .arguments()
-            .iter()
-            .any(|argument| argument.name() == Some("snapshot")),
+        snapshot: line.arguments().iter().any(|argument| argument.name() == Some("snapshot")),
         served: Vec::new(),
         guest_names: GuestNames::default(),
         outcomes: Vec::new(),
@@ -94,17 +91,14 @@ impl DiskRewriter<'_> {
             let position = device.is_virtio_disk().then(|| self.guest_names.next());
             if device.is_vhost_user_disk() {
                 let text = &device.text;
-                line.changes
-                    .push(format!("-device {text}: unchanged: it has a server of its own"));
+                line.changes.push(format!("-device {text}: unchanged: it has a server of its own"));
                 continue;
             }
             let id = device.drive().unwrap_or_default();
             let Some(drive) = drives.iter().find(|drive| drive.id() == Some(id)) else {
                 if device.is_virtio_disk() {
                     let text = &device.text;
-                    line.changes.push(format!(
-                        "-device {text}: stays with QEMU: there is no -drive if=none,id={id}"
-                    ));
+                    line.changes.push(format!("-device {text}: stays with QEMU: there is no -drive if=none,id={id}"));
                 }
                 continue;
             };
@@ -139,19 +133,16 @@ impl DiskRewriter<'_> {
             () if device.is_json => {
                 qemu_only("its -device is written in JSON; write it as key=value,... to have it served")
             }
-            () if !drive.is_for_device() => qemu_only(format!(
-                "its -drive has if={interface} and a -device at once; give it if=none"
-            )),
+            () if !drive.is_for_device() => {
+                qemu_only(format!("its -drive has if={interface} and a -device at once; give it if=none"))
+            }
             () => self.convert_drive(drive),
         }
     }
 
     /// Replaces `-drive if=virtio`.
     fn replace_virtio_drives(&mut self, line: &mut CommandLineRewrite, drives: &[Drive]) {
-        let drives: Vec<&Drive> = drives
-            .iter()
-            .filter(|drive| drive.is_virtio && !drive.is_reported.get())
-            .collect();
+        let drives: Vec<&Drive> = drives.iter().filter(|drive| drive.is_virtio && !drive.is_reported.get()).collect();
         let attempts: Vec<Result<DiskSpec, QemuOnlyReason>> =
             drives.iter().map(|drive| self.convert_virtio_drive(drive)).collect();
         let any_served = attempts.iter().any(Result::is_ok);
@@ -214,9 +205,7 @@ impl DiskRewriter<'_> {
 
     /// Leaves with QEMU all drives that are not virtio disks and have no device.
     fn leave_other_drives(&mut self, drives: &[Drive]) {
-        let other_drives = drives
-            .iter()
-            .filter(|drive| !drive.is_reported.get() && !drive.is_firmware_or_empty());
+        let other_drives = drives.iter().filter(|drive| !drive.is_reported.get() && !drive.is_firmware_or_empty());
         for drive in other_drives {
             self.leave_to_qemu(drive, None, &not_virtio_reason(drive));
         }
@@ -272,15 +261,8 @@ impl DiskRewriter<'_> {
             text: format!("{why}{discard}{serial}"),
             served: true,
         });
-        self.served.push(PlannedDisk {
-            disk,
-            source: given_by,
-            socket,
-        });
-        vec![
-            Argument::option("chardev", chardev.with(reconnect, delay)),
-            Argument::option("device", new),
-        ]
+        self.served.push(PlannedDisk { disk, source: given_by, socket });
+        vec![Argument::option("chardev", chardev.with(reconnect, delay)), Argument::option("device", new)]
     }
 
     /// Records why a drive stays with QEMU, once.
@@ -297,21 +279,14 @@ impl DiskRewriter<'_> {
     }
 
     fn describe_outcomes(&self) -> Vec<String> {
-        let lines = self.outcomes.iter().map(
-            |DiskOutcome {
-                 image,
-                 position,
-                 text,
-                 served,
-             }| {
-                let name = position.and_then(|position| self.guest_names.name(position));
-                match (served, name) {
-                    (true, Some(name)) => format!("disk {image}: served over vhost-user-blk as {name} {text}"),
-                    (true, None) => format!("disk {image}: served over vhost-user-blk {text}"),
-                    (false, _) => format!("disk {image}: {text}"),
-                }
-            },
-        );
+        let lines = self.outcomes.iter().map(|DiskOutcome { image, position, text, served }| {
+            let name = position.and_then(|position| self.guest_names.name(position));
+            match (served, name) {
+                (true, Some(name)) => format!("disk {image}: served over vhost-user-blk as {name} {text}"),
+                (true, None) => format!("disk {image}: served over vhost-user-blk {text}"),
+                (false, _) => format!("disk {image}: {text}"),
+            }
+        });
         lines.collect()
     }
 }
@@ -320,10 +295,7 @@ impl DiskRewriter<'_> {
 fn describe_previous(was: &str, drive: &KeyValues) -> String {
     match ignored_options(drive).as_slice() {
         [] => format!("({was})"),
-        keys => format!(
-            "({was}); ignored, because Larder does not need them: {}",
-            keys.join(", ")
-        ),
+        keys => format!("({was}); ignored, because Larder does not need them: {}", keys.join(", ")),
     }
 }
 
@@ -355,14 +327,9 @@ fn qemu_drive_ids(drives: &[&Drive]) -> Vec<String> {
     let ids = drives.iter().map(|drive| {
         let index = drive.options.get("index").or_else(|| drive.options.get("unit"));
         let index = index.and_then(|text| text.parse().ok());
-        let index = index
-            .or_else(|| (0..).find(|index| !used.contains(index)))
-            .unwrap_or_default();
+        let index = index.or_else(|| (0..).find(|index| !used.contains(index))).unwrap_or_default();
         used.push(index);
-        drive
-            .options
-            .get("id")
-            .map_or_else(|| format!("virtio{index}"), str::to_owned)
+        drive.options.get("id").map_or_else(|| format!("virtio{index}"), str::to_owned)
     });
     ids.collect()
 }
@@ -386,10 +353,7 @@ fn expand_virtio_drive(line: &mut CommandLineRewrite, drive: &Drive, id: &str) {
         }
     };
     line.replace(drive.index, vec![argument]);
-    line.append(Argument::option(
-        "device",
-        KeyValues::with_implied("driver", "virtio-blk").with("drive", id),
-    ));
+    line.append(Argument::option("device", KeyValues::with_implied("driver", "virtio-blk").with("drive", id)));
 }
 
 /// The names that the guest will give to its virtio disks, as long as they can be predicted.

@@ -116,11 +116,7 @@ fn apply_option(disk: &mut DiskSpec, key: &str, value: &str) -> Result<(), QemuO
         ("cache", "none" | "directsync") => disk.page_cache = PageCacheMode::Direct,
         ("cache", "writeback" | "writethrough" | "unsafe") => disk.page_cache = PageCacheMode::Buffered,
         ("cache.direct", _) => {
-            disk.page_cache = if switch()? {
-                PageCacheMode::Direct
-            } else {
-                PageCacheMode::Buffered
-            }
+            disk.page_cache = if switch()? { PageCacheMode::Direct } else { PageCacheMode::Buffered }
         }
         ("cache.writeback" | "cache.no-flush", _) => {}
         ("discard", "unmap" | "on") => disk.discard = true,
@@ -147,10 +143,8 @@ fn apply_option(disk: &mut DiskSpec, key: &str, value: &str) -> Result<(), QemuO
 
 /// Returns whether this is an option of QEMU's qcow2 driver, other than those of encryption.
 fn is_qcow2_option(key: &str) -> bool {
-    let is_file_option = |name: &str| {
-        key.strip_prefix(name)
-            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-    };
+    let is_file_option =
+        |name: &str| key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
     is_tuning(key)
         || key.starts_with("pass-discard-")
         || key == "discard-no-unref"
@@ -168,9 +162,7 @@ fn apply_qcow2_option(key: &str, value: &str) -> Result<(), QemuOnlyReason> {
         ("pass-discard-request" | "discard-no-unref", _) => qemu_only(format!(
             "{key}={value}: Larder frees discarded data in the image's file, or keeps it with discard=ignore"
         )),
-        _ => qemu_only(format!(
-            "{key}={value}: Larder only uses the other files that the image names"
-        )),
+        _ => qemu_only(format!("{key}={value}: Larder only uses the other files that the image names")),
     }
 }
 
@@ -188,10 +180,7 @@ mod tests {
             read("file=/srv/a,,b.raw,if=virtio,format=raw,cache=none,aio=native,readonly=on,discard=unmap,index=3")
                 .expect("can be served");
         assert_eq!(disk.image.to_string(), "/srv/a,b.raw");
-        assert_eq!(
-            (disk.page_cache, disk.read_only, disk.discard),
-            (PageCacheMode::Direct, true, true)
-        );
+        assert_eq!((disk.page_cache, disk.read_only, disk.discard), (PageCacheMode::Direct, true, true));
         let disk = read("file=nbd://host/x,format=raw").expect("can be served");
         assert!(matches!(disk.image, ImageAddress::Nbd(_)));
         let disk = read("file=odd:name/x.raw,format=raw");
@@ -209,10 +198,7 @@ mod tests {
         let disk =
             read("file=./odd:name.raw,format=raw,throttling.iops-total=7,bps_wr=1M,detect-zeroes=off").expect("served");
         assert_eq!(disk.limits.to_string(), "bps-write=1048576,iops-total=7");
-        assert_eq!(
-            (disk.page_cache, disk.read_only, disk.discard),
-            (PageCacheMode::Buffered, false, false)
-        );
+        assert_eq!((disk.page_cache, disk.read_only, disk.discard), (PageCacheMode::Buffered, false, false));
     }
 
     /// qcow2 images and images without a format are served; options that only tune QEMU's driver have no effect.
@@ -241,19 +227,10 @@ mod tests {
             ("file=/a,driver=vmdk", "not vmdk"),
             ("file=/a,format=raw,driver=qcow2", "driver=qcow2"),
             ("file=/a,format=raw,l2-cache-size=1M", "l2-cache-size"),
-            (
-                "file=/a,format=qcow2,backing.file.filename=/b",
-                "other files that the image names",
-            ),
+            ("file=/a,format=qcow2,backing.file.filename=/b", "other files that the image names"),
             ("file=/a,backing=", "other files that the image names"),
-            (
-                "file=/a,format=qcow2,data-file.filename=/b",
-                "other files that the image names",
-            ),
-            (
-                "file=/a,format=qcow2,pass-discard-request=off",
-                "pass-discard-request=off",
-            ),
+            ("file=/a,format=qcow2,data-file.filename=/b", "other files that the image names"),
+            ("file=/a,format=qcow2,pass-discard-request=off", "pass-discard-request=off"),
             ("file=/a,format=qcow2,discard-no-unref=on", "discard-no-unref=on"),
             ("file=/a,format=qcow2,encrypt.format=luks", "encrypt.format=luks"),
             ("file=nbd:host,format=raw", "needs a port"),

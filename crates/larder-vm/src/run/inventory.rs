@@ -53,9 +53,8 @@ impl Drive {
     /// Returns all images, in order.
     pub(super) fn parse_all(line: &CommandLineRewrite, machine: &Machine) -> Vec<Self> {
         let arguments = line.arguments().iter().enumerate();
-        let mut drives: Vec<Self> = arguments
-            .filter_map(|(index, argument)| Self::parse(index, argument, machine))
-            .collect();
+        let mut drives: Vec<Self> =
+            arguments.filter_map(|(index, argument)| Self::parse(index, argument, machine)).collect();
         remove_inner_nodes(&mut drives, line);
         drives
     }
@@ -70,10 +69,9 @@ impl Drive {
                     None => (DriveNotation::NonUtf8Drive, options),
                 }
             }
-            (Some("blockdev"), Some(value), _) => (
-                DriveNotation::Blockdev,
-                parse_options(&value.to_string_lossy(), "driver").0,
-            ),
+            (Some("blockdev"), Some(value), _) => {
+                (DriveNotation::Blockdev, parse_options(&value.to_string_lossy(), "driver").0)
+            }
             (Some(name), Some(value), _) => {
                 let (name, stands_for, number) = SHORTHANDS.into_iter().find(|(known, ..)| *known == name)?;
                 (DriveNotation::Shorthand(name), shorthand(stands_for, number, value))
@@ -85,13 +83,7 @@ impl Drive {
             Some(interface) => interface == "virtio",
             None => machine.drives_are_virtio() && options.get("media") != Some("cdrom"),
         };
-        Some(Self {
-            index,
-            notation: source,
-            options,
-            is_virtio,
-            is_reported: Cell::new(false),
-        })
+        Some(Self { index, notation: source, options, is_virtio, is_reported: Cell::new(false) })
     }
 
     /// Returns the name by which a device refers to the image.
@@ -109,14 +101,7 @@ impl Drive {
 
     /// Returns a name for messages: the image's file, or another identifier.
     pub(super) fn display_name(&self) -> &str {
-        let keys = [
-            "file",
-            "filename",
-            "file.filename",
-            "file.file.filename",
-            "id",
-            "node-name",
-        ];
+        let keys = ["file", "filename", "file.filename", "file.file.filename", "id", "node-name"];
         let names = keys.iter().filter_map(|key| self.options.get(key));
         names.into_iter().next().unwrap_or("(no file)")
     }
@@ -124,9 +109,8 @@ impl Drive {
     /// Returns whether this is no disk: firmware, or a drive without a medium.
     pub(super) fn is_firmware_or_empty(&self) -> bool {
         let is_removable = self.options.get("media") == Some("cdrom") || self.options.get("if") == Some("floppy");
-        let has_medium = ["file", "driver", "file.driver", "file.filename"]
-            .iter()
-            .any(|key| self.options.get(key).is_some());
+        let has_medium =
+            ["file", "driver", "file.driver", "file.filename"].iter().any(|key| self.options.get(key).is_some());
         self.options.get("if") == Some("pflash") || (is_removable && !has_medium)
     }
 }
@@ -154,17 +138,13 @@ fn remove_inner_nodes(drives: &mut Vec<Drive>, line: &CommandLineRewrite) {
         .map(|(_, text)| KeyValues::parse(text, Some("type")))
         .collect();
     let refers = |list: &KeyValues, node: &str| {
-        list.iter()
-            .any(|(key, value)| value == node && !key.ends_with("node-name") && !key.ends_with("driver"))
+        list.iter().any(|(key, value)| value == node && !key.ends_with("node-name") && !key.ends_with("driver"))
     };
     drives.retain(|drive| match (drive.notation, drive.id()) {
         (DriveNotation::Blockdev, Some(id)) => !nodes.iter().chain(&machine).any(|list| refers(list, id)),
         _ => true,
     });
-    for drive in drives
-        .iter_mut()
-        .filter(|drive| drive.notation == DriveNotation::Blockdev)
-    {
+    for drive in drives.iter_mut().filter(|drive| drive.notation == DriveNotation::Blockdev) {
         // The number of nodes bounds the depth, in case they form a cycle.
         for _ in 0..nodes.len() {
             let Some(child_name) = drive.options.get("file") else {
@@ -199,12 +179,7 @@ impl Device {
             let value = argument.value().filter(|_| argument.name() == Some("device"))?;
             let text = value.to_string_lossy().into_owned();
             let (options, is_json) = parse_options(&text, "driver");
-            Some(Self {
-                index,
-                text,
-                options,
-                is_json,
-            })
+            Some(Self { index, text, options, is_json })
         });
         devices.collect()
     }

@@ -79,19 +79,12 @@ impl KeyValues {
 
     /// Returns a list whose first value has an implied key, such as a device's driver.
     pub fn with_implied(implied: &str, value: &str) -> Self {
-        Self {
-            pairs: vec![(implied.to_owned(), value.to_owned())],
-            implied_first: true,
-        }
+        Self { pairs: vec![(implied.to_owned(), value.to_owned())], implied_first: true }
     }
 
     /// Returns the value in effect, which is the last one.
     pub fn get(&self, key: &str) -> Option<&str> {
-        self.pairs
-            .iter()
-            .rev()
-            .find(|(name, _)| name == key)
-            .map(|(_, value)| value.as_str())
+        self.pairs.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
     }
 
     /// Returns all pairs, in order.
@@ -194,10 +187,7 @@ mod tests {
         let device = KeyValues::parse("virtio-blk-pci,drive=d0,addr=05.0", Some("driver"));
         assert_eq!(device.get("driver"), Some("virtio-blk-pci"));
         assert_eq!(device.to_string(), "virtio-blk-pci,drive=d0,addr=05.0");
-        assert_eq!(
-            KeyValues::parse("driver=x,y=1", Some("driver")).to_string(),
-            "driver=x,y=1"
-        );
+        assert_eq!(KeyValues::parse("driver=x,y=1", Some("driver")).to_string(), "driver=x,y=1");
         assert_eq!(KeyValues::parse("", None), KeyValues::default());
         assert_eq!(KeyValues::parse("a=,b=", None).to_string(), "a=,b=");
     }
@@ -208,10 +198,7 @@ mod tests {
             r#"{"driver": "raw", "read-only": true, "file": {"driver": "file", "filename": "/a,b"}, "n": [1, null, "x"]}"#,
         );
         let list = list.expect("is JSON");
-        assert_eq!(
-            list.to_string(),
-            "driver=raw,file.driver=file,file.filename=/a,,b,n.0=1,n.2=x,read-only=on"
-        );
+        assert_eq!(list.to_string(), "driver=raw,file.driver=file,file.filename=/a,,b,n.0=1,n.2=x,read-only=on");
         assert_eq!(KeyValues::parse_json("{'driver': 1}"), None);
     }
 

@@ -38,11 +38,7 @@ pub enum LeaseError {
          file (-object memory-backend-memfd,id=ram,size={},share=on -machine memory-backend=ram)",
         directory.display(), directory.display(), needed.get()
     )]
-    NoSpace {
-        needed: ByteLen,
-        free: ByteLen,
-        directory: PathBuf,
-    },
+    NoSpace { needed: ByteLen, free: ByteLen, directory: PathBuf },
     #[error(
         "the guest's RAM is a private mapping of {}, which is not a directory; sharing it would write to \
          it: add share=on (and no share=off) to its -object memory-backend-file if that is intended, or omit the file",
@@ -83,10 +79,7 @@ impl LeasePaths {
         if longest_socket_path(&directory).as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             return Err(LeaseError::SocketPathTooLong { path: directory });
         }
-        Ok(Self {
-            directory,
-            ram: Path::new(SHARED_MEMORY).join(name),
-        })
+        Ok(Self { directory, ram: Path::new(SHARED_MEMORY).join(name) })
     }
 }
 
@@ -117,10 +110,7 @@ impl Lease {
         Self::check(plan)?;
         let folder = LockedPath::create_directory(&places.directory)?;
         let ram = plan.ram.iter().map(LockedPath::create_file).collect::<Result<_, _>>()?;
-        Ok(Self {
-            _directory: folder,
-            _ram: ram,
-        })
+        Ok(Self { _directory: folder, _ram: ram })
     }
 
     /// Checks the requirements of a plan, without creating anything.
@@ -144,10 +134,8 @@ fn check_space(files: &[RamFile]) -> Result<(), LeaseError> {
     let Some(folder) = files.first().and_then(|file| file.path.parent()) else {
         return Ok(());
     };
-    let fs_stat = rustix::fs::statvfs(folder).map_err(|error| LeaseError::Create {
-        path: folder.to_owned(),
-        source: error.into(),
-    })?;
+    let fs_stat = rustix::fs::statvfs(folder)
+        .map_err(|error| LeaseError::Create { path: folder.to_owned(), source: error.into() })?;
     let free = fs_stat.f_bavail.saturating_mul(fs_stat.f_frsize);
     if needed > free {
         return Err(LeaseError::NoSpace {
@@ -178,29 +166,18 @@ impl LockedPath {
             DirBuilder::new().mode(0o700).create(path)?;
             lock_path(path, File::open(path))
         };
-        create().map_err(|source| LeaseError::Create {
-            path: path.to_owned(),
-            source,
-        })
+        create().map_err(|source| LeaseError::Create { path: path.to_owned(), source })
     }
 
     /// Creates a file that only this user can open, of full size but without allocated memory.
     fn create_file(file: &RamFile) -> Result<Self, LeaseError> {
         let make = || {
-            let opened = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create_new(true)
-                .mode(0o600)
-                .open(&file.path)?;
+            let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&file.path)?;
             let held = lock_path(&file.path, Ok(opened))?;
             held.lock.set_len(file.bytes)?;
             Ok(held)
         };
-        make().map_err(|source| LeaseError::Create {
-            path: file.path.clone(),
-            source,
-        })
+        make().map_err(|source| LeaseError::Create { path: file.path.clone(), source })
     }
 
     fn remove(&self) -> io::Result<()> {
@@ -215,10 +192,7 @@ impl LockedPath {
 fn lock_path(path: &Path, opened: io::Result<File>) -> io::Result<LockedPath> {
     let lock = opened?;
     flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
-    Ok(LockedPath {
-        path: path.to_owned(),
-        lock,
-    })
+    Ok(LockedPath { path: path.to_owned(), lock })
 }
 
 impl Drop for LockedPath {
@@ -236,10 +210,7 @@ fn remove_stale(folder: &Path) {
     };
     for entry in entries.flatten() {
         let name = entry.file_name();
-        let is_dead = name
-            .to_str()
-            .and_then(parse_pid)
-            .is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists());
+        let is_dead = name.to_str().and_then(parse_pid).is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists());
         if !is_dead || !is_owned_by_user(&entry.path()) {
             continue;
         }
@@ -274,21 +245,12 @@ mod tests {
     use super::*;
 
     fn plan(ram: Vec<RamFile>, directories: Vec<PathBuf>) -> RunPlan {
-        RunPlan {
-            qemu: Vec::new(),
-            disks: Vec::new(),
-            memory: None,
-            ram,
-            directories,
-            changes: Vec::new(),
-        }
+        RunPlan { qemu: Vec::new(), disks: Vec::new(), memory: None, ram, directories, changes: Vec::new() }
     }
 
     fn names(folder: &Path) -> Vec<String> {
         let entries = fs::read_dir(folder).expect("lists").flatten();
-        let mut names: Vec<String> = entries
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect();
+        let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
         names.sort();
         names
     }
@@ -296,22 +258,14 @@ mod tests {
     #[test]
     fn dropped_lease_removes_its_resources() {
         let folder = tempfile::tempdir().expect("a directory");
-        let places = LeasePaths {
-            directory: folder.path().join("run/larder-run-1"),
-            ram: folder.path().join("larder-vm-1"),
-        };
-        let ram = vec![RamFile {
-            path: places.ram.clone(),
-            bytes: 1 << 20,
-        }];
+        let places =
+            LeasePaths { directory: folder.path().join("run/larder-run-1"), ram: folder.path().join("larder-vm-1") };
+        let ram = vec![RamFile { path: places.ram.clone(), bytes: 1 << 20 }];
         let lease = Lease::acquire(&places, &plan(ram.clone(), Vec::new())).expect("there is room");
         let made = fs::metadata(&places.ram).expect("is there");
         assert_eq!((made.len(), made.mode() & 0o777, made.blocks()), (1 << 20, 0o600, 0));
         assert_eq!(fs::metadata(&places.directory).expect("is there").mode() & 0o777, 0o700);
-        assert!(matches!(
-            Lease::acquire(&places, &plan(ram, Vec::new())),
-            Err(LeaseError::Create { .. })
-        ));
+        assert!(matches!(Lease::acquire(&places, &plan(ram, Vec::new())), Err(LeaseError::Create { .. })));
         assert!(places.ram.exists(), "a second run must not remove the first one's");
         fs::write(places.directory.join("disk-0.sock"), "").expect("writes");
         drop(lease);
@@ -334,10 +288,11 @@ mod tests {
             &format!("other-vm-{dead}-0123abcd"),
             &format!("larder-held-{dead}-0123abcd"),
         ];
-        for name in keep.iter().map(|name| (*name).to_owned()).chain([
-            format!("larder-vm-{dead}-0123abcd"),
-            format!("larder-vm-{dead}-0123abcd.1"),
-        ]) {
+        for name in keep
+            .iter()
+            .map(|name| (*name).to_owned())
+            .chain([format!("larder-vm-{dead}-0123abcd"), format!("larder-vm-{dead}-0123abcd.1")])
+        {
             fs::write(directory.path().join(name), "").expect("writes");
         }
         let run = directory.path().join(format!("larder-run-{dead}-0123abcd"));
@@ -360,17 +315,10 @@ mod tests {
     #[test]
     fn lease_checks_before_it_creates_anything() {
         let folder = tempfile::tempdir().expect("a directory");
-        let places = LeasePaths {
-            directory: folder.path().join("larder-run-1"),
-            ram: folder.path().join("larder-vm-1"),
-        };
-        let huge = vec![RamFile {
-            path: places.ram.clone(),
-            bytes: 1 << 62,
-        }];
-        let error = Lease::acquire(&places, &plan(huge, Vec::new()))
-            .expect_err("is too much")
-            .to_string();
+        let places =
+            LeasePaths { directory: folder.path().join("larder-run-1"), ram: folder.path().join("larder-vm-1") };
+        let huge = vec![RamFile { path: places.ram.clone(), bytes: 1 << 62 }];
+        let error = Lease::acquire(&places, &plan(huge, Vec::new())).expect_err("is too much").to_string();
         assert!(error.contains("does not fit") && error.contains("remount"), "{error}");
         let file = folder.path().join("precious");
         fs::write(&file, "mine").expect("writes");

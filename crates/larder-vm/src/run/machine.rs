@@ -32,10 +32,7 @@ pub struct Machine {
 impl Machine {
     /// Parses the command line.
     pub fn parse(program: &OsStr, arguments: &[Argument]) -> Self {
-        let program = Path::new(program)
-            .file_name()
-            .and_then(OsStr::to_str)
-            .unwrap_or_default();
+        let program = Path::new(program).file_name().and_then(OsStr::to_str).unwrap_or_default();
         let architecture = program.strip_prefix("qemu-system-").unwrap_or("x86_64").to_owned();
         let mut options = KeyValues::default();
         let mut processors = 1;
@@ -50,11 +47,7 @@ impl Machine {
                 _ => {}
             }
         }
-        Self {
-            architecture,
-            options,
-            processors,
-        }
+        Self { architecture, options, processors }
     }
 
     fn kind(&self) -> &str {
@@ -87,10 +80,8 @@ impl Machine {
     /// not know.
     pub fn default_ram_bytes(&self) -> Option<u64> {
         // QEMU's own default, which PCs and the virt machines do not change.
-        let has_common_default = matches!(
-            self.architecture.as_str(),
-            "x86_64" | "i386" | "aarch64" | "arm" | "riscv64" | "riscv32"
-        );
+        let has_common_default =
+            matches!(self.architecture.as_str(), "x86_64" | "i386" | "aarch64" | "arm" | "riscv64" | "riscv32");
         has_common_default.then_some(128 << 20)
     }
 }
@@ -98,9 +89,7 @@ impl Machine {
 /// Returns the number of processors from `-smp`: `cpus=`, or the product of the topology.
 fn processor_count(smp: &KeyValues) -> u64 {
     let number = |key| smp.get(key).and_then(|text| text.parse::<u64>().ok());
-    let topology = [
-        "drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads",
-    ];
+    let topology = ["drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads"];
     let product = topology.into_iter().filter_map(number).fold(1, u64::saturating_mul);
     number("cpus").unwrap_or(product)
 }
@@ -111,10 +100,7 @@ mod tests {
     use crate::run::arguments::split;
 
     fn machine(line: &str) -> Machine {
-        let mut words = line
-            .split_whitespace()
-            .map(Into::into)
-            .collect::<Vec<std::ffi::OsString>>();
+        let mut words = line.split_whitespace().map(Into::into).collect::<Vec<std::ffi::OsString>>();
         let program = words.remove(0);
         Machine::parse(&program, &split(&words))
     }
@@ -123,14 +109,8 @@ mod tests {
     fn virtio_bus_depends_on_machine() {
         assert_eq!(machine("qemu-system-x86_64").virtio_bus(), VirtioBus::Pci);
         assert_eq!(machine("kvm -M q35").virtio_bus(), VirtioBus::Pci);
-        assert_eq!(
-            machine("/usr/bin/qemu-system-x86_64 -M microvm,rtc=on").virtio_bus(),
-            VirtioBus::Mmio
-        );
-        assert_eq!(
-            machine("qemu-system-x86_64 -machine microvm -M pcie=on").virtio_bus(),
-            VirtioBus::Pci
-        );
+        assert_eq!(machine("/usr/bin/qemu-system-x86_64 -M microvm,rtc=on").virtio_bus(), VirtioBus::Mmio);
+        assert_eq!(machine("qemu-system-x86_64 -machine microvm -M pcie=on").virtio_bus(), VirtioBus::Pci);
         assert_eq!(machine("qemu-system-s390x").virtio_bus(), VirtioBus::Ccw);
     }
 

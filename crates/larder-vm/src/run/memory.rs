@@ -27,17 +27,12 @@ pub struct PlannedMemory {
 impl PlannedMemory {
     /// Returns the plan, with a control socket in the directory of the sockets.
     pub(super) fn new(spec: &MemorySpec, sockets: &Path) -> Self {
-        Self {
-            spec: spec.clone(),
-            control: sockets.join("memory.sock"),
-        }
+        Self { spec: spec.clone(), control: sockets.join("memory.sock") }
     }
 
     /// Returns the arguments with which this program manages the memory of the process `pid`, which is just starting.
     pub fn attach_arguments(&self, pid: &str) -> Vec<OsString> {
-        let mut words: Vec<OsString> = ["memory", "attach", "--pid", pid, "--wait"]
-            .map(OsString::from)
-            .to_vec();
+        let mut words: Vec<OsString> = ["memory", "attach", "--pid", pid, "--wait"].map(OsString::from).to_vec();
         words.extend(self.spec.attach_arguments());
         words.extend(["--control".into(), self.control.clone().into()]);
         words
@@ -90,13 +85,7 @@ impl<'a> SupervisedPager<'a> {
             return Ok(());
         }
         if self.restart_at.is_none() {
-            let Some(status) = self
-                .process
-                .as_mut()
-                .map(ChildGuard::exit_status)
-                .transpose()?
-                .flatten()
-            else {
+            let Some(status) = self.process.as_mut().map(ChildGuard::exit_status).transpose()?.flatten() else {
                 return Ok(());
             };
             if status.success() {
@@ -104,9 +93,7 @@ impl<'a> SupervisedPager<'a> {
                 return Ok(());
             }
             let delay = self.backoff.next_delay(self.started.elapsed());
-            (self.show_message)(&format!(
-                "memory: its pager died ({status}) and is restarted; the guest waits for it"
-            ));
+            (self.show_message)(&format!("memory: its pager died ({status}) and is restarted; the guest waits for it"));
             self.restart_at = Some(Instant::now() + delay);
         }
         if self.restart_at.is_some_and(|due| due <= Instant::now()) {
@@ -123,9 +110,7 @@ impl<'a> SupervisedPager<'a> {
                 self.restart_at = None;
             }
             Err(error) => {
-                (self.show_message)(&format!(
-                    "memory: cannot start its pager: {error}; Larder will try again"
-                ));
+                (self.show_message)(&format!("memory: cannot start its pager: {error}; Larder will try again"));
                 self.restart_at = Some(Instant::now() + self.backoff.next_delay(std::time::Duration::ZERO));
             }
         }

@@ -165,11 +165,8 @@ pub enum PlanError {
 pub fn plan(command: &[OsString], extra: &[DiskSpec], setting: &PlanEnvironment<'_>) -> Result<RunPlan, PlanError> {
     let (program, words) = command.split_first().ok_or(PlanError::NoCommand)?;
     let arguments = split(words);
-    let has = |names: &[&str]| {
-        arguments
-            .iter()
-            .any(|argument| argument.name().is_some_and(|name| names.contains(&name)))
-    };
+    let has =
+        |names: &[&str]| arguments.iter().any(|argument| argument.name().is_some_and(|name| names.contains(&name)));
     if has(&["daemonize"]) {
         return Err(PlanError::DaemonizeUnsupported);
     }
@@ -225,14 +222,7 @@ pub fn plan(command: &[OsString], extra: &[DiskSpec], setting: &PlanEnvironment<
     changes.extend(warnings);
     let mut qemu = vec![program.clone()];
     qemu.extend(line.into_words());
-    Ok(RunPlan {
-        qemu,
-        disks,
-        memory,
-        ram: ram.files,
-        directories: ram.directories,
-        changes,
-    })
+    Ok(RunPlan { qemu, disks, memory, ram: ram.files, directories: ram.directories, changes })
 }
 
 /// Checks that the budget is valid, and sufficient for the known part of the RAM.
@@ -244,10 +234,8 @@ fn check_budget(spec: &MemorySpec, ram: &[RamFile]) -> Result<(), PlanError> {
 
 /// Refuses a control socket shared by two disks; only `--disk` has control sockets.
 fn check_distinct_controls(extra: &[DiskSpec]) -> Result<(), PlanError> {
-    let controls: Vec<(&DiskSpec, &Path)> = extra
-        .iter()
-        .filter_map(|disk| Some((disk, disk.control.as_deref()?)))
-        .collect();
+    let controls: Vec<(&DiskSpec, &Path)> =
+        extra.iter().filter_map(|disk| Some((disk, disk.control.as_deref()?))).collect();
     match find_same_path(&controls) {
         Some((one, other)) => Err(PlanError::SameControl {
             one: one.image.to_string(),
@@ -260,15 +248,10 @@ fn check_distinct_controls(extra: &[DiskSpec]) -> Result<(), PlanError> {
 
 /// Refuses a cache shared by two disks.
 fn check_distinct_caches(extra: &[DiskSpec]) -> Result<(), PlanError> {
-    let caches: Vec<(&DiskSpec, &ImageAddress)> = extra
-        .iter()
-        .filter_map(|disk| Some((disk, disk.disk_cache.file.as_ref()?)))
-        .collect();
+    let caches: Vec<(&DiskSpec, &ImageAddress)> =
+        extra.iter().filter_map(|disk| Some((disk, disk.disk_cache.file.as_ref()?))).collect();
     for (index, (other, cache)) in caches.iter().enumerate() {
-        if let Some((one, _)) = caches[..index]
-            .iter()
-            .find(|(_, earlier)| is_same_image(earlier, cache))
-        {
+        if let Some((one, _)) = caches[..index].iter().find(|(_, earlier)| is_same_image(earlier, cache)) {
             return Err(PlanError::SameCache {
                 one: one.image.to_string(),
                 other: other.image.to_string(),
@@ -292,9 +275,7 @@ fn unchanged_plan(command: &[OsString]) -> RunPlan {
 }
 
 fn text_arguments(arguments: &[super::arguments::Argument]) -> Vec<(&str, &str)> {
-    let texts = arguments
-        .iter()
-        .filter_map(|argument| Some((argument.name()?, argument.value_str()?)));
+    let texts = arguments.iter().filter_map(|argument| Some((argument.name()?, argument.value_str()?)));
     texts.collect()
 }
 
@@ -302,9 +283,9 @@ fn text_arguments(arguments: &[super::arguments::Argument]) -> Vec<(&str, &str)>
 fn warnings(options: &[(&str, &str)]) -> Vec<String> {
     let lines = options.iter().filter_map(|(name, text)| match *name {
         "readconfig" => Some(format!("-readconfig {text}: not read; its disks stay with QEMU")),
-        "global" if text.contains("virtio-blk") => Some(format!(
-            "-global {text}: does not apply to the disks that Larder serves"
-        )),
+        "global" if text.contains("virtio-blk") => {
+            Some(format!("-global {text}: does not apply to the disks that Larder serves"))
+        }
         _ => None,
     });
     lines.collect()
@@ -313,25 +294,12 @@ fn warnings(options: &[(&str, &str)]) -> Vec<String> {
 /// Returns the guest's name (`-name`), with characters that cannot be in a file name replaced; `vm` if it has none.
 pub fn guest_name(command: &[OsString]) -> String {
     let arguments = split(command.get(1..).unwrap_or_default());
-    let named = arguments
-        .iter()
-        .rev()
-        .find_map(|argument| argument.value_str_of("name"));
+    let named = arguments.iter().rev().find_map(|argument| argument.value_str_of("name"));
     let list = KeyValues::parse(named.unwrap_or_default(), Some("guest"));
     let sanitize = |c: char| {
-        if c.is_ascii_alphanumeric() || "._".contains(c) {
-            c
-        } else {
-            '_'
-        }
+        if c.is_ascii_alphanumeric() || "._".contains(c) { c } else { '_' }
     };
-    let name: String = list
-        .get("guest")
-        .unwrap_or_default()
-        .chars()
-        .map(sanitize)
-        .take(40)
-        .collect();
+    let name: String = list.get("guest").unwrap_or_default().chars().map(sanitize).take(40).collect();
     if name.is_empty() { "vm".to_owned() } else { name }
 }
 

@@ -45,16 +45,12 @@ pub(super) fn rewrite_ram(
     prefix: &Path,
 ) -> Result<RamPlan, PlanError> {
     let mut ram = RamPlan::default();
-    let objects: Vec<(usize, String)> = line
-        .options("object")
-        .map(|(index, text)| (index, text.to_owned()))
-        .collect();
+    let objects: Vec<(usize, String)> = line.options("object").map(|(index, text)| (index, text.to_owned())).collect();
     for (index, text) in &objects {
         if text.trim_start().starts_with('{') {
             if text.contains("\"memory-backend-") {
-                line.changes.push(format!(
-                    "-object {text}: unchanged, because it is written in JSON; it must be shared"
-                ));
+                line.changes
+                    .push(format!("-object {text}: unchanged, because it is written in JSON; it must be shared"));
             }
             continue;
         }
@@ -87,9 +83,7 @@ fn make_shared(object: &mut KeyValues, prefix: &Path, ram: &mut RamPlan) -> Resu
             let size = object.get("size").unwrap_or_default();
             let bytes = parse_size(size, 1)
                 .filter(|bytes| *bytes > 0)
-                .ok_or_else(|| PlanError::RamSize {
-                    option: format!("-object {object}"),
-                })?;
+                .ok_or_else(|| PlanError::RamSize { option: format!("-object {object}") })?;
             let path = ram.add_file(prefix, bytes);
             object.set("qom-type", "memory-backend-file");
             object.set("share", "on");
@@ -118,10 +112,7 @@ fn add_backend(
     ram: &mut RamPlan,
 ) -> Result<(), PlanError> {
     let bytes = ram_bytes(line, machine)?;
-    let mem_path = line
-        .options("mem-path")
-        .last()
-        .map(|(index, path)| (index, path.to_owned()));
+    let mem_path = line.options("mem-path").last().map(|(index, path)| (index, path.to_owned()));
     let (path, change) = match mem_path {
         // QEMU accepts either -mem-path or a memory backend, not both.
         Some((_, path)) => {
@@ -160,21 +151,11 @@ fn ram_bytes(line: &CommandLineRewrite, machine: &Machine) -> Result<u64, PlanEr
     }
     let bytes = match options.get("size") {
         None => 0,
-        Some(size) => parse_size(size, 1 << 20).ok_or_else(|| PlanError::RamSize {
-            option: format!("-m {size}"),
-        })?,
+        Some(size) => parse_size(size, 1 << 20).ok_or_else(|| PlanError::RamSize { option: format!("-m {size}") })?,
     };
     // 0 selects the default, as in QEMU.
-    let bytes = if bytes > 0 {
-        bytes
-    } else {
-        machine.default_ram_bytes().ok_or(PlanError::NoRamSize)?
-    };
-    bytes
-        .checked_next_multiple_of(RAM_GRANULARITY)
-        .ok_or_else(|| PlanError::RamSize {
-            option: format!("-m {bytes}"),
-        })
+    let bytes = if bytes > 0 { bytes } else { machine.default_ram_bytes().ok_or(PlanError::NoRamSize)? };
+    bytes.checked_next_multiple_of(RAM_GRANULARITY).ok_or_else(|| PlanError::RamSize { option: format!("-m {bytes}") })
 }
 
 impl RamPlan {
@@ -184,10 +165,7 @@ impl RamPlan {
         if number > 0 {
             path = format!("{path}.{number}");
         }
-        self.files.push(RamFile {
-            path: PathBuf::from(&path),
-            bytes,
-        });
+        self.files.push(RamFile { path: PathBuf::from(&path), bytes });
         path
     }
 }

@@ -14,12 +14,7 @@ pub(super) struct CommandLineRewrite {
 
 impl CommandLineRewrite {
     pub(super) fn new(arguments: Vec<Argument>) -> Self {
-        Self {
-            replacements: vec![None; arguments.len()],
-            arguments,
-            appended: Vec::new(),
-            changes: Vec::new(),
-        }
+        Self { replacements: vec![None; arguments.len()], arguments, appended: Vec::new(), changes: Vec::new() }
     }
 
     /// Returns the original arguments.

@@ -84,10 +84,7 @@ impl SignalFd {
         };
         Ok(Some(match signal {
             Signal::CHILD => SignalEvent::Child,
-            signal => SignalEvent::Terminate {
-                signal,
-                from_terminal: info.ssi_code == libc::SI_KERNEL,
-            },
+            signal => SignalEvent::Terminate { signal, from_terminal: info.ssi_code == libc::SI_KERNEL },
         }))
     }
 }

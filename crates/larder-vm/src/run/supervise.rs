@@ -59,10 +59,7 @@ pub enum SuperviseError {
     #[error("the server of disk {image} was not ready after {} s; is its storage stuck?", SERVER_START_TIMEOUT.as_secs())]
     ServerSlow { image: ImageAddress },
     #[error("disk {image}: {source}")]
-    Proxy {
-        image: ImageAddress,
-        source: Box<ProxyError>,
-    },
+    Proxy { image: ImageAddress, source: Box<ProxyError> },
     #[error("cannot wait for signals and children: {0}")]
     Wait(#[from] io::Error),
 }
@@ -95,11 +92,7 @@ pub fn supervise(
     }
     let proxies = plan.disks.iter().map(start_proxy).collect::<Result<Vec<_>, _>>()?;
     let qemu = start_qemu(plan).map_err(|source| SuperviseError::Start {
-        what: plan
-            .qemu
-            .first()
-            .map(|program| program.display().to_string())
-            .unwrap_or_default(),
+        what: plan.qemu.first().map(|program| program.display().to_string()).unwrap_or_default(),
         source,
     })?;
     let mut qemu = ChildGuard::new(qemu);
@@ -123,10 +116,8 @@ fn show_chain(planned: &PlannedDisk, say: ShowMessage<'_>) {
 }
 
 fn start_proxy(planned: &PlannedDisk) -> Result<VhostUserProxy, SuperviseError> {
-    VhostUserProxy::start(planned).map_err(|source| SuperviseError::Proxy {
-        image: planned.disk.image.clone(),
-        source: Box::new(source),
-    })
+    VhostUserProxy::start(planned)
+        .map_err(|source| SuperviseError::Proxy { image: planned.disk.image.clone(), source: Box::new(source) })
 }
 
 fn exit_code(status: ExitStatus) -> u8 {
@@ -182,11 +173,7 @@ fn restart_until_qemu_exits(
             pager.restart_if_dead()?;
         }
         let pager_restart_at = pager.as_ref().and_then(|pager| pager.restart_at);
-        let next = servers
-            .iter()
-            .filter_map(|server| server.restart_at)
-            .chain(pager_restart_at)
-            .min();
+        let next = servers.iter().filter_map(|server| server.restart_at).chain(pager_restart_at).min();
         let timeout = next.map(|due| due.saturating_duration_since(Instant::now()));
         if let Some(SignalEvent::Terminate { signal, from_terminal }) = signals.wait(timeout)? {
             keepers.iter().for_each(VhostUserProxy::set_qemu_ending);
@@ -231,9 +218,7 @@ fn stop_children(
         };
         if stop_started.elapsed() > STOP_TIMEOUT {
             let limit = STOP_TIMEOUT.as_secs();
-            say(&format!(
-                "{subject}: {process} did not end within {limit} s; it is killed"
-            ));
+            say(&format!("{subject}: {process} did not end within {limit} s; it is killed"));
             return Ok(());
         }
         if stop_started.elapsed() > STOP_NOTICE_DELAY && !is_notified {

@@ -28,10 +28,7 @@ impl QemuVersion {
             .arg("--version")
             .stdin(Stdio::null())
             .output()
-            .map_err(|source| VersionError::Run {
-                program: program.to_owned(),
-                source,
-            })?;
+            .map_err(|source| VersionError::Run { program: program.to_owned(), source })?;
         let text = String::from_utf8_lossy(&output.stdout);
         Self::parse(&text).ok_or_else(|| VersionError::NotQemu {
             program: program.to_owned(),
@@ -48,11 +45,7 @@ impl QemuVersion {
 
     /// Returns the option of a socket chardev, with its value, that makes QEMU reconnect soon after a disconnect.
     pub fn reconnect(self) -> (&'static str, &'static str) {
-        if self >= Self(9, 2) {
-            ("reconnect-ms", "100")
-        } else {
-            ("reconnect", "1")
-        }
+        if self >= Self(9, 2) { ("reconnect-ms", "100") } else { ("reconnect", "1") }
     }
 }
 
@@ -70,10 +63,7 @@ mod tests {
     fn version_is_parsed_from_qemu_output() {
         let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)\nCopyright (c) 2003-2022";
         assert_eq!(QemuVersion::parse(debian), Some(QemuVersion(7, 2)));
-        assert_eq!(
-            QemuVersion::parse("QEMU emulator version 10.0.13"),
-            Some(QemuVersion(10, 0))
-        );
+        assert_eq!(QemuVersion::parse("QEMU emulator version 10.0.13"), Some(QemuVersion(10, 0)));
         assert_eq!(QemuVersion::parse("true (GNU coreutils) 9.1"), None);
         assert_eq!(QemuVersion::parse("QEMU emulator version unknown"), None);
     }
@@ -88,10 +78,7 @@ mod tests {
 
     #[test]
     fn other_program_is_not_qemu() {
-        assert!(matches!(
-            QemuVersion::probe(OsStr::new("true")),
-            Err(VersionError::NotQemu { .. })
-        ));
+        assert!(matches!(QemuVersion::probe(OsStr::new("true")), Err(VersionError::NotQemu { .. })));
         let missing = QemuVersion::probe(OsStr::new("/no/such/qemu")).expect_err("is not there");
         assert!(missing.to_string().contains("/no/such/qemu"), "{missing}");
     }

@@ -38,15 +38,7 @@ pub use memory::{QemuLocation, VmMemory};
 pub use missing_keys::{DiskMissingKeys, find_missing_keys, insert_lines};
 
 /// Keys of the VM itself.
-const VM_KEYS: [&str; 7] = [
-    "uuid",
-    "control",
-    "control-mode",
-    "control-owner",
-    "control-group",
-    "disk",
-    "memory",
-];
+const VM_KEYS: [&str; 7] = ["uuid", "control", "control-mode", "control-owner", "control-group", "disk", "memory"];
 
 /// Keys of a disk in addition to [`keys::names`].
 const DISK_KEYS: [&str; 11] = [
@@ -186,20 +178,13 @@ pub const SYSTEM_VMS_DIRECTORY: &str = "/etc/larder/vms";
 
 /// Returns the directory of this user's files.
 pub fn vms_directory() -> PathBuf {
-    let variable = |name: &str| {
-        std::env::var_os(name)
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute())
-    };
+    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let user_config = || variable("XDG_CONFIG_HOME").or_else(|| Some(variable("HOME")?.join(".config")));
     let config_directory = match rustix::process::geteuid().is_root() {
         true => None,
         false => user_config(),
     };
-    config_directory.map_or_else(
-        || SYSTEM_VMS_DIRECTORY.into(),
-        |config_directory| config_directory.join("larder/vms"),
-    )
+    config_directory.map_or_else(|| SYSTEM_VMS_DIRECTORY.into(), |config_directory| config_directory.join("larder/vms"))
 }
 
 /// Parses a UUID (RFC 9562, section 4), and returns it in lower case.
@@ -210,9 +195,7 @@ fn parse_uuid(text: &str) -> Result<String, String> {
     };
     match text.len() == 36 && text.chars().enumerate().all(is_valid_at) {
         true => Ok(text.to_ascii_lowercase()),
-        false => Err(format!(
-            "'{text}' is not a UUID, such as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10"
-        )),
+        false => Err(format!("'{text}' is not a UUID, such as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10")),
     }
 }
 
@@ -240,9 +223,7 @@ pub fn read_text(path: &Path) -> io::Result<String> {
 pub(super) fn vm_files() -> Vec<PathBuf> {
     let entries = std::fs::read_dir(vms_directory()).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
-    let mut paths: Vec<PathBuf> = paths
-        .filter(|path| path.extension().is_some_and(|it| it == "toml"))
-        .collect();
+    let mut paths: Vec<PathBuf> = paths.filter(|path| path.extension().is_some_and(|it| it == "toml")).collect();
     paths.sort();
     paths
 }
@@ -265,10 +246,7 @@ impl VmConfig {
     /// # Errors
     /// See [`ConfigError`].
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let text = read_text(path).map_err(|source| ConfigError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
+        let text = read_text(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
         Self::parse(path, &text)
     }
 
@@ -279,11 +257,7 @@ impl VmConfig {
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let name = check_name(stem)?;
-        let mut reader = ConfigParser {
-            path,
-            text,
-            mistakes: Vec::new(),
-        };
+        let mut reader = ConfigParser { path, text, mistakes: Vec::new() };
         let config = match DeTable::parse(text) {
             Ok(table) => Some(reader.parse_vm(name, table.get_ref())),
             Err(error) => {
@@ -351,11 +325,7 @@ impl ConfigParser<'_> {
         let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
         let begin = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
         let column = String::from_utf8_lossy(&before[begin..]).chars().count() + 1;
-        self.mistakes.push(Mistake {
-            path: self.path.to_owned(),
-            position: (line, column),
-            what: what.into(),
-        });
+        self.mistakes.push(Mistake { path: self.path.to_owned(), position: (line, column), what: what.into() });
     }
 
     /// Parses a value, or records the mistake.
@@ -472,10 +442,8 @@ impl ConfigParser<'_> {
                 continue;
             };
             if !names.insert(disk.name.clone()) {
-                let what = format!(
-                    "disk {}: another disk has that name; give it a different one: name = \"...\"",
-                    disk.name
-                );
+                let what =
+                    format!("disk {}: another disk has that name; give it a different one: name = \"...\"", disk.name);
                 self.add_mistake(&value.span(), what);
             }
             disks.push(disk);
@@ -544,10 +512,7 @@ impl ConfigParser<'_> {
         if disk.spec.format == Some(Format::Raw) {
             self.check_raw_chain(at, &chain);
         }
-        disk.spec.chain = ChainPolicy::Pinned {
-            chain: Arc::new(chain),
-            by: PinnedBy::VmFile,
-        };
+        disk.spec.chain = ChainPolicy::Pinned { chain: Arc::new(chain), by: PinnedBy::VmFile };
         if let Err(error) = disk.spec.check() {
             self.add_mistake(at, format!("disk {}: {error}", disk.name));
         }
@@ -556,11 +521,7 @@ impl ConfigParser<'_> {
                 self.add_mistake(at, format!("{key} has no effect without nbd; omit it"));
             }
         }
-        disk.nbd = nbd.map(|uri| NbdExportConfig {
-            uri,
-            insecure,
-            description: description.unwrap_or_default(),
-        });
+        disk.nbd = nbd.map(|uri| NbdExportConfig { uri, insecure, description: description.unwrap_or_default() });
         if !table.contains_key("socket") && !table.contains_key("nbd") {
             let socket = default_socket_directory().join(format!("{vm}-{}.sock", disk.name));
             self.check_default_socket(at, "socket", &socket);
@@ -612,10 +573,9 @@ fn parse_socket_path(folder: &Path, text: &str) -> Result<PathBuf, String> {
 
 fn check_socket_len(path: &Path) -> Result<(), String> {
     match path.as_os_str().len() {
-        len if len > SOCKET_PATH_BYTES_MAX => Err(format!(
-            "{} has {len} bytes; the path of a socket has at most {SOCKET_PATH_BYTES_MAX}",
-            path.display()
-        )),
+        len if len > SOCKET_PATH_BYTES_MAX => {
+            Err(format!("{} has {len} bytes; the path of a socket has at most {SOCKET_PATH_BYTES_MAX}", path.display()))
+        }
         _ => Ok(()),
     }
 }

@@ -25,10 +25,7 @@ pub(super) fn for_config(config: &VmConfig) -> Needs {
             }
         }
     }
-    for directory in [private_directory::runtime(), private_directory::state()]
-        .into_iter()
-        .flatten()
-    {
+    for directory in [private_directory::runtime(), private_directory::state()].into_iter().flatten() {
         needs.add_directory(directory);
     }
     needs

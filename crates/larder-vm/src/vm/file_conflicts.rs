@@ -81,10 +81,9 @@ fn disk_files(disk: &VmDisk) -> Vec<NamedFile<'_>> {
             files.extend(data_file.map(|address| file("the data file of a backing file", address, false)));
         }
     }
-    files.extend(spec.disk_cache.file.iter().map(|address| NamedFile {
-        is_cache: true,
-        ..file("the cache", address, true)
-    }));
+    files.extend(
+        spec.disk_cache.file.iter().map(|address| NamedFile { is_cache: true, ..file("the cache", address, true) }),
+    );
     files
 }
 

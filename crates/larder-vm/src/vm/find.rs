@@ -32,11 +32,7 @@ pub fn known_vms() -> Vec<KnownVm> {
             Ok(config) => (config.name, config.control, None),
             Err(error) => {
                 let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                (
-                    name.clone(),
-                    config::default_control_path(&name),
-                    Some(error.to_string()),
-                )
+                (name.clone(), config::default_control_path(&name), Some(error.to_string()))
             }
         };
         match all.iter_mut().find(|found| found.name == name) {
@@ -79,9 +75,7 @@ pub fn memory_control_path(name: &str) -> PathBuf {
 pub fn find_memory_control(name: &str) -> PathBuf {
     let directories = memory_directories().into_iter();
     let mut paths = directories.map(|directory| directory.join(format!("{name}.sock")));
-    paths
-        .find(|path| is_socket(path))
-        .unwrap_or_else(|| memory_control_path(name))
+    paths.find(|path| is_socket(path)).unwrap_or_else(|| memory_control_path(name))
 }
 
 /// Creates the directory of [`memory_control_path`], and returns the path.
@@ -141,9 +135,7 @@ pub fn is_socket(path: &Path) -> bool {
 
 /// Returns the sockets of the processes that are moving VMs, or did until they were killed.
 pub fn migration_sockets() -> Vec<(String, Direction, PathBuf)> {
-    let entries = migration_directories()
-        .into_iter()
-        .filter_map(|directory| std::fs::read_dir(directory).ok());
+    let entries = migration_directories().into_iter().filter_map(|directory| std::fs::read_dir(directory).ok());
     let paths = entries.flatten().flatten().map(|entry| entry.path());
     let mut all: Vec<_> = paths
         .filter(|path| is_socket(path))
@@ -184,19 +176,13 @@ pub fn memory_services(disk_sockets: &[PathBuf]) -> Vec<KnownVm> {
         let paths = paths.filter(|path| path.extension().is_some_and(|it| it == "sock") && is_socket(path));
         paths.collect::<Vec<PathBuf>>()
     };
-    let found = |name: &str, control: PathBuf| KnownVm {
-        name: name.to_owned(),
-        control,
-        mistake: None,
-    };
+    let found = |name: &str, control: PathBuf| KnownVm { name: name.to_owned(), control, mistake: None };
     let name_of = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let mut all: Vec<KnownVm> = Vec::new();
     for path in memory_directories().iter().flat_map(|folder| sockets(folder)) {
         all.push(found(&name_of(&path), path));
     }
-    let configs = config::vm_files()
-        .into_iter()
-        .filter_map(|path| VmConfig::read(&path).ok());
+    let configs = config::vm_files().into_iter().filter_map(|path| VmConfig::read(&path).ok());
     let disks = configs.flat_map(|config| config.disks).filter_map(|disk| disk.socket);
     let disk_sockets: Vec<PathBuf> = disks.chain(disk_sockets.iter().cloned()).collect();
     for path in registry_runtime_directories().iter().flat_map(|folder| sockets(folder)) {
@@ -213,10 +199,8 @@ pub fn memory_services(disk_sockets: &[PathBuf]) -> Vec<KnownVm> {
 
 /// Returns the registered VMs of this user, and those of the host's services if the user is root.
 fn registered_vms() -> Vec<KnownVm> {
-    let mut all: Vec<KnownVm> = registry_runtime_directories()
-        .iter()
-        .flat_map(|directory| registered_in(directory))
-        .collect();
+    let mut all: Vec<KnownVm> =
+        registry_runtime_directories().iter().flat_map(|directory| registered_in(directory)).collect();
     all.sort();
     all.dedup_by(|one, other| one.name == other.name);
     all
@@ -234,11 +218,7 @@ pub fn registered_in(runtime_folder: &Path) -> Vec<KnownVm> {
             return None;
         }
         let control = std::fs::read_link(entry.path()).ok()?;
-        Some(KnownVm {
-            name,
-            control,
-            mistake: None,
-        })
+        Some(KnownVm { name, control, mistake: None })
     });
     found.collect()
 }
@@ -256,9 +236,7 @@ impl Registration {
             path: registry_directory().join(name),
             control: std::path::absolute(control).unwrap_or_else(|_| control.to_owned()),
         };
-        let other = std::fs::read_link(&noted.path)
-            .ok()
-            .filter(|other| *other != noted.control);
+        let other = std::fs::read_link(&noted.path).ok().filter(|other| *other != noted.control);
         if let Some(other) = other.filter(|other| other.exists() && !is_stale(other)) {
             tracing::warn!(
                 "another `larder vm` serves a VM of this name, at {}: from now on the name refers to this one, also for \

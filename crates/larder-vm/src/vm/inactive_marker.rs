@@ -41,9 +41,7 @@ pub struct InactiveMarker {
 impl InactiveMarker {
     /// Returns the marker of the VM described in `file`.
     pub fn for_vm(file: &Path) -> Self {
-        Self {
-            path: markers_directory().map(|folder| folder.join(vm_state_name(file))),
-        }
+        Self { path: markers_directory().map(|folder| folder.join(vm_state_name(file))) }
     }
 
     /// Returns whether the marker exists.
@@ -54,9 +52,7 @@ impl InactiveMarker {
         if let Some(helper) = opener_client() {
             return helper.is_away();
         }
-        self.path.as_ref().map_or(Ok(false), |path| {
-            path.try_exists().map_err(|error| with_path(path, &error))
-        })
+        self.path.as_ref().map_or(Ok(false), |path| path.try_exists().map_err(|error| with_path(path, &error)))
     }
 
     /// Creates the marker's directory, while this process still can.
@@ -138,9 +134,7 @@ mod tests {
         let elsewhere = tempfile::tempdir().expect("another one");
         let link = state.path().join("moves");
         std::os::unix::fs::symlink(elsewhere.path(), &link).expect("links");
-        let note = InactiveMarker {
-            path: Some(link.join("web")),
-        };
+        let note = InactiveMarker { path: Some(link.join("web")) };
         note.create("gone").expect_err("its directory is a link");
         fs::remove_file(&link).expect("is ours");
         fs::create_dir(&link).expect("is ours");
@@ -157,9 +151,7 @@ mod tests {
     #[test]
     fn marker_exists_until_it_is_removed() {
         let place = tempfile::tempdir().expect("a directory");
-        let note = || InactiveMarker {
-            path: Some(place.path().join("moves").join("web")),
-        };
+        let note = || InactiveMarker { path: Some(place.path().join("moves").join("web")) };
         assert!(!note().exists().expect("can be told"));
         note().remove().expect("there is none");
         note().create("gone").expect("is made");

@@ -184,8 +184,7 @@ impl Vm {
         let control = control_socket(&config, &inherited)?;
         let note = InactiveMarker::for_vm(file);
         if incoming {
-            note.create("the VM is incoming from another host")
-                .map_err(VmError::Marker)?;
+            note.create("the VM is incoming from another host").map_err(VmError::Marker)?;
         }
         let is_away = incoming || note.exists().map_err(VmError::Marker)?;
         // The first disk's cache would overwrite the second disk's image before that one is locked.
@@ -209,10 +208,7 @@ impl Vm {
             if is_away {
                 disk.mobility = Mobility::Remote;
             }
-            let disk = Disk::prepare(disk).map_err(|source| VmError::Disk {
-                disk: vm_disk.name.clone(),
-                source,
-            })?;
+            let disk = Disk::prepare(disk).map_err(|source| VmError::Disk { disk: vm_disk.name.clone(), source })?;
             prepared.push((&vm_disk.name, disk));
         }
         if is_confined {
@@ -254,9 +250,7 @@ impl Vm {
         inherited.close_unclaimed();
         let name = NameRegistration::register(&config);
         gate.set(());
-        let disks = started
-            .into_iter()
-            .map(|(disk_name, disk)| run_disk(disk_name, disk, &orderer));
+        let disks = started.into_iter().map(|(disk_name, disk)| run_disk(disk_name, disk, &orderer));
         Ok(Self {
             _name: name,
             file: file.to_owned(),
@@ -408,9 +402,7 @@ impl Drop for NameRegistration {
 }
 
 fn stop_all(disks: Vec<(&str, Disk)>) {
-    disks
-        .iter()
-        .for_each(|(_, disk)| disk.stop_signal().set(StopMode::HandOver));
+    disks.iter().for_each(|(_, disk)| disk.stop_signal().set(StopMode::HandOver));
     for (name, disk) in disks {
         if let Err(error) = disk.wait() {
             tracing::error!("disk {name}: {error}");
@@ -420,11 +412,7 @@ fn stop_all(disks: Vec<(&str, Disk)>) {
 
 fn control_socket(config: &VmConfig, inherited: &Inherited) -> Result<ControlSocket, ControlError> {
     match inherited.socket_on(&config.control)? {
-        Some(socket) => Ok(ControlSocket::from_inherited(
-            socket,
-            &config.control,
-            config.control_access,
-        )),
+        Some(socket) => Ok(ControlSocket::from_inherited(socket, &config.control, config.control_access)),
         None => Ok(ControlSocket::bind(&config.control, config.control_access)?),
     }
 }
@@ -483,11 +471,7 @@ pub fn check_socket_paths(config: &VmConfig, inherited: &Inherited) -> Result<()
             return Err(VmError::PrivateTmp { path, directory });
         }
     }
-    let is_known = |path: &Path| {
-        places
-            .iter()
-            .any(|(_, ours)| find_same_path(&[((), *ours), ((), path)]).is_some())
-    };
+    let is_known = |path: &Path| places.iter().any(|(_, ours)| find_same_path(&[((), *ours), ((), path)]).is_some());
     match inherited.paths().find(|path| !is_known(path)) {
         Some(path) => Err(VmError::UnknownSocket {
             path: path.to_owned(),

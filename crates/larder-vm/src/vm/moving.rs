@@ -111,11 +111,9 @@ impl Vm {
         if let Err(error) = released {
             let removed = self.marker.remove().map_err(|error| error.to_string());
             // Disks whose caches were detached run without them until the server is restarted.
-            removed
-                .and_then(|()| self.apply_to_disks(DiskAction::Resume))
-                .map_err(|worse| {
-                    format!("{error}; and then: {worse}: the disks are paused until their server is restarted")
-                })?;
+            removed.and_then(|()| self.apply_to_disks(DiskAction::Resume)).map_err(|worse| {
+                format!("{error}; and then: {worse}: the disks are paused until their server is restarted")
+            })?;
             return Err(error);
         }
         // From here on a restarted server opens no images.

@@ -147,12 +147,7 @@ mod tests {
     fn labels_without_domain_have_no_uuid() {
         let uuid = "11111111-2222-3333-4444-555555555555";
         assert_eq!(uuid_in_label(&format!("libvirt-{uuid} (enforce)")), Some(uuid));
-        for label in [
-            "unconfined",
-            "libvirtd (enforce)",
-            "libvirt-x",
-            "system_u:system_r:svirt_t:s0:c1,c2",
-        ] {
+        for label in ["unconfined", "libvirtd (enforce)", "libvirt-x", "system_u:system_r:svirt_t:s0:c1,c2"] {
             assert_eq!(uuid_in_label(label), None, "{label}");
         }
     }

@@ -26,11 +26,7 @@ const FILE_BYTES: u64 = 64 << 20;
 /// Returns the limit of a server for `config`, in bytes, without the caches: these add their shares when they are
 /// opened.
 pub(super) fn limit_bytes(config: &VmConfig) -> u64 {
-    config
-        .disks
-        .iter()
-        .map(disk_bytes)
-        .fold(SERVER_BYTES, u64::saturating_add)
+    config.disks.iter().map(disk_bytes).fold(SERVER_BYTES, u64::saturating_add)
 }
 
 fn disk_bytes(disk: &VmDisk) -> u64 {

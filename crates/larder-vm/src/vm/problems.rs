@@ -64,9 +64,7 @@ fn socket_problem(path: &Path) -> Option<String> {
 
 /// Returns the configurations of the other VMs.
 fn other_vms(config: &VmConfig) -> Vec<VmConfig> {
-    let read = config::vm_files()
-        .into_iter()
-        .filter_map(|path| VmConfig::read(&path).ok());
+    let read = config::vm_files().into_iter().filter_map(|path| VmConfig::read(&path).ok());
     read.filter(|other| other.name != config.name).collect()
 }
 
@@ -84,17 +82,10 @@ fn cache_problem(file: &Path, size: u64) -> Option<String> {
         return None;
     }
     if !directory.is_dir() {
-        return Some(format!(
-            "the cache {shown} cannot be created: there is no directory {}",
-            directory.display()
-        ));
+        return Some(format!("the cache {shown} cannot be created: there is no directory {}", directory.display()));
     }
     let fs_stat = rustix::fs::statvfs(&directory).ok()?;
     let free = fs_stat.f_bavail.saturating_mul(fs_stat.f_frsize);
-    (free < size).then(|| {
-        format!(
-            "the cache {shown} needs {size} bytes, and {free} are free in {}",
-            directory.display()
-        )
-    })
+    (free < size)
+        .then(|| format!("the cache {shown} needs {size} bytes, and {free} are free in {}", directory.display()))
 }

@@ -96,8 +96,7 @@ impl Vm {
             }
         }
         self.add_disks(&new_config, &mut change, before);
-        self.subject
-            .set_disks(self.disks.iter().map(|disk| disk.inquiry.clone()).collect());
+        self.subject.set_disks(self.disks.iter().map(|disk| disk.inquiry.clone()).collect());
         Ok(change.result)
     }
 
@@ -133,9 +132,7 @@ impl Vm {
                 }
                 Ok(order) => before.push_back(order),
                 Err(_) => {
-                    ending
-                        .iter()
-                        .for_each(|name| change.add_failed(name, "it has not ended yet, but will"));
+                    ending.iter().for_each(|name| change.add_failed(name, "it has not ended yet, but will"));
                     return;
                 }
             }
@@ -187,9 +184,7 @@ impl Vm {
         // The disks follow the order of the file; those that are no longer in it are last.
         let place = |name: &str| wanted.disks.iter().position(|disk| disk.name == name);
         self.disks.sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
-        self.config
-            .disks
-            .sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
+        self.config.disks.sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
     }
 }
 
@@ -244,9 +239,7 @@ impl ReloadContext {
     }
 
     fn state(&self, disk: &DiskHandle) -> Option<DiskState> {
-        let reply = self
-            .runtime
-            .block_on(async { timeout(STATE_TIMEOUT, disk.state()).await });
+        let reply = self.runtime.block_on(async { timeout(STATE_TIMEOUT, disk.state()).await });
         reply.ok().flatten()
     }
 
@@ -257,10 +250,7 @@ impl ReloadContext {
             Ok(Some(Ok(state))) => return state,
             Ok(Some(Err(error))) => self.add_failed(name, &error.to_string()),
             Ok(None) => self.add_failed(name, "it is being closed"),
-            Err(_) => self.add_pending(
-                name,
-                "the change is not complete yet, and continues; see `larder status`",
-            ),
+            Err(_) => self.add_pending(name, "the change is not complete yet, and continues; see `larder status`"),
         }
         self.state(disk).unwrap_or(before)
     }
@@ -297,13 +287,7 @@ impl ReloadContext {
 /// Returns the keys that differ between the file and `now`, and cannot be changed while the disk is in use.
 fn restart_only_changes(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
     // The patterns name all fields, so that a new field cannot be forgotten here.
-    let VmDisk {
-        name: _,
-        spec,
-        socket,
-        access,
-        nbd,
-    } = wanted;
+    let VmDisk { name: _, spec, socket, access, nbd } = wanted;
     let DiskSpec {
         image,
         format,
@@ -347,10 +331,7 @@ fn restart_only_changes(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
         ("socket-mode, socket-owner, socket-group", *access != now.access),
         ("nbd", *nbd != now.nbd),
     ];
-    all.into_iter()
-        .filter(|(_, differs)| *differs)
-        .map(|(key, _)| key)
-        .collect()
+    all.into_iter().filter(|(_, differs)| *differs).map(|(key, _)| key).collect()
 }
 
 /// Returns the cache that is to replace a disk's, if it is another one.
@@ -365,11 +346,7 @@ fn replacement_cache(now: &DiskState, wanted: &DiskSpec) -> Result<Option<Replac
         return Ok(None);
     };
     let is_same = is_same_with_timeout(file.clone(), current).ok_or(CACHES_STUCK)?;
-    Ok((!is_same).then(|| ReplaceOptions {
-        file: Some(file.clone()),
-        size: wanted.disk_cache.size,
-        lose_dirty: false,
-    }))
+    Ok((!is_same).then(|| ReplaceOptions { file: Some(file.clone()), size: wanted.disk_cache.size, lose_dirty: false }))
 }
 
 /// Returns whether both addresses lead to the same file; `None` if a file server does not answer in time.
@@ -392,28 +369,15 @@ fn settings(wanted: &DiskSpec, now: &DiskState) -> DiskSettings {
     let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
     let has_prefetch_settings = |of: &PrefetchState| {
         (of.memory_limit, of.ahead, of.largest_read)
-            == (
-                prefetch.memory.get(),
-                prefetch.ahead_max.get(),
-                prefetch.largest_read.get(),
-            )
+            == (prefetch.memory.get(), prefetch.ahead_max.get(), prefetch.largest_read.get())
     };
     let cache = now.cache.as_ref();
-    let mode = cache.and_then(|cache| {
-        wanted
-            .disk_cache
-            .mode
-            .filter(|mode| cache_mode_name(*mode) != cache.mode)
-    });
+    let mode = cache.and_then(|cache| wanted.disk_cache.mode.filter(|mode| cache_mode_name(*mode) != cache.mode));
     let endurance = wanted.disk_cache.endurance;
     let has_endurance = |cache: &CacheState| cache.endurance == endurance.map(|bytes| bytes.get());
     DiskSettings {
         limits: (LimitsState::new(options.limits) != now.limits).then_some(options.limits),
-        prefetch: now
-            .prefetch
-            .as_ref()
-            .filter(|of| !has_prefetch_settings(of))
-            .map(|_| prefetch),
+        prefetch: now.prefetch.as_ref().filter(|of| !has_prefetch_settings(of)).map(|_| prefetch),
         cache_endurance: cache.filter(|cache| !has_endurance(cache)).map(|_| endurance),
         cache_mode: mode,
     }

@@ -54,10 +54,7 @@ impl MemoryImage {
         );
         let bytes = metadata.len();
         ensure!(bytes > 0, "{name} is empty");
-        ensure!(
-            bytes >= PAGE_BYTES,
-            "{name} has {bytes} bytes: that is less than a page, which has {PAGE}"
-        );
+        ensure!(bytes >= PAGE_BYTES, "{name} has {bytes} bytes: that is less than a page, which has {PAGE}");
         let file = File::open(path).with_context(cannot)?;
         let mut head = [0; HEAD_BYTES];
         file.read_exact_at(&mut head, 0).with_context(cannot)?;
@@ -68,18 +65,11 @@ impl MemoryImage {
         let mut segments = if head.starts_with(b"\x7fELF") && read_le::<2>(&head, 16) == u64::from(ELF_CORE) {
             core_dump_segments(&file, &head, bytes).with_context(|| format!("cannot read the core dump {name}"))?
         } else {
-            vec![Segment {
-                offset: 0,
-                pages: bytes / PAGE_BYTES,
-            }]
+            vec![Segment { offset: 0, pages: bytes / PAGE_BYTES }]
         };
         segments.retain(|segment| segment.pages > 0);
         ensure!(!segments.is_empty(), "the core dump {name} has no memory in it");
-        Ok(Self {
-            path: path.to_owned(),
-            file,
-            segments,
-        })
+        Ok(Self { path: path.to_owned(), file, segments })
     }
 
     /// Returns the size of all segments, in bytes.
@@ -135,18 +125,13 @@ fn core_dump_segments(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> 
         "it is not a dump of a 64-bit little-endian machine; give the memory as pmemsave writes it"
     );
     let (table, entry_bytes, count) = (read_le::<8>(head, 32), read_le::<2>(head, 54), read_le::<2>(head, 56));
-    ensure!(
-        count != u64::from(ELF_MANY_SEGMENTS),
-        "it has more than {} segments",
-        ELF_MANY_SEGMENTS - 1
-    );
+    ensure!(count != u64::from(ELF_MANY_SEGMENTS), "it has more than {} segments", ELF_MANY_SEGMENTS - 1);
     ensure!(
         entry_bytes == ELF_SEGMENT_BYTES as u64,
         "its program headers have {entry_bytes} bytes instead of {ELF_SEGMENT_BYTES}"
     );
     let mut headers = vec![0; count as usize * ELF_SEGMENT_BYTES];
-    file.read_exact_at(&mut headers, table)
-        .context("its program headers cannot be read")?;
+    file.read_exact_at(&mut headers, table).context("its program headers cannot be read")?;
     let mut segments = Vec::new();
     for header in headers.as_chunks::<ELF_SEGMENT_BYTES>().0 {
         if read_le::<4>(header, 0) != u64::from(ELF_LOAD) {
@@ -154,10 +139,7 @@ fn core_dump_segments(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> 
         }
         let (offset, bytes) = (read_le::<8>(header, 8), read_le::<8>(header, 32));
         match offset.checked_add(bytes) {
-            Some(end) if end <= file_bytes => segments.push(Segment {
-                offset,
-                pages: bytes / PAGE_BYTES,
-            }),
+            Some(end) if end <= file_bytes => segments.push(Segment { offset, pages: bytes / PAGE_BYTES }),
             _ => bail!("it is truncated: not all of the {bytes} bytes at {offset} are within the file's {file_bytes}"),
         }
     }

@@ -67,10 +67,7 @@ impl ReceiverAddress {
             }
             Some(port) => return Err(format!("'{port}' is not a port")),
         };
-        Ok(Self {
-            host: host.to_owned(),
-            port,
-        })
+        Ok(Self { host: host.to_owned(), port })
     }
 }
 

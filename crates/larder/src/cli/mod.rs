@@ -526,19 +526,16 @@ pub(crate) enum DiscardPolicy {
 fn parse_poll_us(text: &str) -> Result<u64, String> {
     match text.parse::<u64>() {
         Ok(us) if us <= POLL_US_MAX => Ok(us),
-        Ok(_) => Err(format!(
-            "at most {POLL_US_MAX} microseconds (10 ms): a thread that spins keeps a processor busy"
-        )),
+        Ok(_) => Err(format!("at most {POLL_US_MAX} microseconds (10 ms): a thread that spins keeps a processor busy")),
         Err(_) => Err(format!("not a whole number of microseconds from 0 to {POLL_US_MAX}")),
     }
 }
 
 fn parse_queue_size(text: &str) -> Result<u16, String> {
     let size = text.parse().ok().filter(|size: &u16| size.is_power_of_two());
-    size.filter(|size| (QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(size))
-        .ok_or_else(|| {
-            format!("give a power of two from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}; virtqueues have no other size")
-        })
+    size.filter(|size| (QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(size)).ok_or_else(|| {
+        format!("give a power of two from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}; virtqueues have no other size")
+    })
 }
 
 /// Parses an image argument as an OS string, since a path need not be UTF-8.
@@ -574,10 +571,7 @@ fn cache_mode_help() -> String {
 
 fn served_cache_mode_help() -> String {
     let default = cache_mode_name(CacheMode::default());
-    format!(
-        "{} [default: the mode of an existing cache, or {default}]",
-        cache_mode_help()
-    )
+    format!("{} [default: the mode of an existing cache, or {default}]", cache_mode_help())
 }
 
 fn cache_line_help() -> String {
@@ -643,13 +637,7 @@ pub(crate) struct ServeArguments {
     #[arg(long, requires = "nbd")]
     pub(crate) nbd_insecure: bool,
     /// Description of the NBD export, shown to clients that list exports
-    #[arg(
-        long,
-        value_name = "TEXT",
-        default_value = "",
-        hide_default_value = true,
-        requires = "nbd"
-    )]
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true, requires = "nbd")]
     pub(crate) nbd_description: ExportDescription,
     /// Refuse writes
     #[arg(long)]

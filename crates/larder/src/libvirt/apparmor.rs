@@ -37,10 +37,7 @@ pub(super) fn allow(uuid: &str, sockets: &[&Path]) -> anyhow::Result<()> {
     let Some(template) = DomainBackup::read(&directory.join(TEMPLATE))? else {
         return Ok(());
     };
-    let rules = sockets
-        .iter()
-        .map(|socket| rule(socket))
-        .collect::<anyhow::Result<Vec<_>>>()?;
+    let rules = sockets.iter().map(|socket| rule(socket)).collect::<anyhow::Result<Vec<_>>>()?;
     let path = profile_path(uuid);
     let before = DomainBackup::read(&path)?;
     let name = format!("libvirt-{uuid}");
@@ -53,11 +50,7 @@ pub(super) fn allow(uuid: &str, sockets: &[&Path]) -> anyhow::Result<()> {
         )
         .with_context(|| format!("{PROFILES_DIRECTORY}/{TEMPLATE}: it has no profile"))?,
     };
-    let lines: Vec<String> = [RULES_BEGIN.to_owned()]
-        .into_iter()
-        .chain(rules)
-        .chain([RULES_END.to_owned()])
-        .collect();
+    let lines: Vec<String> = [RULES_BEGIN.to_owned()].into_iter().chain(rules).chain([RULES_END.to_owned()]).collect();
     let after = append_lines(&profile_without_rules, &lines)
         .with_context(|| format!("{}: it has no profile", path.display()))?;
     match before.as_ref() == Some(&after) {
@@ -137,10 +130,7 @@ mod tests {
             RULES_END.to_owned(),
         ];
         let with = append_lines(PROFILE, &lines).expect("it ends");
-        assert!(
-            with.ends_with(&format!("\n  \"/run/larder/web-vda.sock\" rw,\n{RULES_END}\n}}\n")),
-            "{with}"
-        );
+        assert!(with.ends_with(&format!("\n  \"/run/larder/web-vda.sock\" rw,\n{RULES_END}\n}}\n")), "{with}");
         assert_eq!(without_rules(&with), PROFILE);
         assert_eq!(without_rules(PROFILE), PROFILE);
         assert_eq!(append_lines("", &lines), None);
@@ -149,14 +139,7 @@ mod tests {
     /// A path with AppArmor's special characters cannot widen its rule.
     #[test]
     fn rule_refuses_special_characters() {
-        for path in [
-            "/run/larder/*.sock",
-            "/run/{a,b}",
-            "/run/a\" rw, / rw,",
-            "/run/a\n",
-            "@{HOME}/x",
-            "relative",
-        ] {
+        for path in ["/run/larder/*.sock", "/run/{a,b}", "/run/a\" rw, / rw,", "/run/a\n", "@{HOME}/x", "relative"] {
             rule(Path::new(path)).expect_err(path);
         }
     }

@@ -81,10 +81,7 @@ fn cache_from_arguments(arguments: &LibvirtAttachArguments) -> anyhow::Result<Op
     };
     let directory = std::path::absolute(directory).with_context(|| format!("--cache-dir {}", directory.display()))?;
     if !directory.is_dir() {
-        bail!(
-            "--cache-dir {}: there is no such directory; create it, or mount its file system",
-            directory.display()
-        );
+        bail!("--cache-dir {}: there is no such directory; create it, or mount its file system", directory.display());
     }
     Ok(Some((directory, format!("\"{}\"", size.to_string().replace(' ', "")))))
 }
@@ -183,11 +180,7 @@ fn merge_backing(domain_backing: &[NamedImage], named: &mut NamedChain) -> anyho
 fn disk_problem(config: &VmDisk, in_use: bool) -> Option<String> {
     let problems: Vec<String> = match in_use {
         true => permanent_problems(&config.spec),
-        false => check_disks(&[(&config.spec, OptionSource::File)])
-            .problems
-            .iter()
-            .map(ToString::to_string)
-            .collect(),
+        false => check_disks(&[(&config.spec, OptionSource::File)]).problems.iter().map(ToString::to_string).collect(),
     };
     (!problems.is_empty()).then(|| problems.join("; "))
 }
@@ -289,11 +282,8 @@ fn describe_changes(plan: &AttachPlan, path: &Path, before: &str) -> String {
 
 /// Appends further notes for the user.
 fn append_notes(text: &mut String, plan: &AttachPlan, domain: &Domain, capabilities: &Element, is_system: bool) {
-    let mut notes: Vec<String> = plan
-        .skipped
-        .iter()
-        .map(|disk| format!("{} stays with QEMU: {}", disk.name, disk.why))
-        .collect();
+    let mut notes: Vec<String> =
+        plan.skipped.iter().map(|disk| format!("{} stays with QEMU: {}", disk.name, disk.why)).collect();
     for disk in &plan.served {
         notes.extend(disk.notes.iter().map(|note| format!("{}: {note}", disk.name)));
     }
@@ -310,10 +300,7 @@ fn append_notes(text: &mut String, plan: &AttachPlan, domain: &Domain, capabilit
             "there is no {HOOK_PATH}: without the hook Larder is not started with the domain (docs/guide/libvirt.md)"
         ));
     }
-    let models = capabilities
-        .child("host")
-        .into_iter()
-        .flat_map(|host| host.children_named("secmodel"));
+    let models = capabilities.child("host").into_iter().flat_map(|host| host.children_named("secmodel"));
     let models = models.filter_map(|it| it.child("model"));
     for model in models {
         match model.text.as_str() {

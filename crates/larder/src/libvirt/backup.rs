@@ -42,10 +42,7 @@ impl DomainBackup {
             }
             _ => {}
         }
-        Ok(Self {
-            xml: directory.join(format!("{uuid}.xml")),
-            file: directory.join(format!("{uuid}.toml")),
-        })
+        Ok(Self { xml: directory.join(format!("{uuid}.xml")), file: directory.join(format!("{uuid}.toml")) })
     }
 
     /// Writes both backups.
@@ -119,11 +116,7 @@ pub(super) fn write(path: &Path, text: &str, mode: u32, may_replace: bool) -> an
 
 fn write_via_temporary(path: &Path, beside: &Path, text: &str, mode: u32, may_replace: bool) -> io::Result<()> {
     let _ = fs::remove_file(beside);
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(mode)
-        .open(beside)?;
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(beside)?;
     file.write_all(text.as_bytes())?;
     file.sync_all()?;
     match may_replace {

@@ -91,9 +91,7 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     }
     backup.remove()?;
     if let Err(error) = apparmor::forbid(&uuid) {
-        print_stderr(&format!(
-            "AppArmor still allows the domain's QEMU to use Larder's sockets: {error:#}"
-        ));
+        print_stderr(&format!("AppArmor still allows the domain's QEMU to use Larder's sockets: {error:#}"));
     }
     let names: Vec<&str> = restored.disks.iter().map(String::as_str).collect();
     let mut text = match names.as_slice() {
@@ -102,9 +100,7 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     };
     append_notes(&mut text, &path, &file, &restored.notes);
     for cache in existing_caches(file_backup.as_deref(), &path) {
-        text.push_str(&format!(
-            "{cache} is not needed any more: larder disk cache drop removes the cache\n"
-        ));
+        text.push_str(&format!("{cache} is not needed any more: larder disk cache drop removes the cache\n"));
     }
     print(&text)?;
     Ok(ExitCode::SUCCESS)
@@ -131,10 +127,9 @@ fn append_notes(text: &mut String, path: &Path, file: &VmFileState, notes: &[Str
     match file {
         VmFileState::Missing => {}
         VmFileState::Unchanged => text.push_str(&format!("{path} is removed\n")),
-        VmFileState::Changed(aside) => text.push_str(&format!(
-            "{path} was changed by hand; it is renamed to {}\n",
-            aside.display()
-        )),
+        VmFileState::Changed(aside) => {
+            text.push_str(&format!("{path} was changed by hand; it is renamed to {}\n", aside.display()))
+        }
     }
 }
 

@@ -63,10 +63,7 @@ fn start_server(name: &Path) -> anyhow::Result<()> {
         let file = socket.file_name().unwrap_or_default().to_string_lossy();
         socket.parent() == Some(&socket_directory()) && file.starts_with(&begin)
     };
-    if let Some(socket) = sockets
-        .iter()
-        .find(|socket| is_larder_socket(socket) && !is_served(socket))
-    {
+    if let Some(socket) = sockets.iter().find(|socket| is_larder_socket(socket) && !is_served(socket)) {
         bail!(
             "the domain has a disk at {}, and {} has none there; add it, or detach the domain and attach it again",
             socket.display(),

@@ -23,11 +23,7 @@ pub(crate) fn run(command: LibvirtCommand) -> anyhow::Result<ExitCode> {
 /// Returns a unified diff of two texts, with three lines of context.
 fn unified_diff(before: &str, after: &str, names: (&str, &str)) -> String {
     let lines = similar::TextDiff::from_lines(before, after);
-    lines
-        .unified_diff()
-        .context_radius(3)
-        .header(names.0, names.1)
-        .to_string()
+    lines.unified_diff().context_radius(3).header(names.0, names.1).to_string()
 }
 
 /// Returns `disk NAME`, or `disks NAME, NAME`.

@@ -51,11 +51,7 @@ enum ServerRecord {
     /// The unit `larder@NAME.service`.
     Unit,
     /// A process, identified by its PID and start time.
-    Process {
-        pid: i32,
-        start_time: u64,
-        is_stopping: bool,
-    },
+    Process { pid: i32, start_time: u64, is_stopping: bool },
 }
 
 impl ServerRecord {
@@ -84,11 +80,7 @@ impl ServerRecord {
     fn parse(text: &str) -> Option<Self> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let process = |pid: &str, start: &str, is_stopping| {
-            Some(Self::Process {
-                pid: pid.parse().ok()?,
-                start_time: start.parse().ok()?,
-                is_stopping,
-            })
+            Some(Self::Process { pid: pid.parse().ok()?, start_time: start.parse().ok()?, is_stopping })
         };
         match words.as_slice() {
             ["unit"] => Some(Self::Unit),
@@ -101,14 +93,9 @@ impl ServerRecord {
     fn write(&self, name: &str) -> anyhow::Result<()> {
         let text = match self {
             Self::Unit => "unit\n".to_owned(),
-            Self::Process {
-                pid: number,
-                start_time: start,
-                is_stopping,
-            } => format!(
-                "process {number} {start}{}\n",
-                if *is_stopping { " stopping" } else { "" }
-            ),
+            Self::Process { pid: number, start_time: start, is_stopping } => {
+                format!("process {number} {start}{}\n", if *is_stopping { " stopping" } else { "" })
+            }
         };
         // A restart of the host removes the file, so it need not be durable.
         let path = Self::path(name)?;
@@ -151,10 +138,7 @@ fn wait_for_exit(process: &OwnedFd, limit: Duration) -> bool {
     let begin = Instant::now();
     loop {
         let remaining = limit.saturating_sub(begin.elapsed());
-        let remaining = Timespec {
-            tv_sec: remaining.as_secs() as i64,
-            tv_nsec: remaining.subsec_nanos().into(),
-        };
+        let remaining = Timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: remaining.subsec_nanos().into() };
         match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&remaining)) {
             Err(rustix::io::Errno::INTR) => {}
             ready => return ready.is_ok_and(|ready| ready > 0),
@@ -182,11 +166,7 @@ fn systemctl(arguments: &[&str]) -> anyhow::Result<(bool, String)> {
 pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
     let name = config.name.as_str();
     let deadline = Instant::now() + START_TIMEOUT;
-    if let Some(ServerRecord::Process {
-        pid: number,
-        start_time: start,
-        is_stopping: true,
-    }) = ServerRecord::read(name)?
+    if let Some(ServerRecord::Process { pid: number, start_time: start, is_stopping: true }) = ServerRecord::read(name)?
     {
         if let Some(process) = open_process(number, start)
             && !wait_for_exit(&process, START_TIMEOUT)
@@ -236,21 +216,11 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
     let mut command = Command::new(&program);
     command.arg("vm").arg(name).arg("--confine").current_dir("/");
     // libvirtd's systemd variables are not for its children.
-    for variable in [
-        "NOTIFY_SOCKET",
-        "LISTEN_FDS",
-        "LISTEN_PID",
-        "LISTEN_FDNAMES",
-        "WATCHDOG_USEC",
-        "WATCHDOG_PID",
-    ] {
+    for variable in ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"] {
         command.env_remove(variable);
     }
     let output = log_file.try_clone().context("the log")?;
-    command
-        .stdin(Stdio::null())
-        .stdout(output.try_clone().context("the log")?)
-        .stderr(output);
+    command.stdin(Stdio::null()).stdout(output.try_clone().context("the log")?).stderr(output);
     // SAFETY: between fork and exec the closure makes only system calls, which are async-signal-safe.
     unsafe {
         command.pre_exec(|| {
@@ -261,17 +231,10 @@ fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
         });
     }
     let begin = log_file.seek(SeekFrom::End(0)).unwrap_or_default();
-    let mut child = command
-        .spawn()
-        .with_context(|| format!("cannot start {}", program.display()))?;
+    let mut child = command.spawn().with_context(|| format!("cannot start {}", program.display()))?;
     let pid = child.id() as i32;
     let recorded = match process_start_time(pid) {
-        Some(start) => ServerRecord::Process {
-            pid,
-            start_time: start,
-            is_stopping: false,
-        }
-        .write(name),
+        Some(start) => ServerRecord::Process { pid, start_time: start, is_stopping: false }.write(name),
         // The process has exited, which is reported below.
         None => Ok(()),
     };
@@ -347,19 +310,10 @@ pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     let ended = match ServerRecord::read(name)? {
         None => return Ok(()),
         Some(ServerRecord::Unit) => stop_unit(name)?,
-        Some(ServerRecord::Process {
-            pid: number,
-            start_time: start,
-            ..
-        }) => match open_process(number, start) {
+        Some(ServerRecord::Process { pid: number, start_time: start, .. }) => match open_process(number, start) {
             None => true,
             Some(process) => {
-                ServerRecord::Process {
-                    pid: number,
-                    start_time: start,
-                    is_stopping: true,
-                }
-                .write(name)?;
+                ServerRecord::Process { pid: number, start_time: start, is_stopping: true }.write(name)?;
                 pidfd_send_signal(&process, Signal::TERM).with_context(|| format!("cannot stop {number}"))?;
                 wait_for_exit(&process, STOP_TIMEOUT)
             }
@@ -367,9 +321,7 @@ pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
     };
     match ended {
         true => ServerRecord::remove(name),
-        false => print_stderr(&format!(
-            "the server of {name} still writes to its disks, and exits afterwards"
-        )),
+        false => print_stderr(&format!("the server of {name} still writes to its disks, and exits afterwards")),
     }
     Ok(())
 }
@@ -384,10 +336,7 @@ fn stop_unit(name: &str) -> anyhow::Result<bool> {
     let begin = Instant::now();
     while begin.elapsed() < STOP_TIMEOUT {
         // `is-active` also fails for a unit that is stopping, so its output is compared instead of its exit status.
-        let output = Command::new("systemctl")
-            .args(["is-active", &unit])
-            .stdin(Stdio::null())
-            .output();
+        let output = Command::new("systemctl").args(["is-active", &unit]).stdin(Stdio::null()).output();
         let state = output.context("cannot start systemctl")?.stdout;
         if matches!(state.trim_ascii(), b"inactive" | b"failed" | b"unknown") {
             return Ok(true);
@@ -407,15 +356,9 @@ mod tests {
         let number = std::process::id() as i32;
         let start = process_start_time(number).expect("it runs");
         assert!(open_process(number, start).is_some());
-        assert!(
-            open_process(number, start + 1).is_none(),
-            "the number belongs to another process by now"
-        );
+        assert!(open_process(number, start + 1).is_none(), "the number belongs to another process by now");
         let mut child = Command::new("true").spawn().expect("starts");
-        let ended = open_process(
-            child.id() as i32,
-            process_start_time(child.id() as i32).unwrap_or_default(),
-        );
+        let ended = open_process(child.id() as i32, process_start_time(child.id() as i32).unwrap_or_default());
         if let Some(process) = ended {
             assert!(wait_for_exit(&process, START_TIMEOUT));
         }

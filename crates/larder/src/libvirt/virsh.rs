@@ -88,10 +88,7 @@ impl Virsh {
             "shut off" | "crashed" => None,
             _ => Some(self.query("dumpxml", &[], name)?),
         };
-        Ok(Domain {
-            xml: self.query("dumpxml", &["--inactive", "--security-info"], name)?,
-            running,
-        })
+        Ok(Domain { xml: self.query("dumpxml", &["--inactive", "--security-info"], name)?, running })
     }
 
     /// Defines a domain with this XML.
@@ -119,19 +116,9 @@ fn hint(said: &str) -> &'static str {
     let has = |words: &[&str]| words.iter().any(|word| said.contains(word));
     if has(&["failed to get domain", "Domain not found"]) {
         "; virsh list --all shows the existing domains, also with --connect"
-    } else if has(&[
-        "ermission denied",
-        "authentication",
-        "access denied",
-        "cannot create user runtime",
-    ]) {
+    } else if has(&["ermission denied", "authentication", "access denied", "cannot create user runtime"]) {
         "; run this as root, or as a user who may manage libvirt"
-    } else if has(&[
-        "Failed to connect",
-        "failed to connect",
-        "no connection driver",
-        "Cannot recv data",
-    ]) {
+    } else if has(&["Failed to connect", "failed to connect", "no connection driver", "Cannot recv data"]) {
         "; is libvirtd running (systemctl start libvirtd), and is --connect correct?"
     } else {
         ""

@@ -24,10 +24,7 @@ pub(super) struct LogLimiter {
 
 impl LogLimiter {
     pub(super) fn new(write_line: fn(&str)) -> Self {
-        Self {
-            buckets: Mutex::default(),
-            write_line,
-        }
+        Self { buckets: Mutex::default(), write_line }
     }
 
     /// Returns true if a message of this callsite is to be written.
@@ -67,11 +64,7 @@ enum Decision {
 
 impl TokenBucket {
     fn new(now: Instant) -> Self {
-        Self {
-            tokens: BURST_MESSAGES,
-            since: now,
-            suppressed: 0,
-        }
+        Self { tokens: BURST_MESSAGES, since: now, suppressed: 0 }
     }
 
     fn decide(&mut self, now: Instant) -> Decision {
@@ -113,11 +106,7 @@ mod tests {
         assert_eq!(place.decide(begin + REFILL_INTERVAL), Decision::Suppress);
         assert_eq!(place.decide(begin + REFILL_INTERVAL * 5 / 2), Decision::AllowAfter(1));
         assert_eq!(place.decide(begin + REFILL_INTERVAL * 5 / 2), Decision::Suppress);
-        assert_eq!(
-            place.decide(begin + REFILL_INTERVAL * 3),
-            Decision::AllowAfter(1),
-            "no time is lost"
-        );
+        assert_eq!(place.decide(begin + REFILL_INTERVAL * 3), Decision::AllowAfter(1), "no time is lost");
         let later = begin + REFILL_INTERVAL * 10_000;
         for _ in 0..BURST_MESSAGES {
             assert_eq!(place.decide(later), Decision::Allow);

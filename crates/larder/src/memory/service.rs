@@ -51,16 +51,14 @@ pub(super) fn attach_one(arguments: MemoryAttachArguments, spec: MemorySpec) -> 
 fn run(service: MemoryService) -> anyhow::Result<ExitCode> {
     let signals = signals::block()?;
     let handle = service.handle();
-    std::thread::Builder::new()
-        .name("larder-signals".to_owned())
-        .spawn(move || {
-            loop {
-                match signals.wait() {
-                    libc::SIGHUP => handle.reload(),
-                    _ => handle.stop(),
-                }
+    std::thread::Builder::new().name("larder-signals".to_owned()).spawn(move || {
+        loop {
+            match signals.wait() {
+                libc::SIGHUP => handle.reload(),
+                _ => handle.stop(),
             }
-        })?;
+        }
+    })?;
     let notifier = Notifier::new()?;
     let ended = service.run(|progress| notifier.notify(service_state(progress)));
     notifier.finish();

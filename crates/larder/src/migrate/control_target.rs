@@ -29,18 +29,12 @@ impl MoveTarget {
     fn from_arguments(arguments: &MigrateTargetArguments) -> anyhow::Result<Self> {
         let argument = arguments.vm.to_string_lossy();
         if argument.contains('/') {
-            return Ok(Self {
-                control: Path::new(&arguments.vm).to_owned(),
-                vm: None,
-            });
+            return Ok(Self { control: Path::new(&arguments.vm).to_owned(), vm: None });
         }
         if argument.is_empty() {
             bail!("no virtual machine was selected: give its NAME");
         }
-        let found = migration_sockets()
-            .into_iter()
-            .find(|(vm, ..)| *vm == argument)
-            .map(|(_, _, path)| path);
+        let found = migration_sockets().into_iter().find(|(vm, ..)| *vm == argument).map(|(_, _, path)| path);
         Ok(Self {
             control: found.unwrap_or_else(|| migration_control_path(&argument, Direction::Leaving)),
             vm: Some(argument.into_owned()),
@@ -135,9 +129,7 @@ pub(crate) fn format_text(state: &MigrationState) -> String {
         Direction::Coming => "decoding",
     };
     if let Some(rates) = &state.rates {
-        let waiting = rates
-            .waiting
-            .map(|lanes| format!("; {lanes:.1} lanes wait for the link"));
+        let waiting = rates.waiting.map(|lanes| format!("; {lanes:.1} lanes wait for the link"));
         output.line(
             "transfer",
             format!(
@@ -163,44 +155,23 @@ pub(crate) fn format_text(state: &MigrationState) -> String {
         output.line("limits", format_limits(limits));
     }
     let cpu = |all: f64, part: f64| format!("{all:.2} s, of which {work} {part:.2} s");
-    let ratio = state
-        .ratio()
-        .map_or_else(String::new, |ratio| format!(" ({ratio:.2} times less)"));
+    let ratio = state.ratio().map_or_else(String::new, |ratio| format!(" ({ratio:.2} times less)"));
     if let Some(sent) = &state.sent {
-        output.line(
-            "sent",
-            format!(
-                "{} in {}{ratio}",
-                format_size(sent.raw_bytes),
-                format_size(sent.wire_bytes)
-            ),
-        );
+        output.line("sent", format!("{} in {}{ratio}", format_size(sent.raw_bytes), format_size(sent.wire_bytes)));
         output.line("CPU time", cpu(sent.cpu_seconds, sent.encode_cpu_seconds));
         output.line("pages", "");
         for method in sent.methods.iter().filter(|method| method.pages > 0) {
-            output.row(format!(
-                "{:<12}{:>10} in {}",
-                method.method,
-                method.pages,
-                format_size(method.bytes)
-            ));
+            output.row(format!("{:<12}{:>10} in {}", method.method, method.pages, format_size(method.bytes)));
         }
     } else if let Some(delivered) = &state.delivered {
         output.line(
             "delivered",
-            format!(
-                "{} from {}{ratio}",
-                format_size(delivered.raw_bytes),
-                format_size(delivered.wire_bytes)
-            ),
+            format!("{} from {}{ratio}", format_size(delivered.raw_bytes), format_size(delivered.wire_bytes)),
         );
         output.line("CPU time", cpu(delivered.cpu_seconds, delivered.decode_cpu_seconds));
     }
     if let Some(evidence) = state.evidence.as_ref().filter(|evidence| !evidence.classes.is_empty()) {
-        output.line(
-            "methods",
-            format!("a byte on the link is worth {:.2} ns of encoding", evidence.ns_per_byte),
-        );
+        output.line("methods", format!("a byte on the link is worth {:.2} ns of encoding", evidence.ns_per_byte));
         for class in &evidence.classes {
             let mut offers: Vec<_> = class.offers.iter().collect();
             offers.sort_by(|a, b| a.cost_ns.total_cmp(&b.cost_ns));

@@ -56,9 +56,7 @@ impl DiskServers for LocalDiskServers {
 
     fn hot_ranges(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
         let named = self.named_disks(sockets);
-        let hot = named
-            .into_iter()
-            .map(|(socket, control, disk)| (socket, fetch_hot_ranges(&control, &disk)));
+        let hot = named.into_iter().map(|(socket, control, disk)| (socket, fetch_hot_ranges(&control, &disk)));
         hot.filter_map(|(socket, ranges)| match ranges {
             Ok(ranges) => Some((socket, ranges)),
             Err(error) => {
@@ -208,11 +206,7 @@ fn is_same_socket(one: &Path, other: &Path) -> bool {
 
 fn to_served_disk(disk: DiskState) -> ServedDisk {
     ServedDisk {
-        inode: Path::new(&disk.image)
-            .metadata()
-            .ok()
-            .filter(|it| it.is_file())
-            .map(|it| it.ino()),
+        inode: Path::new(&disk.image).metadata().ok().filter(|it| it.is_file()).map(|it| it.ino()),
         image: disk.image,
         size: disk.size,
         block_size: disk.block_size,

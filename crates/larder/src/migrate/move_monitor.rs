@@ -194,9 +194,7 @@ impl MoveMonitor {
         while since.elapsed() < FINAL_STATUS_TIMEOUT {
             let now = self.lock();
             if now.is_final_sent
-                || now
-                    .last_query
-                    .is_none_or(|asked| asked.elapsed() > WATCHER_WINDOW + FINAL_STATUS_TIMEOUT)
+                || now.last_query.is_none_or(|asked| asked.elapsed() > WATCHER_WINDOW + FINAL_STATUS_TIMEOUT)
             {
                 return;
             }
@@ -240,10 +238,7 @@ impl MigrationControl for MoveMonitor {
         now.is_final_sent = now.phase.has_ended();
         let base = self.base_state(&now);
         match &self.source {
-            MoveSource::Received {
-                incoming: watched,
-                destination,
-            } => {
+            MoveSource::Received { incoming: watched, destination } => {
                 let delivered = watched.delivered();
                 let stage = destination.as_ref().map(|destination| destination.stage());
                 MigrationState {
@@ -262,11 +257,7 @@ impl MigrationControl for MoveMonitor {
                     ..base
                 }
             }
-            MoveSource::Sent {
-                progress,
-                limits,
-                controls_qemu: whole,
-            } => {
+            MoveSource::Sent { progress, limits, controls_qemu: whole } => {
                 let report = now.report.as_ref();
                 MigrationState {
                     whole: *whole,
@@ -284,12 +275,7 @@ impl MigrationControl for MoveMonitor {
     }
 
     fn limit(&self, patch: &MigrationPatch) -> Result<(), String> {
-        let MoveSource::Sent {
-            limits,
-            controls_qemu: whole,
-            ..
-        } = &self.source
-        else {
+        let MoveSource::Sent { limits, controls_qemu: whole, .. } = &self.source else {
             return Err("the source enforces the limits: set them on the host that the VM comes from".to_owned());
         };
         if !whole && (patch.downtime_ms.is_some() || patch.timeout_s.is_some()) {
@@ -373,10 +359,7 @@ fn progress_state(report: &MigrationReport) -> MigrationProgressState {
 }
 
 fn link_state(link: &LinkState) -> MoveLinkState {
-    MoveLinkState {
-        losses: link.losses,
-        lost_seconds: link.lost_since.map(|lost| lost.elapsed().as_secs_f64()),
-    }
+    MoveLinkState { losses: link.losses, lost_seconds: link.lost_since.map(|lost| lost.elapsed().as_secs_f64()) }
 }
 
 fn outgoing_rates(report: &MigrationReport) -> MoveRates {
@@ -417,21 +400,14 @@ pub(super) fn delivered_state(delivered: &Delivered) -> DeliveredState {
 /// Converts the counters of sent data and pages to their API form.
 pub(super) fn sent_state(totals: &SenderTotals) -> SentState {
     let seconds = |ns: u64| ns as f64 / 1e9;
-    let method_state = |method: &str, pages: u64, bytes: u64| MethodState {
-        method: method.to_owned(),
-        pages,
-        bytes,
-    };
+    let method_state = |method: &str, pages: u64, bytes: u64| MethodState { method: method.to_owned(), pages, bytes };
     let mut methods = vec![
         method_state("zero", totals.zero_pages, 0),
         method_state("same", totals.same_pages, 0),
         method_state("delta", totals.delta_pages, totals.delta_bytes),
     ];
     for method in Method::ALL {
-        let (pages, bytes) = (
-            totals.encoded_pages[method.index()],
-            totals.encoded_bytes[method.index()],
-        );
+        let (pages, bytes) = (totals.encoded_pages[method.index()], totals.encoded_bytes[method.index()]);
         methods.push(method_state(method.name(), pages, bytes));
     }
     let page = larder_codec::PAGE as u64;
@@ -465,8 +441,5 @@ pub(super) fn method_choice_state(choice: &SelectorChoice) -> MethodChoiceState 
         method: name(chosen.encoding),
         offers: chosen.expected_results.iter().map(offer).collect(),
     });
-    MethodChoiceState {
-        ns_per_byte: choice.ns_per_byte.into(),
-        classes: classes.collect(),
-    }
+    MethodChoiceState { ns_per_byte: choice.ns_per_byte.into(), classes: classes.collect() }
 }

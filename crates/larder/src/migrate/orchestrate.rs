@@ -70,13 +70,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
         controls_qemu: true,
     };
     let to = Some(options.send.to.as_str());
-    let monitor = MoveMonitor::new(
-        arguments.vm.as_deref(),
-        &options.qmp,
-        to,
-        move_source,
-        cancel_by_flag(&cancel),
-    );
+    let monitor = MoveMonitor::new(arguments.vm.as_deref(), &options.qmp, to, move_source, cancel_by_flag(&cancel));
     let control = monitor.listen(arguments.control.as_deref())?;
     let mut display = ProgressDisplay::default();
     let result = source::run(&options, &progress, &cancel, &mut |report| {
@@ -85,10 +79,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
     });
     display.end();
     let failed = result.as_ref().err();
-    monitor.finish(
-        failed.map(ToString::to_string),
-        Some(failed.map_or("there", vm_location)),
-    );
+    monitor.finish(failed.map(ToString::to_string), Some(failed.map_or("there", vm_location)));
     let ended = report_result(result, &progress, &options.send.limits.get(), arguments.output);
     monitor.wait_for_watchers();
     drop(control);
@@ -118,10 +109,7 @@ fn report_result(
         Ok(done) => {
             print(&match output {
                 Output::Text => format_result(&done, progress),
-                Output::Json => format!(
-                    "{:#}\n",
-                    json!({"moved": done, "sent": to_json(progress), "limits": limits})
-                ),
+                Output::Json => format!("{:#}\n", json!({"moved": done, "sent": to_json(progress), "limits": limits})),
             })?;
             return Ok(ExitCode::SUCCESS);
         }
@@ -290,11 +278,7 @@ pub(super) fn receive(
         }
         tracing::warn!(
             "the virtual machine {} here, and its source may not know that: waiting {} s for it to ask",
-            if state == (IncomingState::Running { has_all_memory: true }) {
-                "runs"
-            } else {
-                "does not run"
-            },
+            if state == (IncomingState::Running { has_all_memory: true }) { "runs" } else { "does not run" },
             query_wait_max.as_secs()
         );
     };
@@ -324,10 +308,7 @@ pub(super) fn receive(
         Output::Text if delivered.wire_bytes == 0 => {
             "the virtual machine ran here already, and nothing was received\n".to_owned()
         }
-        Output::Text => format!(
-            "the virtual machine runs here; {} received\n",
-            format_size(delivered.wire_bytes)
-        ),
+        Output::Text => format!("the virtual machine runs here; {} received\n", format_size(delivered.wire_bytes)),
         Output::Json => {
             let mut object = json!(delivered);
             object["running"] = true.into();
@@ -350,10 +331,7 @@ fn run_session(
     let is_pointless = || match give_up {
         Some(give_up) => Instant::now() > give_up,
         // No other code would detect that QEMU has exited.
-        None => matches!(
-            destination.try_state(),
-            Some(IncomingState::NeverRan { .. } | IncomingState::Exited)
-        ),
+        None => matches!(destination.try_state(), Some(IncomingState::NeverRan { .. } | IncomingState::Exited)),
     };
     std::thread::scope(|scope| {
         scope.spawn(|| {

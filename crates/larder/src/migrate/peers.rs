@@ -42,8 +42,5 @@ pub(super) fn accepted_peers(
         }
         Err(error) => return Err(error.into()),
     };
-    Ok(Peers {
-        allowed: given,
-        records,
-    })
+    Ok(Peers { allowed: given, records })
 }

@@ -49,10 +49,7 @@ fn no_vm_message() -> String {
         true => "",
         false => "; the VMs that the host serves are shown to root: sudo larder status",
     };
-    format!(
-        "this user has no VM: none has a file in {}, and none is served{host_hint}\n",
-        directory.display()
-    )
+    format!("this user has no VM: none has a file in {}, and none is served{host_hint}\n", directory.display())
 }
 
 /// Queries all VMs concurrently, so that one that hangs does not delay the others.
@@ -91,14 +88,7 @@ fn format_text(
                     (true, None) => "not served",
                     (true, Some(_)) => "invalid file",
                 };
-                table.row([
-                    vm.name.clone(),
-                    "-".into(),
-                    "-".into(),
-                    how.into(),
-                    "-".into(),
-                    "-".into(),
-                ]);
+                table.row([vm.name.clone(), "-".into(), "-".into(), how.into(), "-".into(), "-".into()]);
                 match &vm.mistake {
                     _ if !is_not_served(error) => errors.push_str(&format!("{}: {error}\n", vm.name)),
                     Some(mistake) => errors.push_str(&format!("{mistake}\n")),
@@ -179,9 +169,7 @@ fn format_json(
     let memory_of = |name: &str| {
         let mut all = memories.iter();
         let asked = all.find(|(vm, _)| vm == name).map(|(_, asked)| asked);
-        asked
-            .and_then(|asked| asked.as_ref().ok())
-            .map(|(said, _)| said.clone())
+        asked.and_then(|asked| asked.as_ref().ok()).map(|(said, _)| said.clone())
     };
     let all = vms.iter().zip(asked).map(|(vm, asked)| {
         let control = vm.control.display().to_string();
@@ -196,9 +184,7 @@ fn format_json(
             }),
         }
     });
-    let memory_only = memories
-        .iter()
-        .filter(|(name, _)| !vms.iter().any(|vm| vm.name == *name));
+    let memory_only = memories.iter().filter(|(name, _)| !vms.iter().any(|vm| vm.name == *name));
     let memory_only = memory_only.map(|(name, asked)| {
         let (memory, error) = match asked {
             Ok((said, _)) => (Some(said), None),

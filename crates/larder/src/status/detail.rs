@@ -32,17 +32,10 @@ fn disk_text(disk: &DiskState) -> String {
         ),
     );
     if disk.away {
-        lines.line(
-            "away",
-            "its VM is on another host, or incoming from one; the image is not open",
-        );
+        lines.line("away", "its VM is on another host, or incoming from one; the image is not open");
     }
     if let Some(server) = &disk.exports.vhost_user {
-        let user = if server.connected {
-            "in use"
-        } else {
-            "no client is connected"
-        };
+        let user = if server.connected { "in use" } else { "no client is connected" };
         lines.line("vhost-user", format!("{}, {user}", server.socket));
     }
     if let Some(server) = &disk.exports.nbd {
@@ -106,21 +99,10 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
         CacheHealth::Failed => "has failed, and is not used until it is replaced (larder disk cache replace)",
     };
     lines.line("  state", format!("{words}, {health}"));
-    lines.line(
-        "  size",
-        format!(
-            "{}, lines of {}",
-            format_exact_size(cache.size),
-            format_size(cache.line_size)
-        ),
-    );
+    lines.line("  size", format!("{}, lines of {}", format_exact_size(cache.size), format_size(cache.line_size)));
     lines.line(
         "  holds",
-        format!(
-            "{}{}",
-            format_size(cache.occupancy),
-            format_percent(cache.occupancy, cache.capacity)
-        ),
+        format!("{}{}", format_size(cache.occupancy), format_percent(cache.occupancy, cache.capacity)),
     );
     if cache.dirty > 0 || cache.cleaned > 0 {
         let flush = match &cache.flush {
@@ -151,48 +133,26 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
     lines.line("  hit latency", latency_text(&cache.hit_latency));
     lines.line("  miss latency", latency_text(&cache.miss_latency));
     lines.line("  hit bytes", format_size(cache.hit_bytes));
-    lines.line(
-        "  coalesced",
-        format!("{} reads of data that was being filled in", cache.joined),
-    );
+    lines.line("  coalesced", format!("{} reads of data that was being filled in", cache.joined));
     lines.line("  filled", format_size(cache.filled));
     if cache.warmed > 0 {
-        lines.line(
-            "    warmed",
-            format!("{}, hot on the host that the VM came from", format_size(cache.warmed)),
-        );
+        lines.line("    warmed", format!("{}, hot on the host that the VM came from", format_size(cache.warmed)));
     }
-    lines.line(
-        "  not filled",
-        format!("{} reads, because too much was in flight", cache.bypassed_busy),
-    );
+    lines.line("  not filled", format!("{} reads, because too much was in flight", cache.bypassed_busy));
     lines.line("  evicted", format!("{} lines, to free space", cache.evicted));
-    let budget = cache
-        .endurance
-        .map_or(String::new(), |bytes| format!(", of {} a day", format_size(bytes)));
+    let budget = cache.endurance.map_or(String::new(), |bytes| format!(", of {} a day", format_size(bytes)));
     lines.line(
         "  its device",
-        format!(
-            "{} read, {} written{budget}",
-            format_size(cache.cache_read),
-            format_size(cache.cache_written)
-        ),
+        format!("{} read, {} written{budget}", format_size(cache.cache_read), format_size(cache.cache_written)),
     );
     if cache.read_errors + cache.write_errors > 0 {
         let (reads, writes) = (cache.read_errors, cache.write_errors);
         lines.line("    errors", format!("{reads} of reads, {writes} of writes"));
     }
-    lines.line(
-        "    metadata",
-        format!("{} written", format_size(cache.metadata_written)),
-    );
+    lines.line("    metadata", format!("{} written", format_size(cache.metadata_written)));
     lines.line(
         "  the disk",
-        format!(
-            "{} read, {} written",
-            format_size(cache.disk_read),
-            format_size(cache.disk_written)
-        ),
+        format!("{} read, {} written", format_size(cache.disk_read), format_size(cache.disk_written)),
     );
     let of = |ratio: &MissRatio| format!("{:.1} % ({})", 100.0 * ratio.miss_ratio, format_size(ratio.capacity));
     let ratios: Vec<String> = cache.miss_ratios.iter().map(of).collect();
@@ -219,11 +179,7 @@ fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {
     lines.line("read-ahead", format!("on, with up to {limit} of memory"));
     let part = |bytes: u64| match prefetch.fetched {
         0 => format_size(bytes),
-        fetched => format!(
-            "{} ({:.1} %)",
-            format_size(bytes),
-            100.0 * bytes as f64 / fetched as f64
-        ),
+        fetched => format!("{} ({:.1} %)", format_size(bytes), 100.0 * bytes as f64 / fetched as f64),
     };
     lines.line("fetched", format_size(prefetch.fetched));
     lines.line("  used", part(prefetch.used));
@@ -249,9 +205,6 @@ fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {
     lines.line("streams now", streams.now);
     lines.line(
         "streams so far",
-        format!(
-            "{} forward, {} backward, {} strided",
-            streams.forward, streams.backward, streams.strided
-        ),
+        format!("{} forward, {} backward, {} strided", streams.forward, streams.backward, streams.strided),
     );
 }

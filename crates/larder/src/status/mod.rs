@@ -28,13 +28,7 @@ use crate::{memory, memory_table, migrate, migration_table};
 const INTERVAL_MAX: Duration = Duration::from_secs(24 * 3600);
 
 pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
-    let StatusArguments {
-        vm,
-        interval,
-        count,
-        trace,
-        output,
-    } = arguments;
+    let StatusArguments { vm, interval, count, trace, output } = arguments;
     let request = StatusRequest::parse([vm, interval, count])?;
     match (request.vm, request.interval) {
         (_, Some(_)) if trace => bail!("--trace prints the stored events once: give no interval"),
@@ -72,9 +66,7 @@ fn print_one(vm: &KnownVm, output: Output) -> anyhow::Result<()> {
         Output::Text => {
             let of_memory = memory.map(|(_, state)| memory::format_text(&state));
             let of_disks = (!disks.disks.is_empty()).then(|| detail::format_text(&disks));
-            let of_moves = moves
-                .iter()
-                .map(|(_, state)| migrate::control_target::format_text(state));
+            let of_moves = moves.iter().map(|(_, state)| migrate::control_target::format_text(state));
             let parts: Vec<String> = [of_disks, of_memory].into_iter().flatten().chain(of_moves).collect();
             print(&parts.join("\n"))
         }
@@ -101,17 +93,12 @@ struct StatusRequest {
 impl StatusRequest {
     /// Tells the words apart by their form: `larder status 1 10` is about all VMs, unless there is a VM called `1`.
     fn parse(words: [Option<OsString>; 3]) -> anyhow::Result<Self> {
-        let is_number = |word: &OsString| {
-            word.to_str()
-                .is_some_and(|word| word.parse::<f64>().is_ok() && !find::is_vm(word))
-        };
+        let is_number =
+            |word: &OsString| word.to_str().is_some_and(|word| word.parse::<f64>().is_ok() && !find::is_vm(word));
         let (vm, every, count) = match words {
             [Some(every), count, more] if is_number(&every) => {
                 if let Some(more) = more {
-                    bail!(
-                        "unexpected argument '{}': give [VM] [INTERVAL] [COUNT]",
-                        more.to_string_lossy()
-                    );
+                    bail!("unexpected argument '{}': give [VM] [INTERVAL] [COUNT]", more.to_string_lossy());
                 }
                 (None, Some(every), count)
             }
@@ -183,10 +170,7 @@ fn parse_interval(word: &OsString) -> anyhow::Result<Duration> {
     };
     match Duration::try_from_secs_f64(seconds) {
         Ok(every) if !every.is_zero() && every <= INTERVAL_MAX => Ok(every),
-        _ => bail!(
-            "an interval of {text} s: give more than 0 s, and at most {} s",
-            INTERVAL_MAX.as_secs()
-        ),
+        _ => bail!("an interval of {text} s: give more than 0 s, and at most {} s", INTERVAL_MAX.as_secs()),
     }
 }
 

@@ -40,11 +40,7 @@ fn print_all(output: Output) -> anyhow::Result<ExitCode> {
         Output::Text => text(answered),
         Output::Json => json_text(&responses),
     })?;
-    Ok(if all_answered {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::from(EXIT_NEGATIVE)
-    })
+    Ok(if all_answered { ExitCode::SUCCESS } else { ExitCode::from(EXIT_NEGATIVE) })
 }
 
 /// Name of a VM, and the events of its disks as JSON and in parsed form.
@@ -144,19 +140,13 @@ mod tests {
     /// Each event is one line, with the number of dropped events first; a text cannot produce further lines.
     #[test]
     fn each_event_is_one_line() {
-        let event = |time_ms, text: &str| TraceEvent {
-            time_ms,
-            kind: "opened".to_owned(),
-            text: text.to_owned(),
-        };
+        let event = |time_ms, text: &str| TraceEvent { time_ms, kind: "opened".to_owned(), text: text.to_owned() };
         let disk = |name: Option<&str>, dropped| DiskEvents {
             name: name.map(str::to_owned),
             dropped,
             events: vec![event(0, "a\nb"), event(1, "c")],
         };
-        let traces = Traces {
-            disks: vec![disk(Some("vda"), 7), disk(None, 0)],
-        };
+        let traces = Traces { disks: vec![disk(Some("vda"), 7), disk(None, 0)] };
         let output = text([("web", &traces)]);
         let lines: Vec<Vec<&str>> = output.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(lines[0], ["time", "disk", "event", "text"]);

@@ -57,16 +57,10 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
         "1 VMs  2 disks  3 disk  4 memory  Enter more  Esc back  s sort ({})  h help  q quit",
         view.order.name()
     );
-    frame.render_widget(
-        Paragraph::new(keys).style(Style::new().add_modifier(Modifier::DIM)),
-        foot,
-    );
+    frame.render_widget(Paragraph::new(keys).style(Style::new().add_modifier(Modifier::DIM)), foot);
     if view.shows_help {
         let height = HELP.lines().count() as u16;
-        let area = Rect {
-            height: height.min(body.height),
-            ..body
-        };
+        let area = Rect { height: height.min(body.height), ..body };
         frame.render_widget(Clear, area);
         let reversed = Style::new().add_modifier(Modifier::REVERSED);
         frame.render_widget(Paragraph::new(HELP).style(reversed), area);
@@ -222,12 +216,7 @@ fn format_seconds(seconds: f64) -> String {
 fn disk_text(view: &View, index: usize) -> Vec<Line<'static>> {
     let (rates, (disk, before)) = (&view.host.sample.rates[index].rates, &view.host.sample.disks[index]);
     let mut lines = vec![
-        format!(
-            "image    {}, {}, {}",
-            disk.image,
-            disk.format.name(),
-            format_size(disk.size)
-        ),
+        format!("image    {}, {}, {}", disk.image, disk.format.name(), format_size(disk.size)),
         format!("limits   {}", or_none(&disk.limits.to_string())),
         rates_line(rates),
         String::new(),
@@ -283,10 +272,7 @@ fn histograms(reads: &[LatencyBucket], writes: &[LatencyBucket]) -> Vec<String> 
         let in_bucket = buckets.iter().filter(|bucket| power(bucket) == at);
         in_bucket.map(|bucket| bucket.count).sum()
     };
-    let longest = (first..=last)
-        .map(|at| of(reads, at).max(of(writes, at)))
-        .max()
-        .unwrap_or(1);
+    let longest = (first..=last).map(|at| of(reads, at).max(of(writes, at))).max().unwrap_or(1);
     let bar = |count: u64| {
         let length = (count as f64 / longest as f64 * BAR_MAX as f64).ceil() as usize;
         format!("{:<BAR_MAX$}", "█".repeat(length))
@@ -298,11 +284,7 @@ fn histograms(reads: &[LatencyBucket], writes: &[LatencyBucket]) -> Vec<String> 
             at => format!("<{:.0?}", Duration::from_nanos(1 << at)),
         };
         let (reads, writes) = (of(reads, at), of(writes, at));
-        lines.push(format!(
-            "{below:>9}  {reads:>8} {}  {writes:>8} {}",
-            bar(reads),
-            bar(writes)
-        ));
+        lines.push(format!("{below:>9}  {reads:>8} {}  {writes:>8} {}", bar(reads), bar(writes)));
     }
     lines
 }

@@ -15,20 +15,8 @@ use crate::memory_table::{MemorySample, problem_text};
 
 const MIB: f64 = (1 << 20) as f64;
 
-const COLUMNS: [&str; 12] = [
-    "vm",
-    "memory",
-    "budget",
-    "used",
-    "comp/s",
-    "disk/s",
-    "c_await",
-    "d_await",
-    "refault/s",
-    "wMiB/s",
-    "%some",
-    "",
-];
+const COLUMNS: [&str; 12] =
+    ["vm", "memory", "budget", "used", "comp/s", "disk/s", "c_await", "d_await", "refault/s", "wMiB/s", "%some", ""];
 
 /// Draws a row for each VM whose memory is managed; the flag beside a row marks the selected one.
 pub(super) fn table(frame: &mut Frame<'_>, view: &View, rows: &[(bool, Row)], area: Rect) {

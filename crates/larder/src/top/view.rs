@@ -108,13 +108,7 @@ impl Totals {
         self.writes += rates.write.per_second;
         self.read_bytes += rates.read.bytes_per_second;
         self.written_bytes += rates.write.bytes_per_second;
-        let kinds = [
-            &rates.read,
-            &rates.write,
-            &rates.flush,
-            &rates.discard,
-            &rates.write_zeroes,
-        ];
+        let kinds = [&rates.read, &rates.write, &rates.flush, &rates.discard, &rates.write_zeroes];
         self.errors += kinds.iter().map(|kind| kind.errors_per_second).sum::<f64>();
         self.queue += rates.queue;
         self.utilization = self.utilization.max(rates.utilization);
@@ -212,10 +206,7 @@ impl View {
                     }
                 }
                 let troubles = (0..self.host.errors.len()).map(Row::Unreachable);
-                vms.into_iter()
-                    .map(|vm| Row::Vm(vm.to_owned()))
-                    .chain(troubles)
-                    .collect()
+                vms.into_iter().map(|vm| Row::Vm(vm.to_owned())).chain(troubles).collect()
             }
             Page::Disks(vm) => {
                 let is_in = |index: &usize| vm.as_ref().is_none_or(|vm| rates[*index].vm == *vm);

@@ -31,9 +31,7 @@ fn ask(vm: Option<&str>, words: &str) -> (Option<i32>, String) {
 /// Returns the command line of a VM with twice the memory of the host.
 fn twice_the_host() -> String {
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("procfs");
-    let total = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
     let kib: u64 = total.and_then(|kib| kib.parse().ok()).expect("a size");
     format!("-name web,debug-threads=on -m {}k", kib * 2)
 }
@@ -58,10 +56,7 @@ fn exit_status_reports_whether_vm_fits() {
     ];
     for (vm, size, code, text) in cases {
         let (ended, said) = ask(vm, &format!("--would-fit {size} --stall 100% --overcommit 1000%"));
-        assert!(
-            ended == Some(code) && said.contains(text),
-            "{vm:?} {size}: {ended:?} {said}"
-        );
+        assert!(ended == Some(code) && said.contains(text), "{vm:?} {size}: {ended:?} {said}");
         assert_eq!(said.trim().lines().count(), 1, "{said}");
     }
 }
@@ -80,40 +75,23 @@ fn fit_respects_overcommit_limit() {
 #[test]
 fn fit_excludes_reserve() {
     let (code, said) = ask(None, "--would-fit 1MiB --reserve 8000000TiB");
-    assert!(
-        code == Some(1) && said.contains("without a reserve of "),
-        "{code:?} {said}"
-    );
+    assert!(code == Some(1) && said.contains("without a reserve of "), "{code:?} {said}");
 }
 
 /// A VM does not fit if more of the host's memory would be active than `--active-share` allows.
 #[test]
 fn fit_respects_active_share() {
-    let (code, said) = ask(
-        Some(&twice_the_host()),
-        "--would-fit 1MiB --stall 100% --active-share 0% --overcommit 1000%",
-    );
-    assert!(
-        code == Some(1) && said.contains("of 0 KiB that are allowed"),
-        "{code:?} {said}"
-    );
+    let (code, said) =
+        ask(Some(&twice_the_host()), "--would-fit 1MiB --stall 100% --active-share 0% --overcommit 1000%");
+    assert!(code == Some(1) && said.contains("of 0 KiB that are allowed"), "{code:?} {said}");
 }
 
 #[test]
 fn json_output_matches_exit_status() {
-    let (code, said) = ask(
-        Some(&twice_the_host()),
-        "--would-fit 1MiB --stall 100% --overcommit 1000% --output json",
-    );
+    let (code, said) = ask(Some(&twice_the_host()), "--would-fit 1MiB --stall 100% --overcommit 1000% --output json");
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
-    assert_eq!(
-        (code, &told["would_fit"]["answer"]),
-        (Some(3), &"only-overcommitted".into())
-    );
-    assert_eq!(
-        (&told["version"], &told["would_fit"]["size"]),
-        (&1.into(), &(1 << 20).into())
-    );
+    assert_eq!((code, &told["would_fit"]["answer"]), (Some(3), &"only-overcommitted".into()));
+    assert_eq!((&told["version"], &told["would_fit"]["size"]), (&1.into(), &(1 << 20).into()));
     let (code, said) = ask(None, "--output json");
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!((code, &told["would_fit"]), (Some(0), &serde_json::Value::Null));

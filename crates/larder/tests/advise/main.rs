@@ -130,9 +130,7 @@ fn findings(advice: &Value, pid: u32) -> Vec<(&str, &str)> {
     let findings = advice["findings"].as_array().expect("a list").iter();
     let about = findings.filter(|finding| finding["vm"].as_str().is_some_and(|vm| vm.contains(&whose)));
     let texts = about.map(|finding| (finding["code"].as_str(), finding["text"].as_str()));
-    texts
-        .map(|(code, text)| (code.expect("a code"), text.expect("a text")))
-        .collect()
+    texts.map(|(code, text)| (code.expect("a code"), text.expect("a text"))).collect()
 }
 
 /// Returns the reason why a quantity of a VM was not measured.

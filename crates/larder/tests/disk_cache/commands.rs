@@ -14,20 +14,13 @@ use crate::{MIB, Place, text};
 fn info_shows_cache_contents() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
-    let served = place.serve(
-        &image,
-        &cache,
-        &["--cache-size", "8M", "--cache-line", "8k", "--cache-mode", "wa"],
-    );
+    let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-line", "8k", "--cache-mode", "wa"]);
     served.warm_up(2);
     served.settle();
     let in_use = place.info(&cache);
     assert_eq!((&in_use["in_use"], &in_use["occupancy"]), (&json!(true), &Value::Null));
     let (_, said) = place.cache_command(&["info", text(&cache)]);
-    assert!(
-        said.contains(&format!("in use by larder, pid {}", served.process.id())),
-        "{said}"
-    );
+    assert!(said.contains(&format!("in use by larder, pid {}", served.process.id())), "{said}");
     served.kill();
     // The data is first in the journal only, then, after it was closed, in the pages, then in both.
     for closed in [false, true, true] {
@@ -51,12 +44,7 @@ fn info_shows_cache_contents() {
     }
     let (code, said) = place.cache_command(&["info", text(&cache)]);
     assert_eq!(code, Some(0));
-    for part in [
-        "write-around (wa)",
-        "holds:            2 MiB (",
-        "lines of 8 KiB",
-        "state:            closed",
-    ] {
+    for part in ["write-around (wa)", "holds:            2 MiB (", "lines of 8 KiB", "state:            closed"] {
         assert!(said.contains(part), "'{part}' in {said}");
     }
 }
@@ -72,10 +60,7 @@ fn file_without_cache_is_left_alone() {
             all.push("wt");
         }
         let (code, said) = place.cache_command(&all);
-        assert!(
-            code == Some(2) && said.contains("it is not a Larder cache"),
-            "{all:?}: {said}"
-        );
+        assert!(code == Some(2) && said.contains("it is not a Larder cache"), "{all:?}: {said}");
     }
     crate::qemu_io("raw", text(&image), &["read -P 7 0 4M"]);
     let (code, said) = place.cache_command(&["info", text(&place.path("none"))]);
@@ -95,10 +80,7 @@ fn cache_in_use_cannot_be_changed() {
     let control = text(&served.control);
     let other = place.path("other");
     let (code, said) = place.cache_command(&["mode", text(&other), "pt", "--control", control]);
-    assert!(
-        code == Some(2) && said.contains("does not use") && said.contains(text(&cache)),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("does not use") && said.contains(text(&cache)), "{said}");
     assert_eq!(served.cache()["mode"], json!("wt"));
     served.warm_up(1);
 }
@@ -112,10 +94,7 @@ fn mode_changes_while_cache_is_unused() {
     served.settle();
     served.kill();
     let (code, said) = place.cache_command(&["mode", text(&cache), "pt"]);
-    assert!(
-        code == Some(0) && said.contains("pass-through (pt) from now on"),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.contains("pass-through (pt) from now on"), "{said}");
     assert_eq!(place.info(&cache)["mode"], json!("pt"));
     let served = place.serve(&image, &cache, &[]);
     assert_eq!(served.cache()["mode"], json!("pt"));
@@ -141,24 +120,16 @@ fn unreadable_cache_drop_needs_lose_dirty() {
         }
         fs::write(&cache, bytes).expect("is written");
     };
-    for (change, words) in [
-        ((|copy| copy[8] = 9) as fn(&mut [u8]), "version 9"),
-        (|copy| copy[100] ^= 1, "damaged"),
-    ] {
+    for (change, words) in [((|copy| copy[8] = 9) as fn(&mut [u8]), "version 9"), (|copy| copy[100] ^= 1, "damaged")] {
         damage(change);
         place.refused(&image, text(&cache), &[], &[words]);
         let (code, said) = place.cache_command(&["drop", text(&cache)]);
-        assert!(
-            code == Some(2) && said.contains(words) && said.contains("--lose-dirty"),
-            "{said}"
-        );
+        assert!(code == Some(2) && said.contains(words) && said.contains("--lose-dirty"), "{said}");
         let (code, said) = place.cache_command(&["drop", text(&cache), "--lose-dirty"]);
         assert_eq!(code, Some(0), "{said}");
         assert_eq!(fs::metadata(&cache).expect("is there").len(), 0);
     }
-    place
-        .serve(&image, &cache, &["--cache-size", "4M"])
-        .io(&["read -P 7 0 16M"]);
+    place.serve(&image, &cache, &["--cache-size", "4M"]).io(&["read -P 7 0 16M"]);
 }
 
 #[test]
@@ -179,12 +150,7 @@ fn resized_cache_keeps_contents_that_fit() {
             let served = place.serve(&image, &cache, &[]);
             served.read_all(6);
             let misses = served.count("misses");
-            served.io(&[
-                "read -P 7 0 1M",
-                "read -P 8 1M 512",
-                "read -P 9 1049088 5k",
-                "read -P 7 1054208 14M",
-            ]);
+            served.io(&["read -P 7 0 1M", "read -P 8 1M 512", "read -P 9 1049088 5k", "read -P 7 1054208 14M"]);
             served.stop();
             misses
         };
@@ -249,16 +215,9 @@ fn cache_on_export_has_one_user() {
         serde_json::from_str::<serde_json::Value>(&said).expect("JSON")
     };
     assert_eq!(info()["in_use"], json!(true));
-    for command in [
-        &["drop", &fast.uri][..],
-        &["drop", "--lose-dirty", &fast.uri],
-        &["mode", &fast.uri, "wa"],
-    ] {
+    for command in [&["drop", &fast.uri][..], &["drop", "--lose-dirty", &fast.uri], &["mode", &fast.uri, "wa"]] {
         let (code, said) = place.cache_command(command);
-        assert!(
-            code == Some(2) && said.contains("it is in use by another server"),
-            "{said}"
-        );
+        assert!(code == Some(2) && said.contains("it is in use by another server"), "{said}");
     }
     served.warm_up(1);
     served.kill();

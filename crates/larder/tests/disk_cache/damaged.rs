@@ -38,17 +38,7 @@ fn work(random: &mut Random) -> Vec<String> {
 /// damage.
 fn is_right(served: &Served, expected: &Path) -> bool {
     let mut compare = Command::new("qemu-img");
-    compare.args([
-        "compare",
-        "-U",
-        "-s",
-        "-f",
-        "raw",
-        "-F",
-        "raw",
-        text(expected),
-        &served.uri,
-    ]);
+    compare.args(["compare", "-U", "-s", "-f", "raw", "-F", "raw", text(expected), &served.uri]);
     let (code, said) = run_command(compare);
     assert_ne!(code, Some(1), "{said}");
     if code != Some(0) {
@@ -85,8 +75,7 @@ impl Left {
         disk.set_modified(self.modified).expect("can be set");
         fast.write_all_at(&self.cache, 0).expect("as it was");
         let (at, flip) = damage;
-        fast.write_all_at(&[self.cache[at as usize] ^ flip], at)
-            .expect("damaged");
+        fast.write_all_at(&[self.cache[at as usize] ^ flip], at).expect("damaged");
     }
 }
 
@@ -106,10 +95,7 @@ fn journal_of(cache: &Path) -> (u64, Vec<u64>) {
     let (sectors, end) = (journal_len(cache) / 512, long(88));
     let last = JOURNAL_AT + (end - 1) % sectors * 512;
     assert_eq!(long(last + 8), end - 1, "the last sector");
-    (
-        sectors,
-        (long(last + 24)..end).map(|sequence| sequence % sectors).collect(),
-    )
+    (sectors, (long(last + 24)..end).map(|sequence| sequence % sectors).collect())
 }
 
 /// Simulates a foreign write to a closed cache: into the unneeded part of its journal, and into its pages. If the
@@ -126,8 +112,7 @@ fn overwrite(cache: &Path, in_use: bool, random: &mut Random) {
         file.write_all_at(&noise(), JOURNAL_AT + sector * 512).expect("damaged");
     }
     for page in 0..64 {
-        file.write_all_at(&noise(), JOURNAL_AT + (sectors + page) * 512)
-            .expect("damaged");
+        file.write_all_at(&noise(), JOURNAL_AT + (sectors + page) * 512).expect("damaged");
     }
 }
 
@@ -136,10 +121,7 @@ fn overwrite(cache: &Path, in_use: bool, random: &mut Random) {
 fn damaged_closed_cache_keeps_new_writes() {
     let mut random = Random::new(7);
     // The counts make the journal end at every position within a block.
-    for (in_use, count) in [true, false]
-        .into_iter()
-        .flat_map(|in_use| (1..=8).map(move |count| (in_use, count)))
-    {
+    for (in_use, count) in [true, false].into_iter().flat_map(|in_use| (1..=8).map(move |count| (in_use, count))) {
         println!("{in_use}, {count}");
         let place = Place::new();
         let (image, cache) = (place.image("disk.raw", IMAGE_MIB), place.path("cache"));
@@ -149,10 +131,7 @@ fn damaged_closed_cache_keeps_new_writes() {
         overwrite(&cache, in_use, &mut random);
         let served = place.serve(&image, &cache, &[]);
         let said = served.process.output();
-        assert!(
-            said.contains("its journal is damaged in a part that is not needed"),
-            "{said}"
-        );
+        assert!(said.contains("its journal is damaged in a part that is not needed"), "{said}");
         let writes: Vec<String> = (0..count).map(|at| format!("write -P 10 {at}M 4k")).collect();
         let reads: Vec<String> = (0..count).map(|at| format!("read -P 10 {at}M 4k")).collect();
         served.io(&writes);
@@ -161,12 +140,7 @@ fn damaged_closed_cache_keeps_new_writes() {
         assert_eq!(place.info(&cache)["damaged"], json!(false), "{count}");
         let served = place.serve(&image, &cache, &[]);
         served.io(&reads);
-        served.io(&[
-            "read -P 9 4k 60k",
-            "read -P 9 2101248 60k",
-            "read -P 7 64k 960k",
-            "read -P 7 8M 8M",
-        ]);
+        served.io(&["read -P 9 4k 60k", "read -P 9 2101248 60k", "read -P 7 64k 960k", "read -P 7 8M 8M"]);
         served.stop();
         qemu_io("raw", text(&image), &reads);
     }
@@ -193,10 +167,9 @@ fn info_reports_damaged_cache() {
         assert_eq!(place.info(&cache)["damaged"], json!(false));
         let journal_len = journal_len(&cache);
         let all_pages = 64 << 10;
-        for (at, len, what) in [
-            (JOURNAL_AT + journal_len, all_pages, " sets"),
-            (JOURNAL_AT, journal_len, "its journal"),
-        ] {
+        for (at, len, what) in
+            [(JOURNAL_AT + journal_len, all_pages, " sets"), (JOURNAL_AT, journal_len, "its journal")]
+        {
             noise(&cache, at, len);
             let told = place.info(&cache);
             assert_eq!(told["damaged"], json!(true), "{what}");

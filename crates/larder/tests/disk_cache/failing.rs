@@ -33,24 +33,11 @@ impl Fast {
     pub(crate) fn with(place: &Place, settings: &[&str]) -> Self {
         let (socket, trigger) = (place.socket("fast"), place.path("fail"));
         let mut command = killed_with_parent("nbdkit");
-        command.args([
-            "-f",
-            "-v",
-            "-U",
-            text(&socket),
-            "--filter=delay",
-            "--filter=error",
-            "memory",
-            "8M",
-        ]);
+        command.args(["-f", "-v", "-U", text(&socket), "--filter=delay", "--filter=error", "memory", "8M"]);
         command.args(settings).arg(format!("error-file={}", text(&trigger)));
         let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
         wait_until_listening(&socket);
-        Self {
-            uri: format!("nbd+unix:///?socket={}", text(&socket)),
-            trigger,
-            process,
-        }
+        Self { uri: format!("nbd+unix:///?socket={}", text(&socket)), trigger, process }
     }
 
     pub(crate) fn fail(&self) {
@@ -73,22 +60,13 @@ fn failed_cache_is_never_trusted_again() {
         served.warm_up(2);
         served.settle();
         fast.fail();
-        served.io(&[
-            "write -P 9 1M 64k",
-            "read -P 9 1M 64k",
-            "read -P 7 0 1M",
-            "read -P 7 4M 1M",
-            "flush",
-        ]);
+        served.io(&["write -P 9 1M 64k", "read -P 9 1M 64k", "read -P 7 0 1M", "read -P 7 4M 1M", "flush"]);
         assert_eq!(served.cache()["state"], json!("failed"));
         let said = run_tool(text(crate::larder_path()), &["status", text(&served.control)]);
         assert!(said.contains("has failed"), "{said}");
         let control = text(&served.control);
         let (code, said) = place.cache_command(&["mode", &fast.uri, "wa", "--control", control]);
-        assert!(
-            code == Some(2) && said.contains("has failed, so it cannot be changed"),
-            "{said}"
-        );
+        assert!(code == Some(2) && said.contains("has failed, so it cannot be changed"), "{said}");
         served.io(&["write -P 10 1M 4k"]);
         match stops {
             true => drop(served.stop()),
@@ -98,12 +76,7 @@ fn failed_cache_is_never_trusted_again() {
         fast.work();
         let served = serve();
         served.process.wait_for("starts empty", TEST_TIMEOUT).expect("told");
-        served.io(&[
-            "read -P 10 1M 4k",
-            "read -P 9 1028k 60k",
-            "read -P 7 0 1M",
-            "read -P 7 1088k 14M",
-        ]);
+        served.io(&["read -P 10 1M 4k", "read -P 9 1028k 60k", "read -P 7 0 1M", "read -P 7 1088k 14M"]);
         assert_eq!(served.cache()["state"], json!("works"));
     }
 }
@@ -117,13 +90,7 @@ fn lost_cache_server_is_not_awaited() {
     let served = place.start(place.serve_command(&image, &fast.uri, &["--nbd-reconnect", "3600"]));
     served.warm_up(2);
     fast.process.kill();
-    served.io(&[
-        "read -P 7 0 1M",
-        "write -P 9 1M 64k",
-        "read -P 9 1M 64k",
-        "read -P 7 4M 1M",
-        "flush",
-    ]);
+    served.io(&["read -P 7 0 1M", "write -P 9 1M 64k", "read -P 9 1M 64k", "read -P 7 4M 1M", "flush"]);
     assert_eq!(served.cache()["state"], json!("failed"));
     served.stop();
     crate::qemu_io("raw", text(&image), &["read -P 7 0 1M", "read -P 9 1M 64k"]);
@@ -145,18 +112,10 @@ fn slow_cache_is_bypassed_temporarily() {
     assert!(hits > 0 && bypassed > 0, "{}", served.cache());
     let status = served.cache();
     let latency = &status["hit_latency"];
-    let slow: u64 = latency["buckets"]
-        .as_array()
-        .expect("buckets")
-        .iter()
-        .fold(0, |slow, bucket| {
-            let is_slow = bucket["below_ns"].as_u64().is_none_or(|below| below > 50_000_000);
-            slow + if is_slow {
-                bucket["count"].as_u64().expect("a number")
-            } else {
-                0
-            }
-        });
+    let slow: u64 = latency["buckets"].as_array().expect("buckets").iter().fold(0, |slow, bucket| {
+        let is_slow = bucket["below_ns"].as_u64().is_none_or(|below| below > 50_000_000);
+        slow + if is_slow { bucket["count"].as_u64().expect("a number") } else { 0 }
+    });
     assert_eq!((latency["count"].as_u64(), slow), (Some(hits), hits), "{status}");
     let said = run_tool(text(crate::larder_path()), &["status", text(&served.control)]);
     assert!(said.contains("bypassed"), "{said}");
@@ -174,9 +133,7 @@ fn missing_cache_at_start_refuses_disk() {
     fast.fail();
     place.refused(&image, &fast.uri, &[], &["cache of", "disk.raw"]);
     fast.work();
-    place
-        .start(place.serve_command(&image, &fast.uri, &[]))
-        .io(&["read -P 7 0 16M"]);
+    place.start(place.serve_command(&image, &fast.uri, &[])).io(&["read -P 7 0 16M"]);
 }
 
 /// A block device whose requests get no answer while the NBD server behind it is stopped.
@@ -204,12 +161,7 @@ impl Stoppable {
         let mount = Mount(file.clone());
         let device = LoopDevice::new(&file, 512);
         run_tool("losetup", &["--direct-io=on", text(&device.0)]);
-        Self {
-            device,
-            _mount: mount,
-            fuse,
-            server,
-        }
+        Self { device, _mount: mount, fuse, server }
     }
 
     fn stop(&self) {
@@ -248,10 +200,7 @@ fn unresponsive_cache_device_is_given_up() {
     served.settle();
     fast.stop();
     served.io(&["write -P 9 1M 64k", "flush"]);
-    served
-        .process
-        .wait_for("has not answered for 15 s", TEST_TIMEOUT)
-        .expect("told");
+    served.process.wait_for("has not answered for 15 s", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 9 1M 64k", "read -P 7 0 1M", "read -P 7 4M 1M", "flush"]);
     assert_eq!(served.cache()["state"], json!("failed"));
     assert!(served.count("write_errors") > 0, "{}", served.cache());
@@ -294,10 +243,7 @@ fn unanswered_read_delays_nothing_else() {
         served.settle();
         fast.stop();
         let mut reader = waiting_reader(&served, &fast);
-        served
-            .process
-            .wait_for("still wait for it: 1", TEST_TIMEOUT)
-            .expect("told");
+        served.process.wait_for("still wait for it: 1", TEST_TIMEOUT).expect("told");
         served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k", "read -P 7 1M 64k", "flush"]);
         if goes_on {
             fast.go_on();
@@ -340,9 +286,7 @@ fn unanswered_flush_does_not_delay_stop() {
         served.io(&[format!("read -P 7 {at}M 64k")]);
         wait_until("the lines are filled", || served.count("occupancy") == (at + 1) << 16);
         fast.stop();
-        wait_until("the lines are flushed", || {
-            has_waiting_worker(process) || served.count("unsettled") == 0
-        });
+        wait_until("the lines are flushed", || has_waiting_worker(process) || served.count("unsettled") == 0);
         let has_flush = has_waiting_worker(process);
         if !has_flush {
             fast.go_on();
@@ -350,10 +294,7 @@ fn unanswered_flush_does_not_delay_stop() {
         has_flush
     });
     assert!(has_flush, "no flush waits for the device");
-    served
-        .process
-        .wait_for("has not answered for 15 s", TEST_TIMEOUT)
-        .expect("the cache fails");
+    served.process.wait_for("has not answered for 15 s", TEST_TIMEOUT).expect("the cache fails");
     served.io(&["write -P 9 0 4k", "flush"]);
     served.process.signal(libc::SIGTERM);
     wait_until("the control socket is removed", || !served.control.exists());
@@ -393,16 +334,13 @@ fn successor_waits_while_killed_server_exists() {
     killed.signal(libc::SIGKILL);
     let next = Process::start(command()).expect("larder");
     // Whether the process or its last I/O is waited for depends on the kernel.
-    next.wait_for("waiting until", TEST_TIMEOUT)
-        .expect("it says what it waits for");
+    next.wait_for("waiting until", TEST_TIMEOUT).expect("it says what it waits for");
     // The message is repeated after more than the time that a running server is waited for.
     let said = next.lines();
-    next.wait_for_after(said, "waiting until", TEST_TIMEOUT)
-        .expect("it still waits");
+    next.wait_for_after(said, "waiting until", TEST_TIMEOUT).expect("it still waits");
     assert!(!next.has_output_after(0, "serving") && !next.has_ended());
     slow.go_on();
-    next.wait_for("serving", TEST_TIMEOUT)
-        .expect("it serves when the other one has ended");
+    next.wait_for("serving", TEST_TIMEOUT).expect("it serves when the other one has ended");
 }
 
 /// Checks that the guest can use the disk while `harm` is done to the cache's file, and that the disk is right
@@ -416,11 +354,7 @@ fn survives(place: &Place, cache: &Path, harm: impl Fn()) {
     served.read_all(8);
     served.io(&["read -P 7 0 64k", "read -P 9 64k 64k", "read -P 7 128k 8M"]);
     served.stop();
-    crate::qemu_io(
-        "raw",
-        text(&image),
-        &["read -P 7 0 64k", "read -P 9 64k 64k", "read -P 7 128k 8M"],
-    );
+    crate::qemu_io("raw", text(&image), &["read -P 7 0 64k", "read -P 9 64k 64k", "read -P 7 128k 8M"]);
 }
 
 #[test]
@@ -446,10 +380,7 @@ fn cache_works_on_full_file_system() {
     let served = place.serve(&image, &cache, &["--cache-size", "4M"]);
     fill_file_system(&small.0.join("rest"));
     served.warm_up(2);
-    assert_eq!(
-        (&served.cache()["state"], served.count("occupancy")),
-        (&json!("works"), 2 << 20)
-    );
+    assert_eq!((&served.cache()["state"], served.count("occupancy")), (&json!("works"), 2 << 20));
     served.stop();
     // The cache is discarded, and restarts without new space.
     crate::qemu_io("raw", text(&image), &["write -P 9 0 64k"]);

@@ -38,17 +38,12 @@ pub(crate) struct Place {
 fn newer_than(file: &Path, files: &[PathBuf]) {
     let modified = |path: &Path| path.metadata().and_then(|found| found.modified()).ok();
     let changed = modified(file).expect("has a time");
-    wait_until("the note is renewed", || {
-        files.iter().any(|path| modified(path) >= Some(changed))
-    });
+    wait_until("the note is renewed", || files.iter().any(|path| modified(path) >= Some(changed)));
 }
 
 impl Place {
     pub(crate) fn new() -> Self {
-        Self {
-            folder: temp_dir_on_disk(),
-            sockets: temp_dir_on_tmpfs(),
-        }
+        Self { folder: temp_dir_on_disk(), sockets: temp_dir_on_tmpfs() }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -62,10 +57,7 @@ impl Place {
     /// Creates a raw image of `mib` MiB full of 7.
     pub(crate) fn image(&self, name: &str, mib: u64) -> PathBuf {
         let path = self.path(name);
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "raw", text(&path), &format!("{mib}M")],
-        );
+        run_tool("qemu-img", &["create", "-q", "-f", "raw", text(&path), &format!("{mib}M")]);
         qemu_io("raw", text(&path), &[&format!("write -P 7 0 {mib}M")]);
         path
     }
@@ -86,13 +78,7 @@ impl Place {
     /// Returns `larder disk serve` for an image without its cache.
     pub(crate) fn without_cache(&self, image: &Path) -> Command {
         let control = self.socket("c");
-        self.with_state(disk_serve_command(&[
-            text(image),
-            "--nbd",
-            &self.nbd(),
-            "--control",
-            text(&control),
-        ]))
+        self.with_state(disk_serve_command(&[text(image), "--nbd", &self.nbd(), "--control", text(&control)]))
     }
 
     /// Waits until the note records the server's write to the image.
@@ -106,10 +92,7 @@ impl Place {
         let name = self.note().file_name().expect("a name").to_owned();
         let user = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default() + "/larder";
         let folders = ["/run/larder", &user, "/dev/shm/larder-0"];
-        newer_than(
-            image,
-            &folders.map(|folder| Path::new(folder).join("caches").join(&name)),
-        );
+        newer_than(image, &folders.map(|folder| Path::new(folder).join("caches").join(&name)));
     }
 
     /// Returns the path of the only cache's note.
@@ -136,11 +119,7 @@ impl Place {
 
     /// Returns a server once it serves.
     pub(crate) fn served(&self, process: Process) -> Served {
-        Served {
-            process,
-            uri: self.nbd(),
-            control: self.socket("c"),
-        }
+        Served { process, uri: self.nbd(), control: self.socket("c") }
     }
 
     /// Asserts that a server does not start, and reports all of `words`.
@@ -222,10 +201,7 @@ impl Served {
 
     /// Returns the cache's state from `larder status`.
     pub(crate) fn cache(&self) -> Value {
-        let said = run_tool(
-            text(larder_path()),
-            &["status", text(&self.control), "--output", "json"],
-        );
+        let said = run_tool(text(larder_path()), &["status", text(&self.control), "--output", "json"]);
         let all: Value = serde_json::from_str(&said).expect("JSON");
         all["disks"][0]["cache"].clone()
     }

@@ -15,46 +15,24 @@ fn unsuitable_cache_file_is_left_alone() {
     let cache = place.path("cache");
     place.refused(&image, text(&cache), &[], &["cache: no such file", "cache-size"]);
     assert!(!cache.exists());
-    place.refused(
-        &image,
-        text(&cache),
-        &["--cache-size", "20k"],
-        &["too small", "lines of 4 KiB"],
-    );
+    place.refused(&image, text(&cache), &["--cache-size", "20k"], &["too small", "lines of 4 KiB"]);
     assert!(!cache.exists(), "nothing is left behind");
     // A size that no file system has room for.
     place.refused(
         &image,
         text(&cache),
         &["--cache-size", "8388607T"],
-        &[
-            text(&cache),
-            "its file system does not support files of 8388607 TiB",
-            "smaller cache-size",
-        ],
+        &[text(&cache), "its file system does not support files of 8388607 TiB", "smaller cache-size"],
     );
     assert!(!cache.exists(), "nothing is left behind");
     let limited = place.serve_command(&image, text(&cache), &["--cache-size", "64M"]);
     let mut command = Command::new("prlimit");
-    command
-        .arg("--fsize=16777216")
-        .arg(limited.get_program())
-        .args(limited.get_args());
+    command.arg("--fsize=16777216").arg(limited.get_program()).args(limited.get_args());
     command.envs(limited.get_envs().filter_map(|(name, value)| Some((name, value?))));
     assert_fails(command, &["RLIMIT_FSIZE", "smaller cache-size"]);
     assert!(!cache.exists(), "nothing is left behind");
-    place.refused(
-        &image,
-        text(&place.path("no/cache")),
-        &["--cache-size", "4M"],
-        &["cannot be created"],
-    );
-    place.refused(
-        &image,
-        text(place.folder.path()),
-        &["--cache-size", "4M"],
-        &["directory"],
-    );
+    place.refused(&image, text(&place.path("no/cache")), &["--cache-size", "4M"], &["cannot be created"]);
+    place.refused(&image, text(place.folder.path()), &["--cache-size", "4M"], &["directory"]);
     fs::write(&cache, []).expect("a file");
     place.refused(&image, text(&cache), &[], &["it is empty", "cache-size"]);
     let mut garbage = vec![0; 4 << 20];
@@ -70,22 +48,11 @@ fn unsuitable_cache_file_is_left_alone() {
     // Only the first MiB identifies a cache.
     garbage.swap((1 << 20) - 1, 1 << 20);
     fs::write(&cache, &garbage).expect("a file");
-    place.refused(
-        &image,
-        text(&cache),
-        &["--cache-size", "8M"],
-        &["it has 4", "not 8", "disk cache resize"],
-    );
+    place.refused(&image, text(&cache), &["--cache-size", "8M"], &["it has 4", "not 8", "disk cache resize"]);
     let served = place.serve(&image, &cache, &["--cache-size", "4M"]);
     served.io(&["read -P 7 0 8M"]);
     let said = served.stop();
-    assert!(
-        said.contains(&format!(
-            "creating a cache for it on {}, which begins with zeros",
-            text(&cache)
-        )),
-        "{said}"
-    );
+    assert!(said.contains(&format!("creating a cache for it on {}, which begins with zeros", text(&cache))), "{said}");
     let said = place.serve(&image, &cache, &[]).stop();
     assert!(!said.contains("creating a cache"), "{said}");
 }
@@ -105,19 +72,9 @@ fn cache_serves_only_its_own_disk() {
     assert_fails(second, &["cache of", "other.raw", &busy]);
     served.stop();
 
-    place.refused(
-        &other,
-        text(&cache),
-        &[],
-        &["belongs to another disk", "disk.raw", "larder disk cache drop"],
-    );
+    place.refused(&other, text(&cache), &[], &["belongs to another disk", "disk.raw", "larder disk cache drop"]);
     place.refused(&image, text(&cache), &["--cache-size", "8M"], &["it has 4", "not 8"]);
-    place.refused(
-        &image,
-        text(&cache),
-        &["--cache-line", "4k"],
-        &["lines have 8", "not 4"],
-    );
+    place.refused(&image, text(&cache), &["--cache-line", "4k"], &["lines have 8", "not 4"]);
     place.refused(
         &image,
         text(&cache),
@@ -146,12 +103,7 @@ fn cache_without_space_leaves_no_file() {
     let image = place.image("disk.raw", 8);
     let small = mount_tmpfs(&place.path("small"), "size=6M");
     let cache = small.0.join("cache");
-    place.refused(
-        &image,
-        text(&cache),
-        &["--cache-size", "16M"],
-        &["no space for 16", "smaller cache-size"],
-    );
+    place.refused(&image, text(&cache), &["--cache-size", "16M"], &["no space for 16", "smaller cache-size"]);
     assert!(!cache.exists());
     fs::write(&cache, []).expect("a file");
     place.refused(&image, text(&cache), &["--cache-size", "16M"], &["no space for 16"]);
@@ -174,11 +126,7 @@ fn conflicting_options_are_refused() {
         ("--cache-line", "4k", "--cache-line has no effect without cache"),
         ("--cache-mode", "wt", "--cache-mode has no effect without cache"),
         ("--cache-line", "5k", "a power of two from 4 KiB to 64 KiB"),
-        (
-            "--cache-mode",
-            "writethrough",
-            "wt (write-through), wb (write-back), wa (write-around), pt (pass-through)",
-        ),
+        ("--cache-mode", "writethrough", "wt (write-through), wb (write-back), wa (write-around), pt (pass-through)"),
     ] {
         let command =
             crate::support::disk_serve_command(&[text(&image), "--nbd", "nbd+unix:///?socket=/n", option, value]);
@@ -203,10 +151,7 @@ fn run_checks_caches_before_start() {
     };
     let disk = |image, more: &str| format!("{},cache={}{more}", text(image), text(&cache));
     assert_fails(run(&[disk(&image, "")], &[]), &["no such file", "cache-size"]);
-    assert_fails(
-        run(&[disk(&image, ",cache-size=4M,share=on")], &[]),
-        &["cache cannot be combined with share"],
-    );
+    assert_fails(run(&[disk(&image, ",cache-size=4M,share=on")], &[]), &["cache cannot be combined with share"]);
     let twice = [disk(&image, ",cache-size=4M"), disk(&other, ",cache-size=4M")];
     assert_fails(run(&twice, &[]), &["have the same cache="]);
     let (code, said) =
@@ -216,10 +161,7 @@ fn run_checks_caches_before_start() {
     assert!(said.contains(&wanted), "{said}");
     assert!(!cache.exists(), "nothing is made");
     place.serve(&other, &cache, &["--cache-size", "4M"]).stop();
-    assert_fails(
-        run(&[disk(&image, "")], &[]),
-        &["it belongs to another disk", text(&other)],
-    );
+    assert_fails(run(&[disk(&image, "")], &[]), &["it belongs to another disk", text(&other)]);
 }
 
 /// A claimed device, or one that a label at its end marks as a RAID member, is not turned into a cache, nor changed.
@@ -245,19 +187,12 @@ fn device_in_use_becomes_no_cache() {
     let (code, said) = place.cache_command(&["drop", text(&device.0)]);
     assert_eq!(code, Some(0), "{said}");
     drop(device);
-    fs::File::create(&file)
-        .and_then(|file| file.set_len(64 << 20))
-        .expect("a file");
+    fs::File::create(&file).and_then(|file| file.set_len(64 << 20)).expect("a file");
     write_raid_label(&file);
     let before = fs::read(&file).expect("the file");
     let device = LoopDevice::new(&file, 512);
     for cache in [&device.0, &file] {
-        place.refused(
-            &image,
-            text(cache),
-            &[],
-            &["linux_raid_member is on it", "not overwritten"],
-        );
+        place.refused(&image, text(cache), &[], &["linux_raid_member is on it", "not overwritten"]);
     }
     assert!(fs::read(&file).expect("the file") == before, "it was changed");
 }

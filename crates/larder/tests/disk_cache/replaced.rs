@@ -53,11 +53,7 @@ fn caches_are_replaced_under_load() {
             assert_eq!((&now["size"], &now["line_size"]), (&json!(16 * MIB), &json!(8192)));
             // The old cache is closed, and belongs to no disk.
             let info = place.info(old);
-            assert_eq!(
-                (&info["closed"], &info["in_use"]),
-                (&json!(true), &json!(false)),
-                "{info}"
-            );
+            assert_eq!((&info["closed"], &info["in_use"]), (&json!(true), &json!(false)), "{info}");
             assert_eq!(info["dirty"], json!(0), "{info}");
         }
         let status = fio.wait(TEST_TIMEOUT).expect("ends");
@@ -68,10 +64,7 @@ fn caches_are_replaced_under_load() {
             let served = place.serve(&image, cache, &[]);
             assert_eq!(file_of(&served), text(cache));
             served.read_all(64);
-            run_tool(
-                "qemu-img",
-                &["compare", "-U", "-f", "raw", "-F", "raw", &served.uri, text(&image)],
-            );
+            run_tool("qemu-img", &["compare", "-U", "-f", "raw", "-F", "raw", &served.uri, text(&image)]);
             served.stop();
         }
     }
@@ -94,13 +87,7 @@ fn failed_cache_returns_when_device_works() {
         for _ in 0..2 {
             not_replaced(&place, &served, &fast.uri, &[], &["Input/output error"]);
             let with = ["--with", text(&new)];
-            not_replaced(
-                &place,
-                &served,
-                &fast.uri,
-                &with,
-                &["never written to the disk", "--lose-dirty"],
-            );
+            not_replaced(&place, &served, &fast.uri, &with, &["never written to the disk", "--lose-dirty"]);
             assert!(!new.exists());
         }
         fails(&served, "read 1M 4k");
@@ -156,12 +143,7 @@ fn dirty_failed_cache_needs_lose_dirty() {
     served.stop();
     let (code, said) = place.cache_command(&["drop", text(&new)]);
     assert_eq!(code, Some(0), "{said}");
-    place.refused(
-        &image,
-        &fast.uri,
-        &[],
-        &["changed since without it", "drop --lose-dirty"],
-    );
+    place.refused(&image, &fast.uri, &[], &["changed since without it", "drop --lose-dirty"]);
 }
 
 /// A server that is started with the replaced cache's path uses the replacement.
@@ -225,21 +207,9 @@ fn unsuitable_replacement_is_refused() {
         not_replaced(&place, &served, text(&cache), options, words);
         assert_eq!(file_of(&served), text(&cache));
     }
-    not_replaced(
-        &place,
-        &served,
-        text(&full),
-        &["--with", text(&missing)],
-        &["does not use"],
-    );
+    not_replaced(&place, &served, text(&full), &["--with", text(&missing)], &["does not use"]);
     let small = place.path("small");
-    not_replaced(
-        &place,
-        &served,
-        text(&cache),
-        &["--with", text(&small), "--size", "8k"],
-        &["too small"],
-    );
+    not_replaced(&place, &served, text(&cache), &["--with", text(&small), "--size", "8k"], &["too small"]);
     assert!(!small.exists());
     let before = served.count("misses");
     served.read_all(2);
@@ -247,10 +217,7 @@ fn unsuitable_replacement_is_refused() {
     let put = |body: &str| {
         let control = text(&served.control);
         let url = "http://localhost/v1/disks/0/cache/replace";
-        run_tool(
-            "curl",
-            &["-s", "-i", "--unix-socket", control, "-X", "POST", "-d", body, url],
-        )
+        run_tool("curl", &["-s", "-i", "--unix-socket", control, "-X", "POST", "-d", body, url])
     };
     for (body, words) in [
         ("", "the body must be JSON"),
@@ -259,10 +226,7 @@ fn unsuitable_replacement_is_refused() {
         ("{\"by\":\"/x\"}", "unknown field"),
     ] {
         let said = put(body);
-        assert!(
-            said.starts_with("HTTP/1.1 400 ") && said.contains(words),
-            "{body}: {said}"
-        );
+        assert!(said.starts_with("HTTP/1.1 400 ") && said.contains(words), "{body}: {said}");
     }
     let said = put("{}");
     assert!(said.starts_with("HTTP/1.1 409 ") && said.contains("it works"), "{said}");
@@ -283,26 +247,13 @@ fn disk_needs_its_dirty_killed_cache() {
     }
     crate::assert_fails(without(), &words);
     let overlay = place.path("overlay.qcow2");
-    let create = [
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-b",
-        text(&image),
-        "-F",
-        "raw",
-        text(&overlay),
-    ];
+    let create = ["create", "-q", "-f", "qcow2", "-b", text(&image), "-F", "raw", text(&overlay)];
     run_tool("qemu-img", &create);
     let before = std::fs::read(&overlay).expect("is read");
     crate::assert_fails(place.without_cache(&overlay), &words);
     assert_eq!(std::fs::read(&overlay).expect("is read"), before);
     let (_, info) = crate::run_command(place.disk_command(&["info", "--backing-chain", text(&overlay)]));
-    assert!(
-        info.contains(&format!("cache: {} may have data", text(&cache))),
-        "{info}"
-    );
+    assert!(info.contains(&format!("cache: {} may have data", text(&cache))), "{info}");
     let (code, said) = place.cache_command(&["flush", text(&cache)]);
     assert_eq!(code, Some(0), "{said}");
     for image in [&image, &overlay] {
@@ -323,10 +274,7 @@ fn repair_refuses_image_with_dirty_cache() {
     served.kill();
     let words = [text(&cache), "larder disk cache flush", "drop --lose-dirty"];
     for options in [&["--repair"][..], &["--discard-journal"]] {
-        crate::assert_fails(
-            place.disk_command(&[&["check", text(&image)], options].concat()),
-            &words,
-        );
+        crate::assert_fails(place.disk_command(&[&["check", text(&image)], options].concat()), &words);
         crate::assert_fails(place.without_cache(&image), &words);
     }
     let served = place.serve(&image, &cache, &[]);
@@ -364,12 +312,7 @@ fn dirty_cache_survives_discarded_journal() {
     let (_, said) = crate::support::run_command(check);
     assert!(said.contains("discarded: ") && said.contains(text(&cache)), "{said}");
     crate::assert_fails(place.without_cache(&image), &[text(&cache), "larder disk cache flush"]);
-    place.refused(
-        &image,
-        text(&cache),
-        &WRITE_BACK,
-        &["changed since without it", "flush --force"],
-    );
+    place.refused(&image, text(&cache), &WRITE_BACK, &["changed since without it", "flush --force"]);
     let (code, said) = place.cache_command(&["flush", "--force", text(&cache)]);
     assert_eq!(code, Some(0), "{said}");
     let served = place.start(place.without_cache(&image));

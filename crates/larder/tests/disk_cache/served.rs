@@ -39,12 +39,7 @@ fn restarted_cache_is_warm() {
     let served = place.serve(&image, &cache, &["--cache-size", "32M"]);
     served.read_all(8);
     assert_eq!((served.count("hits"), served.count("misses")), (8 * READS, 0));
-    served.io(&[
-        "read -P 7 0 1M",
-        "read -P 9 1M 1M",
-        "read -P 7 2M 18M",
-        "read -P 10 20M 4k",
-    ]);
+    served.io(&["read -P 7 0 1M", "read -P 9 1M 1M", "read -P 7 2M 18M", "read -P 10 20M 4k"]);
     let said = served.stop();
     assert!(!said.contains("starts empty"), "{said}");
     qemu_io("raw", text(&image), &["read -P 9 1M 1M", "read -P 10 20M 4k"]);
@@ -60,10 +55,7 @@ fn unclosed_cache_without_note_starts_empty() {
     served.kill();
     std::fs::remove_dir_all(place.path("state")).expect("it was noted");
     let served = place.serve(&image, &cache, &[]);
-    served
-        .process
-        .wait_for("cached data is not used", TEST_TIMEOUT)
-        .expect("told");
+    served.process.wait_for("cached data is not used", TEST_TIMEOUT).expect("told");
     served.read_all(2);
     assert!(served.count("misses") >= 2 * READS, "it is empty");
     served.warm_up(2);
@@ -94,16 +86,8 @@ fn foreign_writes_after_kill_are_seen() {
     served.stop();
     run_tool("touch", &["-d", "+1 hour", text(&image)]);
     let served = place.serve(&image, &cache, &[]);
-    served
-        .process
-        .wait_for("was changed since without it", TEST_TIMEOUT)
-        .expect("told");
-    served.io(&[
-        "read -P 8 0 64k",
-        "read -P 7 64k 960k",
-        "read -P 9 1M 64k",
-        "read -P 7 1088k 14M",
-    ]);
+    served.process.wait_for("was changed since without it", TEST_TIMEOUT).expect("told");
+    served.io(&["read -P 8 0 64k", "read -P 7 64k 960k", "read -P 9 1M 64k", "read -P 7 1088k 14M"]);
 }
 
 #[test]
@@ -222,17 +206,10 @@ fn foreign_change_in_chain_is_detected() {
         (misses, served.stop())
     };
     assert_eq!(warm().0, 0);
-    for (image, format, place_on_disk) in [
-        (&base, "raw", "64k"),
-        (&middle, "qcow2", "128k"),
-        (&top, "qcow2", "192k"),
-    ] {
+    for (image, format, place_on_disk) in [(&base, "raw", "64k"), (&middle, "qcow2", "128k"), (&top, "qcow2", "192k")] {
         qemu_io(format, text(image), &[&format!("write -P 9 {place_on_disk} 64k")]);
         let (misses, said) = warm();
-        assert!(
-            misses > 0 && said.contains("starts empty"),
-            "{image:?}: {misses} {said}"
-        );
+        assert!(misses > 0 && said.contains("starts empty"), "{image:?}: {misses} {said}");
         assert_eq!(warm().0, 0, "{image:?}");
     }
     let served = place.serve(&top, &cache, &[]);
@@ -252,30 +229,13 @@ fn change_and_restore_time(image: &Path) {
 /// ctimes, of an earlier version, proves nothing. Without a change all data is used at once.
 #[test]
 fn restored_time_hides_no_change() {
-    for (is_backing, is_before_kill, is_old_note) in [
-        (true, false, false),
-        (true, true, false),
-        (true, false, true),
-        (false, false, false),
-    ] {
+    for (is_backing, is_before_kill, is_old_note) in
+        [(true, false, false), (true, true, false), (true, false, true), (false, false, false)]
+    {
         let case = format!("backing {is_backing}, before the kill {is_before_kill}, old note {is_old_note}");
         let place = Place::new();
-        let (base, top, cache) = (
-            place.image("base.raw", 16),
-            place.path("top.qcow2"),
-            place.path("cache"),
-        );
-        let create = [
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-F",
-            "raw",
-            "-b",
-            text(&base),
-            text(&top),
-        ];
+        let (base, top, cache) = (place.image("base.raw", 16), place.path("top.qcow2"), place.path("cache"));
+        let create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&base), text(&top)];
         run_tool("qemu-img", &create);
         let (image, options) = match is_backing {
             true => (&top, &["--cache-size", "8M"][..]),
@@ -319,11 +279,7 @@ fn restored_time_hides_no_change() {
         let read = || {
             let commands = ["read -P 7 0 64k", "read -P 9 64k 64k", "read -P 7 128k 1920k"];
             let commands = commands.iter().flat_map(|command| ["-c", *command]);
-            let all: Vec<&str> = ["-r", "-f", "raw"]
-                .into_iter()
-                .chain(commands)
-                .chain([&*served.uri])
-                .collect();
+            let all: Vec<&str> = ["-r", "-f", "raw"].into_iter().chain(commands).chain([&*served.uri]).collect();
             let said = run_tool("qemu-io", &all);
             assert!(!said.contains("failed"), "{case}: {said}");
         };
@@ -373,10 +329,7 @@ fn small_cache_returns_all_writes() {
         let options = ["--cache-size", "6M", "--cache-line", line, "--cache-mode", mode];
         let served = place.serve(&image, &cache, &options);
         run_to_its_end(verify(&served.uri, &[]));
-        let (told, lines) = (
-            served.cache(),
-            line.trim_end_matches('k').parse::<u64>().expect("a number") << 10,
-        );
+        let (told, lines) = (served.cache(), line.trim_end_matches('k').parse::<u64>().expect("a number") << 10);
         assert_eq!((&told["mode"], &told["state"]), (&json!(mode), &json!("works")));
         assert_eq!((&told["line_size"], &told["size"]), (&json!(lines), &json!(6 * MIB)));
         assert_eq!(told["evicted"] != json!(0), mode != "pt", "{told}");
@@ -433,12 +386,7 @@ fn block_device_is_disk_or_cache() {
     let (image, ssd) = (place.image("disk.raw", 16), place.path("ssd.raw"));
     run_tool("truncate", &["-s", "8M", text(&ssd)]);
     let (disk, cache) = (LoopDevice::new(&image, 512), LoopDevice::new(&ssd, 4096));
-    place.refused(
-        &disk.0,
-        text(&cache.0),
-        &["--cache-size", "4M"],
-        &["it has 8", "omit cache-size"],
-    );
+    place.refused(&disk.0, text(&cache.0), &["--cache-size", "4M"], &["it has 8", "omit cache-size"]);
     for is_empty in [true, false] {
         let served = place.serve(&disk.0, &cache.0, &[]);
         served.read_all(2);
@@ -466,10 +414,7 @@ fn uncached_writes_after_kill_are_seen() {
     served.io(&["write -P 9 0 64k"]);
     served.stop();
     let served = place.serve(&image, &cache, &[]);
-    served
-        .process
-        .wait_for("was changed since without it", TEST_TIMEOUT)
-        .expect("told");
+    served.process.wait_for("was changed since without it", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 9 0 64k", "read -P 7 64k 4M"]);
 }
 
@@ -493,10 +438,7 @@ fn foreign_writes_to_device_are_seen() {
     }
     qemu_io("raw", text(&disk.0), &["write -P 10 0 64k", "write -P 10 5M 4k"]);
     let served = serve(&[]);
-    served
-        .process
-        .wait_for("the disk was changed without it", TEST_TIMEOUT)
-        .expect("told");
+    served.process.wait_for("the disk was changed without it", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 10 0 64k", "read -P 9 1M 4k", "read -P 10 5M 4k"]);
     served.stop();
 }
@@ -544,10 +486,7 @@ fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
     served.io(&["write -P 11 3M 64k"]);
     served.stop();
     let served = serve(&[]);
-    served
-        .process
-        .wait_for("does not exist (expected at", TEST_TIMEOUT)
-        .expect("told");
+    served.process.wait_for("does not exist (expected at", TEST_TIMEOUT).expect("told");
     served.io(&["read -P 11 3M 64k"]);
     served.stop();
 }
@@ -644,8 +583,5 @@ fn miss_ratios_by_size_are_reported() {
     let bytes = |name: &str| cache[name].as_u64().expect("bytes");
     assert!(bytes("disk_read") + bytes("hit_bytes") >= 16 * MIB, "{cache}");
     assert!(bytes("cache_read") >= bytes("hit_bytes"), "{cache}");
-    assert!(
-        bytes("cache_written") >= bytes("filled") + bytes("metadata_written"),
-        "{cache}"
-    );
+    assert!(bytes("cache_written") >= bytes("filled") + bytes("metadata_written"), "{cache}");
 }

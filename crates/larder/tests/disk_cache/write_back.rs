@@ -60,10 +60,7 @@ fn stop_writes_everything_to_disk() {
     served.io(&WRITES);
     let status = served.cache();
     let of = |name: &str| status[name].as_u64().expect("a number");
-    assert!(
-        of("dirty") + of("cleaned") >= (64 + 4) << 10,
-        "it is not written through: {status}"
-    );
+    assert!(of("dirty") + of("cleaned") >= (64 + 4) << 10, "it is not written through: {status}");
     served.io(&READS);
     served.stop();
     qemu_io("raw", text(&image), &READS);
@@ -132,10 +129,7 @@ fn deleted_cache_file_loses_nothing() {
     let served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&WRITES);
     fs::remove_file(&cache).expect("was there");
-    let told = served
-        .process
-        .wait_for("deleted or replaced", TEST_TIMEOUT)
-        .expect("told");
+    let told = served.process.wait_for("deleted or replaced", TEST_TIMEOUT).expect("told");
     for part in [
         &format!("image=\"{}\"", text(&image)),
         &format!("cache=\"{}\"", text(&cache)),
@@ -151,10 +145,7 @@ fn deleted_cache_file_loses_nothing() {
     cache_command(&place, &["flush", text(&cache), "--control", control]);
     assert_eq!(served.count("dirty"), 0);
     served.io(&["write -P 12 9M 4k"]);
-    cache_command(
-        &place,
-        &["replace", text(&cache), "--control", control, "--with", text(&other)],
-    );
+    cache_command(&place, &["replace", text(&cache), "--control", control, "--with", text(&other)]);
     served.kill();
     place.left(&other);
     let served = place.serve(&image, &other, &[]);
@@ -201,16 +192,8 @@ fn flush_command_works_online_and_offline() {
 
     let place = Place::new();
     let (image, cache) = killed(&place);
-    refused(
-        &place,
-        &["drop", text(&cache)],
-        &["never written to", "larder disk cache flush", "--lose-dirty"],
-    );
-    refused(
-        &place,
-        &["resize", text(&cache), "16M"],
-        &["was not closed", "disk.raw"],
-    );
+    refused(&place, &["drop", text(&cache)], &["never written to", "larder disk cache flush", "--lose-dirty"]);
+    refused(&place, &["resize", text(&cache), "16M"], &["was not closed", "disk.raw"]);
     // The disk was moved, and is the same under its new name.
     let moved = place.path("moved.raw");
     fs::rename(&image, &moved).expect("moves");
@@ -232,10 +215,7 @@ fn unsure_dirty_data_needs_users_decision() {
             |place, _| fs::remove_dir_all(place.path("state")).expect("was there"),
             "no state file confirms that it worked until its server ended",
         ),
-        (
-            |_, image| drop(run_tool("touch", &["-d", "+1 hour", text(image)])),
-            "was changed since without it",
-        ),
+        (|_, image| drop(run_tool("touch", &["-d", "+1 hour", text(image)])), "was changed since without it"),
     ];
     for (harm, words) in harms {
         let place = Place::new();
@@ -246,11 +226,7 @@ fn unsure_dirty_data_needs_users_decision() {
                 &image,
                 text(&cache),
                 &[],
-                &[
-                    words,
-                    &format!("flush --force {}", text(&cache)),
-                    &format!("drop --lose-dirty {}", text(&cache)),
-                ],
+                &[words, &format!("flush --force {}", text(&cache)), &format!("drop --lose-dirty {}", text(&cache))],
             );
             assert!(
                 said.contains("nobody can") || said.contains("only you") || said.contains("no state file confirms")
@@ -276,18 +252,10 @@ fn read_only_disk_keeps_cache_dirty() {
     let told = place.info(&cache);
     assert_eq!((&told["may_be_dirty"], &told["closed"]), (&json!(true), &json!(true)));
     // The cache cannot be resized, and is not flushed over foreign writes.
-    refused(
-        &place,
-        &["resize", text(&cache), "16M"],
-        &["never written to", "larder disk cache flush"],
-    );
+    refused(&place, &["resize", text(&cache), "16M"], &["never written to", "larder disk cache flush"]);
     run_tool("touch", &["-d", "+1 hour", text(&image)]);
     place.refused(&image, text(&cache), &[], &["was changed without the cache since"]);
-    refused(
-        &place,
-        &["flush", text(&cache)],
-        &["was changed without the cache since"],
-    );
+    refused(&place, &["flush", text(&cache)], &["was changed without the cache since"]);
     cache_command(&place, &["flush", text(&cache), "--force"]);
     qemu_io("raw", text(&image), &READS);
 }
@@ -310,11 +278,7 @@ fn write_back_needs_local_noted_cache() {
     through.env("STATE_DIRECTORY", place.path("file/state"));
     let served = place.start(through);
     let control = text(&served.control);
-    refused(
-        &place,
-        &["mode", text(&cache), "wb", "--control", control],
-        &["write-back needs it"],
-    );
+    refused(&place, &["mode", text(&cache), "wb", "--control", control], &["write-back needs it"]);
     assert_eq!(served.cache()["mode"], json!("wt"));
 }
 
@@ -363,10 +327,7 @@ fn slow_mode_change_is_awaited() {
     let served = place.serve(Path::new(&uri), &cache, &[]);
     assert_eq!(served.cache()["mode"], json!("wt"));
     let said = put("/cache/flush", &["-X", "PUT"]);
-    assert!(
-        said.starts_with("HTTP/1.1 405 ") && said.contains("allow: POST"),
-        "{said}"
-    );
+    assert!(said.starts_with("HTTP/1.1 405 ") && said.contains("allow: POST"), "{said}");
     let said = put("/cache/flush", &["-X", "POST"]);
     assert!(said.starts_with("HTTP/1.1 200 "), "{said}");
 }
@@ -415,21 +376,13 @@ fn cache_failing_writes_flushes_to_disk() {
         served.io(&["write -P 9 1M 1M", "flush"]);
         fast.fail();
         served.io(&["write -P 10 1M 64k", "write -P 11 3M 4k", "flush"]);
-        served
-            .process
-            .wait_for("all data that only its cache had is written to it now", TEST_TIMEOUT)
-            .expect("told");
+        served.process.wait_for("all data that only its cache had is written to it now", TEST_TIMEOUT).expect("told");
         served.io(&["write -P 12 1088k 64k", "read -P 10 1M 64k", "read -P 12 1088k 64k"]);
         match stops {
             true => drop(served.stop()),
             false => served.kill(),
         }
-        let reads = [
-            "read -P 10 1M 64k",
-            "read -P 12 1088k 64k",
-            "read -P 9 1152k 896k",
-            "read -P 11 3M 4k",
-        ];
+        let reads = ["read -P 10 1M 64k", "read -P 12 1088k 64k", "read -P 9 1152k 896k", "read -P 11 3M 4k"];
         qemu_io("raw", text(&image), &reads);
         fast.work();
         let served = serve();
@@ -460,13 +413,7 @@ fn data_past_odd_end_is_refused() {
     let cache = place.path("cache");
     let served = place.serve(Path::new(&uri), &cache, &WRITE_BACK);
     served.io(&["write -P 9 999936 164", "write -P 0 1000100 348"]);
-    refused_at_once(
-        &place,
-        served,
-        &cache,
-        "write -P 10 999424 1024",
-        "No space left on device",
-    );
+    refused_at_once(&place, served, &cache, "write -P 10 999424 1024", "No space left on device");
     qemu_io("raw", &uri, &["read -P 9 999936 164"]);
 }
 
@@ -491,12 +438,7 @@ fn dirty_cache_cannot_be_a_disk() {
     let (image, cache) = killed(&place);
     place.left(&cache);
     let before = fs::read(&cache).expect("is there");
-    let words = [
-        text(&cache),
-        "it is the cache of",
-        text(&image),
-        "larder disk cache flush",
-    ];
+    let words = [text(&cache), "it is the cache of", text(&image), "larder disk cache flush"];
     for format in [&[][..], &["--format", "raw"]] {
         let mut command = place.without_cache(&cache);
         command.args(format);
@@ -531,10 +473,7 @@ fn dirty_cache_cannot_be_a_disk() {
     exported.kill();
     // A cache without dirty data may be served: a guest may have a cache of its own on its disk.
     let served = place.start(place.without_cache(&cache));
-    served
-        .process
-        .wait_for("it looks like the disk cache", TEST_TIMEOUT)
-        .expect("told");
+    served.process.wait_for("it looks like the disk cache", TEST_TIMEOUT).expect("told");
     served.stop();
 }
 
@@ -613,10 +552,7 @@ fn change_beside_dirty_data_is_reported() {
     qemu_io("raw", text(&image), &["write -P 13 0 512k"]);
     run_tool("touch", &["-r", text(&before), text(&image)]);
     let served = place.serve(&image, &cache, &[]);
-    served
-        .process
-        .wait_for("another program has changed it", TEST_TIMEOUT)
-        .expect("is reported");
+    served.process.wait_for("another program has changed it", TEST_TIMEOUT).expect("is reported");
     served.io(&["read -P 13 0 512k", "read -P 9 1M 64k"]);
     served.stop();
 }

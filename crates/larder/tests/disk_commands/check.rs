@@ -21,11 +21,7 @@ pub(crate) fn number(value: &Value, field: &str) -> u64 {
 
 fn assert_same(ours: &Value, theirs: &Value, fields: &[&str], what: &str) {
     for field in fields {
-        assert_eq!(
-            number(ours, field),
-            number(theirs, field),
-            "{field} of {what}: {ours:#} but QEMU {theirs:#}"
-        );
+        assert_eq!(number(ours, field), number(theirs, field), "{field} of {what}: {ours:#} but QEMU {theirs:#}");
     }
 }
 
@@ -55,12 +51,7 @@ fn verdicts_match_qemu() {
             if damage.counted {
                 let fields = ["corruptions", "leaks", "image-end-offset"];
                 assert_same(&ours, &theirs, &fields, &what);
-                let fields = [
-                    "total-clusters",
-                    "allocated-clusters",
-                    "fragmented-clusters",
-                    "compressed-clusters",
-                ];
+                let fields = ["total-clusters", "allocated-clusters", "fragmented-clusters", "compressed-clusters"];
                 assert_same(&ours, &theirs, &fields, &what);
             }
         }
@@ -117,15 +108,9 @@ fn text_names_errors_and_next_steps() {
     bytes.put(&made.image);
     let (code, out, _) = larder(&["disk", "check"], &made.image);
     assert_eq!(code, 1, "{out}");
-    let expected = format!(
-        "leak: cluster {} at {leaked:#x}: refcount 1, references 0\n",
-        leaked / bytes.cluster()
-    );
+    let expected = format!("leak: cluster {} at {leaked:#x}: refcount 1, references 0\n", leaked / bytes.cluster());
     assert!(out.contains(&expected), "{out}");
-    assert!(
-        out.contains("found: 0 errors, 1 leaked cluster; `larder disk check --repair`"),
-        "{out}"
-    );
+    assert!(out.contains("found: 0 errors, 1 leaked cluster; `larder disk check --repair`"), "{out}");
 }
 
 #[test]
@@ -135,10 +120,7 @@ fn format_option_cannot_make_raw_qcow2() {
     for command in ["info", "check", "tune"] {
         let (code, _, err) = larder(&["disk", command, "--format", "qcow2"], &raw);
         assert_eq!(code, 2, "{err}");
-        assert!(
-            err.contains("it is not a qcow2 image; without --format"),
-            "{command}: {err}"
-        );
+        assert!(err.contains("it is not a qcow2 image; without --format"), "{command}: {err}");
     }
 }
 
@@ -148,10 +130,7 @@ fn checking_raw_image_is_an_error() {
     let raw = create_image(folder.path(), 1 << 20);
     let (code, _, err) = larder(&["disk", "check"], &raw);
     assert_eq!(code, 2, "{err}");
-    assert!(
-        err.contains("is a raw image: it has no metadata that could be checked"),
-        "{err}"
-    );
+    assert!(err.contains("is a raw image: it has no metadata that could be checked"), "{err}");
 }
 
 #[test]

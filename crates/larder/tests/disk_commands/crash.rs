@@ -138,8 +138,7 @@ fn crashed(before: &[u8], log: &[Change]) -> Vec<Vec<u8>> {
 /// Returns the errors that may cost data. A missing flag only costs time, and a flag to be cleared was there before.
 fn dangers(report: &CheckReport) -> Vec<String> {
     let all = report.findings.iter().map(ToString::to_string);
-    all.filter(|text| text.starts_with("error") && !text.contains("is wrongly flagged"))
-        .collect()
+    all.filter(|text| text.starts_with("error") && !text.contains("is wrongly flagged")).collect()
 }
 
 #[test]
@@ -164,24 +163,14 @@ fn interrupted_repair_is_safe_and_repeatable() {
             for (index, crashed) in crashed(&before, &at_first.log.borrow()).iter().enumerate() {
                 let again: Rc<dyn BlockDevice> = Recorder::new(crashed);
                 let report = on.block_on(check(&again, options)).expect("it can");
-                let new: Vec<String> = dangers(&report)
-                    .into_iter()
-                    .filter(|text| !known.contains(text))
-                    .collect();
+                let new: Vec<String> = dangers(&report).into_iter().filter(|text| !known.contains(text)).collect();
                 assert_eq!(new, Vec::<String>::new(), "{what}, crash {index}");
                 let is_marked = report.dirty || report.corrupt;
-                assert!(
-                    !marked || is_marked || report.errors == 0,
-                    "{what}, crash {index}: unmarked too early"
-                );
+                assert!(!marked || is_marked || report.errors == 0, "{what}, crash {index}: unmarked too early");
                 let twice = Recorder::new(crashed);
                 let file: Rc<dyn BlockDevice> = Rc::clone(&twice) as Rc<dyn BlockDevice>;
                 let repaired = on.block_on(repair(&file, Repair::All, options)).expect("it can");
-                assert!(
-                    repaired.after.is_clean(),
-                    "{what}, crash {index}: {:#?}",
-                    repaired.after
-                );
+                assert!(repaired.after.is_clean(), "{what}, crash {index}: {:#?}", repaired.after);
                 if index % 4 == 0 {
                     Bytes(twice.bytes.borrow().clone()).put(&made.image);
                     let (expected, image) = (text_of(&expected), text_of(&made.image));

@@ -18,11 +18,8 @@ const SMALL_CLUSTERS: Kind = Kind {
     bitmap: false,
     backing: true,
 };
-const NARROW: Kind = Kind {
-    name: "refcounts of one bit",
-    options: "cluster_size=2k,refcount_bits=1",
-    ..SMALL_CLUSTERS
-};
+const NARROW: Kind =
+    Kind { name: "refcounts of one bit", options: "cluster_size=2k,refcount_bits=1", ..SMALL_CLUSTERS };
 
 /// Returns offsets at which the image is truncated: at the start, within and at the end of known structures, some
 /// sixty of them, and some random ones.
@@ -32,10 +29,7 @@ fn cuts(sound: &Bytes) -> Vec<u64> {
     let chosen = places.iter().take(4).chain(places.iter().skip(4).step_by(step));
     let around = chosen.flat_map(|(at, len)| [0, 1, len / 2, len / 2 + 3, len - 1, *len].map(|by| at + by));
     let anywhere = (1..10).map(|tenth| sound.len() * tenth / 10 + tenth);
-    let mut cuts: Vec<u64> = around
-        .chain(anywhere)
-        .filter(|cut| (1..sound.len()).contains(cut))
-        .collect();
+    let mut cuts: Vec<u64> = around.chain(anywhere).filter(|cut| (1..sound.len()).contains(cut)).collect();
     cuts.sort_unstable();
     cuts.dedup();
     cuts
@@ -61,13 +55,7 @@ fn truncated_image_is_repaired_or_unchanged() {
             let (code, ours) = larder_json(&["disk", "check", "--repair"], &made.image);
             if code == 0 {
                 mended += 1;
-                is_mended(
-                    &made,
-                    &what,
-                    before.as_deref(),
-                    &original,
-                    number(&ours, "dropped-count"),
-                );
+                is_mended(&made, &what, before.as_deref(), &original, number(&ours, "dropped-count"));
                 continue;
             }
             assert_eq!(code, 1, "{what}: {ours:#}");
@@ -89,10 +77,7 @@ fn is_mended(made: &Made, what: &str, before: Option<&Path>, original: &Path, dr
         Some(before) => assert!(is_same(before, &after), "{what}: it reads otherwise than before"),
         None => assert!(dropped > 0, "{what}: QEMU could not read all of it"),
     }
-    assert!(
-        dropped > 0 || is_same(original, &after),
-        "{what}: something is lost without a word"
-    );
+    assert!(dropped > 0 || is_same(original, &after), "{what}: something is lost without a word");
     let (code, said, _) = larder(&["disk", "check"], &made.image);
     assert_eq!(code, 0, "{what}: {said}");
     let (_, info, _) = larder(&["disk", "info"], &made.image);

@@ -155,19 +155,10 @@ const SHARED: u64 = 2 << 20;
 /// Guest offset of compressed data.
 const PACKED: u64 = 12 << 20;
 
-const DAMAGE: Damage = Damage {
-    name: "",
-    fits: any,
-    apply: |_| {},
-    counted: true,
-    mendable: true,
-};
+const DAMAGE: Damage = Damage { name: "", fits: any, apply: |_| {}, counted: true, mendable: true };
 
 pub(crate) const DAMAGES: &[Damage] = &[
-    Damage {
-        name: "nothing",
-        ..DAMAGE
-    },
+    Damage { name: "nothing", ..DAMAGE },
     Damage {
         name: "a leaked cluster",
         apply: |bytes| {
@@ -188,17 +179,8 @@ pub(crate) const DAMAGES: &[Damage] = &[
         apply: |bytes| bytes.set_refcount(bytes.host(SHARED), 1),
         ..DAMAGE
     },
-    Damage {
-        name: "a refcount of 0",
-        fits: own_data,
-        apply: |bytes| bytes.set_refcount(bytes.host(OWN), 0),
-        ..DAMAGE
-    },
-    Damage {
-        name: "the L1 table's refcount is 0",
-        apply: |bytes| bytes.set_refcount(bytes.l1(), 0),
-        ..DAMAGE
-    },
+    Damage { name: "a refcount of 0", fits: own_data, apply: |bytes| bytes.set_refcount(bytes.host(OWN), 0), ..DAMAGE },
+    Damage { name: "the L1 table's refcount is 0", apply: |bytes| bytes.set_refcount(bytes.l1(), 0), ..DAMAGE },
     Damage {
         name: "no flag at data that is used once",
         apply: |bytes| bytes.change(bytes.l2_entry(OWN), |entry| entry & !COPIED),
@@ -329,11 +311,7 @@ pub(crate) const DAMAGES: &[Damage] = &[
         apply: |bytes| bytes.change(bytes.l2_entry(PACKED), |entry| entry | 1 << 40),
         ..DAMAGE
     },
-    Damage {
-        name: "no refcount block",
-        apply: |bytes| bytes.set(bytes.refcount_table(), 0),
-        ..DAMAGE
-    },
+    Damage { name: "no refcount block", apply: |bytes| bytes.set(bytes.refcount_table(), 0), ..DAMAGE },
     Damage {
         name: "an empty refcount block",
         apply: |bytes| {

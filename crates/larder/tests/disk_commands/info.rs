@@ -74,16 +74,10 @@ fn image_in_use_is_reported_undisturbed() {
 fn chain_is_shown_despite_missing_link() {
     let folder = temp_dir_on_tmpfs();
     let path = |name: &str| folder.path().join(name);
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "qcow2", text_of(&path("base.qcow2")), "64M"],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&path("base.qcow2")), "64M"]);
     for (name, below) in [("middle.qcow2", "base.qcow2"), ("top.qcow2", "middle.qcow2")] {
         let new = path(name);
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "qcow2", "-b", below, "-F", "qcow2", text_of(&new)],
-        );
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", below, "-F", "qcow2", text_of(&new)]);
     }
     let (code, ours) = larder_json(&["disk", "info", "--backing-chain"], &path("top.qcow2"));
     assert_eq!(code, 0);
@@ -103,24 +97,8 @@ fn cyclic_chain_is_shown_once() {
     let folder = temp_dir_on_tmpfs();
     let [one, other] = ["one.qcow2", "other.qcow2"].map(|name| folder.path().join(name));
     run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&other), "64M"]);
-    run_tool(
-        "qemu-img",
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-b",
-            "other.qcow2",
-            "-F",
-            "qcow2",
-            text_of(&one),
-        ],
-    );
-    run_tool(
-        "qemu-img",
-        &["rebase", "-u", "-b", "one.qcow2", "-F", "qcow2", text_of(&other)],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", "other.qcow2", "-F", "qcow2", text_of(&one)]);
+    run_tool("qemu-img", &["rebase", "-u", "-b", "one.qcow2", "-F", "qcow2", text_of(&other)]);
     let (code, words, _) = larder(&["disk", "info", "--backing-chain"], &one);
     assert_eq!(code, 0);
     let rows: Vec<&str> = words.lines().filter(|line| line.starts_with("  ")).collect();
@@ -138,10 +116,7 @@ fn image_shorter_than_header_is_reported() {
     for command in ["info", "check", "tune"] {
         let (code, _, err) = larder(&["disk", command], &made.image);
         assert_eq!(code, 2, "{err}");
-        assert!(
-            err.contains("the file has 100 bytes, but a qcow2 header alone has"),
-            "{err}"
-        );
+        assert!(err.contains("the file has 100 bytes, but a qcow2 header alone has"), "{err}");
     }
 }
 
@@ -166,10 +141,7 @@ fn image_on_nbd_server_is_read() {
     assert_eq!(ours["snapshots"][0]["name"], "before lunch");
     let (code, words, _) = larder(&["disk", "info"], uri.as_ref());
     assert_eq!(code, 0);
-    assert!(
-        words.contains("begins like a qcow2 image; if it is one, give --format qcow2"),
-        "{words}"
-    );
+    assert!(words.contains("begins like a qcow2 image; if it is one, give --format qcow2"), "{words}");
     let (code, _) = larder_json(&["disk", "check", "--format", "qcow2"], uri.as_ref());
     assert_eq!(code, 0);
 }
@@ -183,20 +155,7 @@ fn control_characters_in_names_are_escaped() {
     let folder = temp_dir_on_tmpfs();
     let (backing, top) = (folder.path().join(NAME), folder.path().join("top.qcow2"));
     run_tool("qemu-img", &["create", "-q", "-f", "raw", text_of(&backing), "1M"]);
-    run_tool(
-        "qemu-img",
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-F",
-            "raw",
-            "-b",
-            text_of(&backing),
-            text_of(&top),
-        ],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text_of(&backing), text_of(&top)]);
     run_tool("qemu-img", &["snapshot", "-c", NAME, text_of(&top)]);
     run_tool("qemu-img", &["bitmap", "--add", text_of(&top), NAME]);
     let (code, value) = larder_json(&["disk", "info", "--backing-chain"], &top);
@@ -207,11 +166,7 @@ fn control_characters_in_names_are_escaped() {
     let is_plain = |text: &str| text.chars().all(|letter| letter == '\n' || !letter.is_control());
     let (code, words, _) = larder(&["disk", "info", "--backing-chain"], &top);
     assert!(code == 0 && is_plain(&words), "{words:?}");
-    assert_eq!(
-        words.matches(SHOWN).count(),
-        4,
-        "file, chain, snapshot and bitmap: {words}"
-    );
+    assert_eq!(words.matches(SHOWN).count(), 4, "file, chain, snapshot and bitmap: {words}");
     let (code, words, _) = larder(&["disk", "check"], &top);
     assert!(code == 0 && is_plain(&words), "{words:?}");
     std::fs::remove_file(&backing).expect("is removed");

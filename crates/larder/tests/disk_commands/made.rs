@@ -33,23 +33,9 @@ const PLAIN: Kind = Kind {
 
 pub(crate) const KINDS: [Kind; 7] = [
     PLAIN,
-    Kind {
-        name: "version 2",
-        options: "compat=0.10",
-        bitmap: false,
-        ..PLAIN
-    },
-    Kind {
-        name: "small clusters",
-        options: "cluster_size=4k,refcount_bits=64",
-        ..PLAIN
-    },
-    Kind {
-        name: "narrow refcounts",
-        options: "cluster_size=16k,refcount_bits=2",
-        compressed: false,
-        ..PLAIN
-    },
+    Kind { name: "version 2", options: "compat=0.10", bitmap: false, ..PLAIN },
+    Kind { name: "small clusters", options: "cluster_size=4k,refcount_bits=64", ..PLAIN },
+    Kind { name: "narrow refcounts", options: "cluster_size=16k,refcount_bits=2", compressed: false, ..PLAIN },
     Kind {
         name: "extended L2",
         options: "extended_l2=on,cluster_size=128k",
@@ -57,19 +43,8 @@ pub(crate) const KINDS: [Kind; 7] = [
         compressed: false,
         ..PLAIN
     },
-    Kind {
-        name: "zstd, lazy, backed",
-        options: "compression_type=zstd,lazy_refcounts=on",
-        backing: true,
-        ..PLAIN
-    },
-    Kind {
-        name: "data file",
-        options: "data_file=data.raw",
-        snapshots: false,
-        compressed: false,
-        ..PLAIN
-    },
+    Kind { name: "zstd, lazy, backed", options: "compression_type=zstd,lazy_refcounts=on", backing: true, ..PLAIN },
+    Kind { name: "data file", options: "data_file=data.raw", snapshots: false, compressed: false, ..PLAIN },
 ];
 
 /// Size of every disk, in bytes.
@@ -99,17 +74,9 @@ impl Made {
         }
         create.extend([path, &size]);
         run_tool("qemu-img", &create);
-        io(
-            &image,
-            "qcow2",
-            &["write -P 0x21 0 4M", "write -P 0x22 9M 1M", "write -z 5M 256k"],
-        );
+        io(&image, "qcow2", &["write -P 0x21 0 4M", "write -P 0x22 9M 1M", "write -z 5M 256k"]);
         if kind.compressed {
-            io(
-                &image,
-                "qcow2",
-                &["write -c -P 0x23 12M 1M", "write -c -P 0x24 14M 512k"],
-            );
+            io(&image, "qcow2", &["write -c -P 0x23 12M 1M", "write -c -P 0x24 14M 512k"]);
         }
         if kind.bitmap {
             run_tool("qemu-img", &["bitmap", "--add", path, "marks"]);
@@ -131,11 +98,7 @@ impl Made {
         let deadline = Instant::now() + TEST_TIMEOUT;
         // qemu-nbd listens before it has opened the image, but sends its greeting only after that.
         while !is_greeted(&socket) {
-            assert!(
-                Instant::now() < deadline,
-                "qemu-nbd does not listen: {}",
-                server.output()
-            );
+            assert!(Instant::now() < deadline, "qemu-nbd does not listen: {}", server.output());
             std::thread::yield_now();
         }
         (server, format!("nbd+unix:///?socket={}", socket.display()))

@@ -22,21 +22,13 @@ use serde_json::Value;
 
 /// Runs the program; returns exit status, standard output and standard error.
 fn larder(arguments: &[&str], image: &Path) -> (i32, String, String) {
-    let output = Command::new(support::larder_path())
-        .args(arguments)
-        .arg(image)
-        .output()
-        .expect("larder starts");
+    let output = Command::new(support::larder_path()).args(arguments).arg(image).output().expect("larder starts");
     said(output)
 }
 
 fn said(output: Output) -> (i32, String, String) {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (
-        output.status.code().expect("it exits"),
-        text(&output.stdout),
-        text(&output.stderr),
-    )
+    (output.status.code().expect("it exits"), text(&output.stdout), text(&output.stderr))
 }
 
 /// Runs the program with `--output json`.

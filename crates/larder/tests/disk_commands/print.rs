@@ -28,25 +28,16 @@ fn closed_pipe_succeeds_full_disk_fails() {
         let run = |stdout: Stdio| {
             let output = Command::new(larder_path()).args(arguments).stdout(stdout).output();
             let output = output.expect("larder starts");
-            (
-                output.status.code(),
-                String::from_utf8_lossy(&output.stderr).into_owned(),
-            )
+            (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
         };
         let (reader, writer) = std::io::pipe().expect("a pipe");
         drop(reader);
         let (code, said) = run(writer.into());
         assert_eq!(code, Some(0), "{arguments:?}: {said}");
-        assert!(
-            !said.contains("pipe") && !said.contains("panicked"),
-            "{arguments:?}: {said}"
-        );
+        assert!(!said.contains("pipe") && !said.contains("panicked"), "{arguments:?}: {said}");
         let full = File::options().write(true).open("/dev/full").expect("/dev/full");
         let (code, said) = run(full.into());
         assert_eq!(code, Some(2), "{arguments:?}: {said}");
-        assert!(
-            said.contains("larder: cannot write to standard output"),
-            "{arguments:?}: {said}"
-        );
+        assert!(said.contains("larder: cannot write to standard output"), "{arguments:?}: {said}");
     }
 }

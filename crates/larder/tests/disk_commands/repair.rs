@@ -32,15 +32,7 @@ fn repaired_image_satisfies_qemu() {
             // Data that QEMU cannot read from the damaged image (a missing compressed cluster) was dropped.
             let lost = dropped && damaged.is_none();
             let expected = damaged.unwrap_or_else(|| original.clone());
-            let compare = [
-                "compare",
-                "-f",
-                "raw",
-                "-F",
-                "qcow2",
-                text_of(&expected),
-                text_of(&made.image),
-            ];
+            let compare = ["compare", "-f", "raw", "-F", "qcow2", text_of(&expected), text_of(&made.image)];
             let (qemu, said, errors) = qemu_img(&compare);
             assert!(qemu == 0 || lost, "{what}: {said} {errors} {ours:#}");
             let (code, again) = larder_json(&["disk", "check", "--repair"], &made.image);
@@ -52,9 +44,7 @@ fn repaired_image_satisfies_qemu() {
 /// Returns an image, and its bytes with damage that cannot be repaired.
 fn unaligned() -> (Made, Bytes) {
     let made = Made::new(&KINDS[0]);
-    let damage = DAMAGES
-        .iter()
-        .find(|damage| damage.name == "an L2 table that is not aligned");
+    let damage = DAMAGES.iter().find(|damage| damage.name == "an L2 table that is not aligned");
     let mut bytes = Bytes::of(&made.image);
     (damage.expect("it is there").apply)(&mut bytes);
     (made, bytes)
@@ -69,10 +59,7 @@ fn clusters_behind_unrepairable_entry_are_kept() {
     assert!(number(&before, "leaks") > 0, "{before:#}");
     let (code, after) = larder_json(&["disk", "check", "--repair"], &made.image);
     assert_eq!(code, 1);
-    assert!(
-        number(&after, "leaks") >= number(&before, "leaks"),
-        "{before:#} {after:#}"
-    );
+    assert!(number(&after, "leaks") >= number(&before, "leaks"), "{before:#} {after:#}");
     let (code, text, _) = larder(&["disk", "check", "--repair"], &made.image);
     assert_eq!(code, 1);
     assert!(text.contains("cannot be repaired"), "{text}");
@@ -86,9 +73,7 @@ fn repaired_and_remaining_errors_listed_once() {
     let (code, text, _) = larder(&["disk", "check", "--repair"], &made.image);
     assert_eq!(code, 1, "{text}");
     let mut lines: Vec<&str> = text.lines().collect();
-    let mended = lines
-        .iter()
-        .position(|line| line.starts_with("error: cluster 0 at 0x0: refcount 0"));
+    let mended = lines.iter().position(|line| line.starts_with("error: cluster 0 at 0x0: refcount 0"));
     let repaired = lines.iter().position(|line| line.starts_with("repaired: 1 error"));
     let left = lines.iter().position(|line| *line == "remaining:");
     let aligned = lines.iter().position(|line| line.contains("not aligned"));
@@ -134,10 +119,7 @@ fn guest_data_is_never_repaired() {
     let (code, ours) = larder_json(&["disk", "check", "--repair"], &made.image);
     assert_eq!(code, 1, "{ours:#}");
     let arguments = ["compare", "-f", "raw", "-F", "qcow2"];
-    run_tool(
-        "qemu-img",
-        &[&arguments[..], &[text_of(&expected), text_of(&made.image)]].concat(),
-    );
+    run_tool("qemu-img", &[&arguments[..], &[text_of(&expected), text_of(&made.image)]].concat());
 }
 
 #[test]
@@ -178,21 +160,14 @@ fn killed_servers_image_needs_its_journal() {
     for options in [&["disk", "check", "--repair"][..], &["disk", "check", "--repair=leaks"]] {
         let (code, _, err) = larder(options, &made.image);
         assert_eq!(code, 2, "{err}");
-        assert!(
-            err.contains("is not to be found") && err.contains("--discard-journal"),
-            "{err}"
-        );
+        assert!(err.contains("is not to be found") && err.contains("--discard-journal"), "{err}");
         assert!(bytes.0 == Bytes::of(&made.image).0);
     }
     let (_, out, err) = larder(&["disk", "check"], &made.image);
     assert!(out.contains("journal: a server of it was killed"), "{out} {err}");
     assert!(bytes.0 == Bytes::of(&made.image).0);
     let (code, ours) = larder_json(&["disk", "check", "--repair", "--discard-journal"], &made.image);
-    assert_eq!(
-        (code, number(&ours, "leaks-fixed"), &ours["journal"]),
-        (0, 1, &Value::Null),
-        "{ours:#}"
-    );
+    assert_eq!((code, number(&ours, "leaks-fixed"), &ours["journal"]), (0, 1, &Value::Null), "{ours:#}");
 }
 
 #[test]
@@ -220,10 +195,6 @@ fn block_device_repair_stays_in_bounds() {
     assert_eq!((code, &ours["refcounts-rebuilt"]), (0, &true.into()), "{ours:#}");
     drop(device);
     let theirs = qemu_check(&made.image).expect("QEMU checks it");
-    assert_eq!(
-        number(&theirs, "corruptions") + number(&theirs, "leaks"),
-        0,
-        "{theirs:#}"
-    );
+    assert_eq!(number(&theirs, "corruptions") + number(&theirs, "leaks"), 0, "{theirs:#}");
     run_tool("qemu-img", &["compare", text_of(&expected), text_of(&made.image)]);
 }

@@ -11,10 +11,7 @@ use crate::{larder, larder_json, qemu_img, text_of};
 const MIB: u64 = 1 << 20;
 
 fn create(path: &Path, options: &[&str], size: &str) {
-    run_tool(
-        "qemu-img",
-        &[&["create", "-q"], options, &[text_of(path), size]].concat(),
-    );
+    run_tool("qemu-img", &[&["create", "-q"], options, &[text_of(path), size]].concat());
 }
 
 fn fill(path: &Path, format: &str, start: &str, len: &str) {
@@ -131,12 +128,9 @@ fn growth_hides_rest_of_last_cluster() {
 /// savevm or of a reverted snapshot, and clusters from when the disk was longer. The snapshot keeps its VM state.
 #[test]
 fn growth_hides_clusters_past_end() {
-    for options in [
-        "cluster_size=16k",
-        "cluster_size=4k",
-        "cluster_size=16k,compat=0.10",
-        "cluster_size=16k,extended_l2=on",
-    ] {
+    for options in
+        ["cluster_size=16k", "cluster_size=4k", "cluster_size=16k,compat=0.10", "cluster_size=16k,extended_l2=on"]
+    {
         for is_backed in [false, true] {
             // A version 2 disk with snapshots cannot grow.
             let has_snapshot = is_backed && !options.contains("compat");
@@ -225,10 +219,7 @@ fn raw_data_file_growth_matches_qemu() {
         fill(&ours, "qcow2", "600M", "1M");
         let data = ours.with_extension("raw");
         let both = [text_of(&data), text_of(&ours)];
-        run_tool(
-            "qemu-img",
-            &[&["compare", "-f", "raw", "-F", "qcow2"], &both[..]].concat(),
-        );
+        run_tool("qemu-img", &[&["compare", "-f", "raw", "-F", "qcow2"], &both[..]].concat());
     }
 }
 
@@ -258,10 +249,7 @@ fn growth_without_space_changes_nothing() {
             }
             failures += 1;
             assert_eq!(code, 2, "{options}: {said}");
-            assert!(
-                said.contains("no space left") && said.contains("free space on"),
-                "{said}"
-            );
+            assert!(said.contains("no space left") && said.contains("free space on"), "{said}");
             assert_holds(&path, "qcow2", 100 << 10, MIB);
             let (_, info) = larder_json(&["disk", "info"], &path);
             assert!(info["journal"].is_null(), "{info:#}");
@@ -301,10 +289,7 @@ fn snapshots_keep_their_disk_size() {
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("growth to 2 MiB failed: "), "{said}");
     assert!(said.contains("qemu-img amend -o compat=1.1"), "{said}");
-    run_tool(
-        "qemu-img",
-        &["amend", "-f", "qcow2", "-o", "compat=1.1", text_of(&path)],
-    );
+    run_tool("qemu-img", &["amend", "-f", "qcow2", "-o", "compat=1.1", text_of(&path)]);
     let (code, said) = resize(&path, "200G");
     assert_eq!(code, 0, "{said}");
     fill(&path, "qcow2", "199G", "1M");

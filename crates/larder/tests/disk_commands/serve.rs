@@ -16,31 +16,11 @@ use crate::{larder_json, qemu_img, text_of};
 fn killed() -> (Made, std::path::PathBuf) {
     let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("disk.qcow2");
-    let create = [
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-o",
-        "lazy_refcounts=on",
-        text_of(&image),
-        "1G",
-    ];
+    let create = ["create", "-q", "-f", "qcow2", "-o", "lazy_refcounts=on", text_of(&image), "1G"];
     run_tool("qemu-img", &create);
     let mut command = Command::new("qemu-io");
     command
-        .args([
-            "-f",
-            "qcow2",
-            "-c",
-            "write -P 7 0 3M",
-            "-c",
-            "write -P 8 600M 1M",
-            "-c",
-            "flush",
-            "-c",
-            "abort",
-        ])
+        .args(["-f", "qcow2", "-c", "write -P 7 0 3M", "-c", "write -P 8 600M 1M", "-c", "flush", "-c", "abort"])
         .arg(&image);
     let status = command.output().expect("qemu-io").status;
     assert!(!status.success(), "it was to die");
@@ -62,10 +42,7 @@ fn serve(image: &Path, socket: &Path, more: &[&str]) -> Process {
 
 fn assert_serves(socket: &Path, expected: &Path) {
     let uri = format!("nbd+unix:///?socket={}", socket.display());
-    run_tool(
-        "qemu-img",
-        &["compare", "-f", "raw", "-F", "raw", text_of(expected), &uri],
-    );
+    run_tool("qemu-img", &["compare", "-f", "raw", "-F", "raw", text_of(expected), &uri]);
 }
 
 #[test]
@@ -126,9 +103,7 @@ fn refused_client_messages_are_rate_limited() {
     let socket = folder.path().join("socket");
     let mut server = serve(&disk, &socket, &[]);
     // 64 clients are accepted, and stay in their handshake.
-    let clients: Vec<UnixStream> = (0..200)
-        .map(|_| UnixStream::connect(&socket).expect("connects"))
-        .collect();
+    let clients: Vec<UnixStream> = (0..200).map(|_| UnixStream::connect(&socket).expect("connects")).collect();
     for mut client in &clients[64..] {
         assert!(matches!(client.read(&mut [0]), Ok(0) | Err(_)), "it is let in");
     }

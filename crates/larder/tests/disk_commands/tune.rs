@@ -10,10 +10,7 @@ fn tune(size: &str, cluster: &str) -> (Value, String) {
     let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = format!("cluster_size={cluster}");
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "qcow2", "-o", &options, text_of(&path), size],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text_of(&path), size]);
     let (code, ours) = larder_json(&["disk", "tune"], &path);
     let (code_text, words, _) = larder(&["disk", "tune"], &path);
     assert_eq!((code, code_text), (0, 0), "{words}");
@@ -78,19 +75,13 @@ fn larders_map_size_is_measured() {
     let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = "preallocation=metadata";
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "64G"],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "64G"]);
     let (_, ours) = larder_json(&["disk", "tune"], &path);
     let (measured, contiguous) = (&ours["larder"]["measured"], &ours["larder"]["contiguous"]);
     let (measured, contiguous) = (measured.as_u64().expect("measured"), contiguous.as_u64().expect("told"));
     // 0.8 MiB per TiB; QEMU's L2 tables between the clusters add a little.
     assert!((50 << 10..110 << 10).contains(&measured), "{measured}");
-    assert!(
-        contiguous.abs_diff((64 << 30) / (1 << 20) * 8 / 10) < 2048,
-        "{contiguous}"
-    );
+    assert!(contiguous.abs_diff((64 << 30) / (1 << 20) * 8 / 10) < 2048, "{contiguous}");
 }
 
 #[test]
@@ -98,24 +89,15 @@ fn small_disk_needs_no_settings() {
     let (ours, words) = tune("1M", "64k");
     assert_eq!(ours["qemu-today"]["thrashes"], Value::Bool(false));
     assert!(words.contains("16 clusters, 1 L2 table of 64 KiB"), "{words}");
-    assert!(
-        words.contains("in each VM's QEMU: it uses that by default\n"),
-        "{words}"
-    );
+    assert!(words.contains("in each VM's QEMU: it uses that by default\n"), "{words}");
     assert!(!words.contains("l2-cache-size"), "{words}");
 }
 
 #[test]
 fn worst_case_memory_is_bounded() {
     let (ours, words) = tune("16T", "64k");
-    assert!(
-        words.contains("not even of 2 MiB (QEMU today; a larger cache covers it)"),
-        "{words}"
-    );
-    assert!(
-        words.contains("256 MiB at worst, instead of 1.26 GiB, because of --metadata-memory\n"),
-        "{words}"
-    );
+    assert!(words.contains("not even of 2 MiB (QEMU today; a larger cache covers it)"), "{words}");
+    assert!(words.contains("256 MiB at worst, instead of 1.26 GiB, because of --metadata-memory\n"), "{words}");
     assert_eq!(ours["larder"]["most"], 256 << 20);
 }
 
@@ -124,19 +106,13 @@ fn old_qemu_cannot_open_new_features() {
     let folder = temp_dir_on_tmpfs();
     let path = folder.path().join("disk.qcow2");
     let options = "extended_l2=on,cluster_size=128k";
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "1T"],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "1T"]);
     let (_, ours) = larder_json(&["disk", "tune"], &path);
     let (_, words, _) = larder(&["disk", "tune"], &path);
     assert!(words.contains("QEMU before 3.1:    cannot open it\n"), "{words}");
     assert_eq!(ours["qemu-before-3.1"], Value::Null, "{ours:#}");
     // 16 bytes per cluster where subclusters are allocated individually.
-    assert!(
-        ours["larder"]["worst"].as_u64() > Some((1 << 40) / (128 << 10) * 16),
-        "{ours:#}"
-    );
+    assert!(ours["larder"]["worst"].as_u64() > Some((1 << 40) / (128 << 10) * 16), "{ours:#}");
 }
 
 #[test]

@@ -19,12 +19,7 @@ fn pki(user: &User) -> TempDir {
     let path = |name: &str| folder.path().join(name);
     certificates::alone(folder.path(), "server", certificates::LOCALHOST);
     std::fs::write(path("token"), format!("{TOKEN}\n")).expect("writes");
-    for (name, mode) in [
-        ("server-key.pem", 0o600),
-        ("server-cert.pem", 0o644),
-        ("token", 0o600),
-        (".", 0o755),
-    ] {
+    for (name, mode) in [("server-key.pem", 0o600), ("server-cert.pem", 0o644), ("token", 0o600), (".", 0o755)] {
         std::fs::set_permissions(path(name), PermissionsExt::from_mode(mode)).expect("ours");
         user.own(&path(name));
     }
@@ -56,19 +51,10 @@ fn remote_access_needs_tls_and_token() {
             &["--listen", "/nowhere/s.sock", "--tls-certificates", certificates],
             &["/nowhere/s.sock", "a unix socket has no TLS"],
         ),
-        (
-            &["--listen", "/nowhere/s.sock"],
-            &["/nowhere/s.sock", "its directory does not exist"],
-        ),
-        (
-            &["--listen", "127.0.0.1:0", "--socket-mode", "0660"],
-            &["--socket-mode", "unix socket"],
-        ),
+        (&["--listen", "/nowhere/s.sock"], &["/nowhere/s.sock", "its directory does not exist"]),
+        (&["--listen", "127.0.0.1:0", "--socket-mode", "0660"], &["--socket-mode", "unix socket"]),
         (&["--listen", "./s.sock", "--socket-mode", "0060"], &["at least 0600"]),
-        (
-            &["--listen", "./s.sock", "--socket-group", "no-such"],
-            &["there is no group 'no-such'"],
-        ),
+        (&["--listen", "./s.sock", "--socket-group", "no-such"], &["there is no group 'no-such'"]),
     ] {
         refused(&user, options, words);
     }
@@ -80,17 +66,9 @@ fn remote_access_needs_tls_and_token() {
     std::fs::set_permissions(Path::new(token), PermissionsExt::from_mode(0o600)).expect("ours");
     std::fs::write(token, "short\n").expect("writes");
     of_token(token, &["16 printable characters", "openssl rand"]);
-    refused(
-        &user,
-        &["--tls-certificates", "/nowhere"],
-        &["/nowhere/server-cert.pem"],
-    );
+    refused(&user, &["--tls-certificates", "/nowhere"], &["/nowhere/server-cert.pem"]);
     let host = user.host(&[]);
-    refused(
-        &user,
-        &["--listen", &host.address.to_string()],
-        &["cannot listen on", "Address already in use"],
-    );
+    refused(&user, &["--listen", &host.address.to_string()], &["cannot listen on", "Address already in use"]);
 }
 
 #[test]
@@ -102,12 +80,7 @@ fn tls_clients_need_the_token() {
     command.args(["--token-file", text(&token)]);
     let process = larder_bench::campaign::process::Process::start(command).expect("starts");
     let line = process.wait_for(" ready ", TEST_TIMEOUT).expect("listens");
-    let port = line
-        .split("0.0.0.0:")
-        .nth(1)
-        .and_then(|rest| rest.split('/').next())
-        .expect("a port")
-        .to_owned();
+    let port = line.split("0.0.0.0:").nth(1).and_then(|rest| rest.split('/').next()).expect("a port").to_owned();
     let url = |path: &str| format!("https://localhost:{port}{path}");
     let certificate = pki.path().join("server-cert.pem");
     let curl = |path: &str, options: &[&str]| {
@@ -116,11 +89,9 @@ fn tls_clients_need_the_token() {
         run_tool("curl", &all)
     };
     for path in ["/", "/metrics", "/api/fleet", "/api/vm/web", "/nothing"] {
-        for options in [
-            &[][..],
-            &["-H", "Authorization: Bearer b4d9b9a1f7c24f5f"],
-            &["-H", "Cookie: larder-host-00000000=00"],
-        ] {
+        for options in
+            [&[][..], &["-H", "Authorization: Bearer b4d9b9a1f7c24f5f"], &["-H", "Cookie: larder-host-00000000=00"]]
+        {
             let said = curl(path, options);
             assert!(said.starts_with("HTTP/1.1 401 "), "{path}: {said}");
             assert!(said.contains("www-authenticate: Bearer"), "{said}");
@@ -128,24 +99,15 @@ fn tls_clients_need_the_token() {
     }
     let browser = ["-H", "Accept: text/html"];
     let said = curl("/", &browser);
-    assert!(
-        said.starts_with("HTTP/1.1 303 ") && said.contains("location: /login"),
-        "{said}"
-    );
+    assert!(said.starts_with("HTTP/1.1 303 ") && said.contains("location: /login"), "{said}");
     assert!(curl("/login", &browser).contains("<form method=\"post\""));
     assert!(curl("/assets/style.css", &[]).starts_with("HTTP/1.1 200 "));
     let bearer = format!("Authorization: Bearer {TOKEN}");
     assert!(curl("/metrics", &["-H", &bearer]).contains("larder_build_info{version="));
     let wrong = curl("/login", &["--data", "token=b4d9b9a1f7c24f5"]);
-    assert!(
-        wrong.contains("location: /login#wrong") && !wrong.contains("set-cookie"),
-        "{wrong}"
-    );
+    assert!(wrong.contains("location: /login#wrong") && !wrong.contains("set-cookie"), "{wrong}");
     let right = curl("/login", &["--data", &format!("token={TOKEN}")]);
-    let cookie = right
-        .lines()
-        .find_map(|line| line.strip_prefix("set-cookie: "))
-        .expect("a cookie");
+    let cookie = right.lines().find_map(|line| line.strip_prefix("set-cookie: ")).expect("a cookie");
     for word in ["HttpOnly", "SameSite=Strict", "Secure", "Path=/"] {
         assert!(cookie.contains(word), "nothing of {word}: {cookie}");
     }
@@ -154,9 +116,7 @@ fn tls_clients_need_the_token() {
     assert!(curl("/", &["-H", &cookie]).starts_with("HTTP/1.1 200 "));
     // A client without TLS gets nothing.
     let mut plain = TcpStream::connect(format!("127.0.0.1:{port}")).expect("connects");
-    plain
-        .write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        .expect("takes it");
+    plain.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("takes it");
     let mut said = Vec::new();
     let _ = plain.read_to_end(&mut said);
     assert!(!String::from_utf8_lossy(&said).contains("HTTP/1.1 200"));
@@ -173,17 +133,11 @@ fn foreign_host_header_is_refused() {
     for own in ["Host: localhost:1\r\n", "Host: 127.0.0.1\r\n", "Host: [::1]:9178\r\n"] {
         assert!(ask(own).starts_with("HTTP/1.1 200 "), "{own}");
     }
-    for other in [
-        "Host: evil.example\r\n",
-        "Host: localhost.evil.example\r\n",
-        "",
-        "Host: localhost\r\nHost: localhost\r\n",
-    ] {
+    for other in
+        ["Host: evil.example\r\n", "Host: localhost.evil.example\r\n", "", "Host: localhost\r\nHost: localhost\r\n"]
+    {
         let said = ask(other);
-        assert!(
-            said.starts_with("HTTP/1.1 421 ") && !said.contains("larder_"),
-            "{other}: {said}"
-        );
+        assert!(said.starts_with("HTTP/1.1 421 ") && !said.contains("larder_"), "{other}: {said}");
     }
 }
 
@@ -203,21 +157,11 @@ fn loopback_needs_the_token() {
         host.send(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n").as_bytes())
     };
     let wrong = format!("Authorization: Bearer {}\r\n", "0".repeat(64));
-    for path in [
-        "/",
-        "/metrics",
-        "/api/fleet",
-        "/api/vm/web",
-        "/api/migration/web.leaving",
-        "/nothing",
-    ] {
+    for path in ["/", "/metrics", "/api/fleet", "/api/vm/web", "/api/migration/web.leaving", "/nothing"] {
         for headers in ["", &wrong, "Cookie: larder-host-00000000=00\r\n"] {
             let said = ask(path, headers);
             assert!(said.starts_with("HTTP/1.1 401 "), "{path}: {said}");
-            assert!(
-                said.contains("www-authenticate: Bearer") && said.contains("token_file"),
-                "{said}"
-            );
+            assert!(said.contains("www-authenticate: Bearer") && said.contains("token_file"), "{said}");
             assert!(!said.contains("larder_") && !said.contains("\"web\""), "{path}: {said}");
         }
     }
@@ -235,10 +179,7 @@ fn loopback_needs_the_token() {
         .lines()
         .find_map(|line| line.strip_prefix("set-cookie: "))
         .unwrap_or_else(|| panic!("no cookie: {right}"));
-    assert!(
-        cookie.contains("HttpOnly") && cookie.contains("SameSite=Strict"),
-        "{cookie}"
-    );
+    assert!(cookie.contains("HttpOnly") && cookie.contains("SameSite=Strict"), "{cookie}");
     let cookie = format!("Cookie: {}\r\n", cookie.split(';').next().expect("its value"));
     assert!(ask("/", &cookie).starts_with("HTTP/1.1 200 "));
     // A second process uses the same token.
@@ -275,15 +216,9 @@ fn unix_socket_mode_replaces_the_token() {
     assert!(!user.token_file().exists(), "nobody needs one");
     let metrics = curl(&["http://localhost/metrics"]);
     assert!(metrics.contains(r#"larder_vm_up{domain="web"} 1"#), "{metrics}");
-    assert!(
-        metrics.contains("larder_host_sockets{state=\"foreign\"} 0"),
-        "{metrics}"
-    );
+    assert!(metrics.contains("larder_host_sockets{state=\"foreign\"} 0"), "{metrics}");
     let other = curl(&["http://evil.example/metrics"]);
-    assert!(
-        other.starts_with("HTTP/1.1 421 ") && !other.contains("larder_"),
-        "{other}"
-    );
+    assert!(other.starts_with("HTTP/1.1 421 ") && !other.contains("larder_"), "{other}");
     process.signal(libc::SIGTERM);
     assert!(process.wait(TEST_TIMEOUT).expect("ends").success());
     assert!(!path.exists(), "its socket is left");
@@ -313,10 +248,7 @@ fn host_rejects_changes_and_secures_pages() {
     for path in ["/", "/assets/main.js", "/assets/vendor/uPlot.esm.js"] {
         let (head, body) = host.get(path, &[]);
         assert!(head.starts_with("HTTP/1.1 200 ") && !body.is_empty(), "{path}: {head}");
-        for header in [
-            "content-security-policy: default-src 'self'; ",
-            "x-content-type-options: nosniff",
-        ] {
+        for header in ["content-security-policy: default-src 'self'; ", "x-content-type-options: nosniff"] {
             assert!(head.contains(header), "{path}: nothing of {header}: {head}");
         }
     }
@@ -330,29 +262,19 @@ fn hostile_clients_do_not_block_others() {
     let user = User::new();
     let _web = user.vm("web");
     let host = user.host(&[]);
-    let silent: Vec<TcpStream> = (0..300)
-        .map(|_| TcpStream::connect(host.address).expect("connects"))
-        .collect();
+    let silent: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(host.address).expect("connects")).collect();
     assert!(host.metrics().contains("larder_vm_up"));
-    let mut half: Vec<TcpStream> = (0..100)
-        .map(|_| TcpStream::connect(host.address).expect("connects"))
-        .collect();
-    half.iter_mut()
-        .for_each(|client| drop(client.write_all(b"GET /metrics HTTP/1.1\r\nHost: loc")));
+    let mut half: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(host.address).expect("connects")).collect();
+    half.iter_mut().for_each(|client| drop(client.write_all(b"GET /metrics HTTP/1.1\r\nHost: loc")));
     // These clients request a lot and read nothing.
     let greedy = b"GET /assets/vendor/uPlot.esm.js HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(500);
-    let mut deaf: Vec<TcpStream> = (0..50)
-        .map(|_| TcpStream::connect(host.address).expect("connects"))
-        .collect();
+    let mut deaf: Vec<TcpStream> = (0..50).map(|_| TcpStream::connect(host.address).expect("connects")).collect();
     for client in &mut deaf {
         client.set_nonblocking(true).expect("can be set");
         let _ = client.write(&greedy);
     }
     assert!(host.metrics().contains("larder_vm_up"));
-    let long = format!(
-        "GET / HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n",
-        "x".repeat(64 << 10)
-    );
+    let long = format!("GET / HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n", "x".repeat(64 << 10));
     assert!(host.send(long.as_bytes()).starts_with("HTTP/1.1 431 "));
     assert!(host.send(b"\x16\x03\x01 no HTTP\r\n\r\n").starts_with("HTTP/1.1 400 "));
     // The maximum number of subscribers.
@@ -367,13 +289,7 @@ fn hostile_clients_do_not_block_others() {
         let mut client = TcpStream::connect(host.address).ok()?;
         client.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
         client
-            .write_all(
-                format!(
-                    "GET /api/fleet HTTP/1.0\r\nHost: localhost\r\n{}\r\n",
-                    host.authorization()
-                )
-                .as_bytes(),
-            )
+            .write_all(format!("GET /api/fleet HTTP/1.0\r\nHost: localhost\r\n{}\r\n", host.authorization()).as_bytes())
             .ok()?;
         let mut head = [0; 12];
         client.read_exact(&mut head).ok()?;

@@ -29,22 +29,12 @@ struct Load(Vec<std::process::Child>);
 
 impl Load {
     fn on(user: &User, vms: &[&str]) -> Self {
-        let loads = vms
-            .iter()
-            .zip(["randrw", "randread", "rw", "randwrite"])
-            .map(|(name, kind)| {
-                let rate = format!("--rate_iops={}", 150 + 50 * name.len());
-                let rw = format!("--rw={kind}");
-                let mut command = fio(
-                    &user.nbd(name),
-                    &[&rw, "--bs=16k", &rate, "--time_based", "--runtime=3600"],
-                );
-                command
-                    .stdout(Stdio::null())
-                    .stderr(Stdio::null())
-                    .spawn()
-                    .expect("fio starts")
-            });
+        let loads = vms.iter().zip(["randrw", "randread", "rw", "randwrite"]).map(|(name, kind)| {
+            let rate = format!("--rate_iops={}", 150 + 50 * name.len());
+            let rw = format!("--rw={kind}");
+            let mut command = fio(&user.nbd(name), &[&rw, "--bs=16k", &rate, "--time_based", "--runtime=3600"]);
+            command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("fio starts")
+        });
         Self(loads.collect())
     }
 }
@@ -61,15 +51,10 @@ impl Drop for Load {
 /// Returns the points of a series, as time and value, without unknown values.
 fn series<'a>(plots: &'a Value, title: &str, place: usize) -> Vec<(f64, f64)> {
     let all = plots.as_array().expect("a list").iter();
-    let of = all
-        .into_iter()
-        .find(|plot| plot[0] == title)
-        .unwrap_or_else(|| panic!("no {title} in {plots}"));
+    let of = all.into_iter().find(|plot| plot[0] == title).unwrap_or_else(|| panic!("no {title} in {plots}"));
     let list = |place: usize| -> &'a Vec<Value> { of[1][place].as_array().expect("a list") };
     let pairs = list(0).iter().zip(list(place));
-    pairs
-        .filter_map(|(time, value)| Some((time.as_f64()?, value.as_f64()?)))
-        .collect()
+    pairs.filter_map(|(time, value)| Some((time.as_f64()?, value.as_f64()?))).collect()
 }
 
 /// Integrates a plot of a rate: the amount between its first and last point.
@@ -82,13 +67,7 @@ fn plots_show_actual_activity() {
     let user = User::new();
     let _vms: Vec<Process> = VMS
         .iter()
-        .map(|name| {
-            if ["web", "build"].contains(name) {
-                user.cached_vm(name)
-            } else {
-                user.vm(name)
-            }
-        })
+        .map(|name| if ["web", "build"].contains(name) { user.cached_vm(name) } else { user.vm(name) })
         .collect();
     let host = user.host(&[]);
     let browser = Browser::start();
@@ -104,24 +83,15 @@ fn plots_show_actual_activity() {
     let names = browser.run("return [...document.querySelectorAll('.fleet tbody th')].map((it) => it.textContent);");
     assert_eq!(names, serde_json::json!(["build", "db", "mail", "web"]));
     browser.run("document.querySelector('#search').value = 'WE'; document.querySelector('#search').dispatchEvent(new Event('input'));");
-    assert_eq!(
-        browser.run("return document.querySelectorAll('.fleet tbody tr').length;"),
-        1
-    );
+    assert_eq!(browser.run("return document.querySelectorAll('.fleet tbody tr').length;"), 1);
     browser.run("document.querySelector('#search').value = ''; document.querySelector('#search').dispatchEvent(new Event('input'));");
     // Waits for some points of the small plots.
-    browser.wait(
-        "history",
-        "window.seen = (window.seen || 0) + 1; return window.seen > 100;",
-    );
+    browser.wait("history", "window.seen = (window.seen || 0) + 1; return window.seen > 100;");
     let folder = pictures();
     for (width, is_dark) in [(1280, false), (1280, true), (390, false), (390, true)] {
         browser.look(width, is_dark);
         let theme = if is_dark { "dark" } else { "light" };
-        browser.wait(
-            "it is drawn",
-            "return document.querySelectorAll('.fleet tbody tr').length === 4;",
-        );
+        browser.wait("it is drawn", "return document.querySelectorAll('.fleet tbody tr').length === 4;");
         browser.picture(&folder.join(format!("fleet-{width}-{theme}.png")));
         assert_eq!(overflow(&browser), 0, "at {width}");
         shows(&browser, theme);
@@ -179,17 +149,10 @@ fn plots_show_actual_activity() {
     ");
     let told = user.disk("web")["cache"]["capacity"].clone();
     let shown = browser.run(PLOTS);
-    let curve = shown
-        .as_array()
-        .expect("a list")
-        .iter()
-        .find(|plot| plot[0] == "Miss ratio by size");
+    let curve = shown.as_array().expect("a list").iter().find(|plot| plot[0] == "Miss ratio by size");
     assert_eq!(curve.expect("is shown")[1][2], told);
     browser.wait("events", "return document.querySelectorAll('.events li').length > 0;");
-    browser.wait(
-        "twenty looks",
-        "return document.querySelector('figure').larder()[0].length >= 20;",
-    );
+    browser.wait("twenty looks", "return document.querySelector('figure').larder()[0].length >= 20;");
     for (width, is_dark) in [(1280, false), (1280, true), (390, false), (390, true)] {
         browser.look(width, is_dark);
         let theme = if is_dark { "dark" } else { "light" };
@@ -219,22 +182,14 @@ fn agree(browser: &Browser, host: &super::Host, user: &User, name: &str, kind: &
     let mut frames = host.follow(&format!("/api/vm/{name}"));
     let mut look = || {
         let count = || user.disk(name)["requests"][kind]["count"].as_u64().expect("a number");
-        let (before, now) = (
-            count(),
-            SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970"),
-        );
+        let (before, now) = (count(), SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970"));
         loop {
             let frame = frames.next("vm");
             let time = frame["vm"]["time_ms"].as_u64().expect("a time");
             if u128::from(time) > now.as_millis() {
-                let told = frame["disks"][0]["counts"][format!("{kind}s")]
-                    .as_u64()
-                    .expect("a number");
+                let told = frame["disks"][0]["counts"][format!("{kind}s")].as_u64().expect("a number");
                 let range = before..=count();
-                assert!(
-                    range.contains(&told),
-                    "{name}: {told} {kind}s are told, the VM has counted {range:?}"
-                );
+                assert!(range.contains(&told), "{name}: {told} {kind}s are told, the VM has counted {range:?}");
                 return (time as f64 / 1e3, told as f64);
             }
         }
@@ -246,10 +201,7 @@ fn agree(browser: &Browser, host: &super::Host, user: &User, name: &str, kind: &
     browser.wait("the last update", &shown(last.0));
     let place = if kind == "read" { 1 } else { 2 };
     let rates = series(&browser.run(PLOTS), "Requests per second", place);
-    let between: Vec<(f64, f64)> = rates
-        .into_iter()
-        .filter(|(time, _)| (first.0..=last.0).contains(time))
-        .collect();
+    let between: Vec<(f64, f64)> = rates.into_iter().filter(|(time, _)| (first.0..=last.0).contains(time)).collect();
     let (plotted, counted) = (sum(&between), last.1 - first.1);
     println!("{name}: the plot says {plotted:.0} {kind}s, the VM {counted}");
     assert!(
@@ -268,10 +220,7 @@ fn memory_page_matches_pager() {
     host.log_in(&browser);
     browser.look(1280, false);
     browser.open(&host.url("/"));
-    browser.wait(
-        "its memory",
-        "return document.querySelector('[data-key=memory]')?.textContent.includes('MiB');",
-    );
+    browser.wait("its memory", "return document.querySelector('[data-key=memory]')?.textContent.includes('MiB');");
     browser.picture(&pictures().join("fleet-memory.png"));
     browser.open(&host.url("/#/vm/web"));
     let plot = |title: &str| {
@@ -299,10 +248,7 @@ fn memory_page_matches_pager() {
         ("To and from its disks", 2),
     ] {
         let values = series(&plots, title, place);
-        assert!(
-            values.iter().any(|(_, value)| *value > 0.0),
-            "{title} {place}: {values:?}"
-        );
+        assert!(values.iter().any(|(_, value)| *value > 0.0), "{title} {place}: {values:?}");
     }
     for (width, is_dark) in [(1280, false), (1280, true), (390, false)] {
         browser.look(width, is_dark);
@@ -319,10 +265,7 @@ fn memory_page_matches_pager() {
     super::until("the last figures", || {
         let state = memory.pager.state().expect("answers");
         let told = [state.used, state.resident, state.compressed.used, state.budget];
-        (1..)
-            .zip(told)
-            .all(|(at, told)| last("Memory", at) == Some(told))
-            .then_some(())
+        (1..).zip(told).all(|(at, told)| last("Memory", at) == Some(told)).then_some(())
     });
     let facts = browser.run("return document.querySelector('#memory .facts').textContent;");
     let facts = facts.as_str().expect("text");
@@ -341,9 +284,7 @@ fn page_recovers_after_restarts() {
     let start = || {
         let listen = format!("127.0.0.1:{port}");
         let process = Process::start(user.larder(&["host", "--listen", &listen])).expect("starts");
-        process
-            .wait_for(" ready ", super::support::TEST_TIMEOUT)
-            .expect("listens");
+        process.wait_for(" ready ", super::support::TEST_TIMEOUT).expect("listens");
         process
     };
     let mut host = start();
@@ -386,29 +327,19 @@ fn hostile_texts_are_not_executed() {
                 true => "{\"disks\": []}".to_owned(),
                 false => server.to_string(),
             };
-            let _ = write!(
-                client,
-                "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}",
-                body.len()
-            );
+            let _ = write!(client, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len());
         }
     });
     let host = user.host(&[]);
     let browser = Browser::start();
     host.log_in(&browser);
     browser.open(&host.url("/"));
-    let shown = browser.wait(
-        "its row",
-        "return document.querySelector('.fleet tbody th')?.textContent;",
-    );
+    let shown = browser.wait("its row", "return document.querySelector('.fleet tbody th')?.textContent;");
     assert_eq!(shown, evil);
     browser.run("document.querySelector('.fleet tbody th a').click();");
     let title = browser.wait("its page", "return document.querySelector('article h1')?.textContent;");
     assert_eq!(title, evil);
-    browser.wait(
-        "what it is",
-        "return document.querySelector('.facts').textContent.includes('onerror');",
-    );
+    browser.wait("what it is", "return document.querySelector('.facts').textContent.includes('onerror');");
     assert_ne!(browser.run("return document.title;"), "run");
     assert_eq!(browser.run("return document.querySelectorAll('main img').length;"), 0);
 }

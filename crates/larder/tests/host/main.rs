@@ -69,14 +69,7 @@ impl User {
         for folder in [user.folder.path(), user.images.path()] {
             std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).expect("ours");
         }
-        for name in [
-            "run",
-            "run/larder",
-            "config",
-            "config/larder",
-            "config/larder/vms",
-            "state",
-        ] {
+        for name in ["run", "run/larder", "config", "config/larder", "config/larder/vms", "state"] {
             std::fs::create_dir(user.folder.path().join(name)).expect("a folder");
         }
         for name in ["run", "run/larder"] {
@@ -142,10 +135,7 @@ impl User {
     }
 
     fn nbd(&self, name: &str) -> String {
-        format!(
-            "nbd+unix:///{name}?socket={}",
-            text(&self.socket(&format!("{name}.nbd")))
-        )
+        format!("nbd+unix:///{name}?socket={}", text(&self.socket(&format!("{name}.nbd"))))
     }
 
     fn start(&self, name: &str) -> Process {
@@ -164,14 +154,8 @@ impl User {
     fn cached_vm(&self, name: &str) -> Process {
         let cache = self.images.path().join(format!("{name}.cache"));
         let socket = self.socket(&format!("{name}-vda.sock"));
-        let more = format!(
-            "socket = \"{}\"\niops-total = 1000000\ncache-endurance = \"1TiB\"\n",
-            text(&socket)
-        );
-        self.write(
-            name,
-            &format!("{more}cache = \"{}\"\ncache-size = \"32MiB\"\n", text(&cache)),
-        );
+        let more = format!("socket = \"{}\"\niops-total = 1000000\ncache-endurance = \"1TiB\"\n", text(&socket));
+        self.write(name, &format!("{more}cache = \"{}\"\ncache-size = \"32MiB\"\n", text(&cache)));
         self.start(name)
     }
 
@@ -189,11 +173,7 @@ impl User {
         let (_, rest) = line.split_once("://").expect("a URL");
         let address = rest.split('/').next().expect("an address").parse().expect("an address");
         let token = self.token();
-        Host {
-            process,
-            address,
-            token,
-        }
+        Host { process, address, token }
     }
 
     /// Returns the token that this user's `larder host` created.
@@ -283,9 +263,7 @@ impl Host {
 }
 
 fn value_in(metrics: &str, sample: &str) -> Option<f64> {
-    let line = metrics
-        .lines()
-        .find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '))?;
+    let line = metrics.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '))?;
     Some(line.parse().expect("a number"))
 }
 
@@ -312,17 +290,7 @@ impl Frames {
 /// Returns a `fio` command for a VM's disk over NBD; it ends with the thread that starts it.
 fn fio(uri: &str, options: &[&str]) -> Command {
     let mut command = killed_with_parent("nice");
-    command.args([
-        "-n",
-        "19",
-        "fio",
-        "--name=load",
-        "--ioengine=nbd",
-        "--output-format=json",
-    ]);
-    command
-        .args(["--thread", "--size=64m", "--iodepth=8"])
-        .arg(format!("--uri={uri}"))
-        .args(options);
+    command.args(["-n", "19", "fio", "--name=load", "--ioengine=nbd", "--output-format=json"]);
+    command.args(["--thread", "--size=64m", "--iodepth=8"]).arg(format!("--uri={uri}")).args(options);
     command
 }

@@ -59,16 +59,7 @@ impl User {
     /// Starts a process whose memory is managed with all tiers, each of which holds pages.
     pub(super) fn memory_with_all(&self, name: &str) -> Managed {
         let swap = self.images.path().join(format!("{name}.swap"));
-        let words = [
-            "--budget",
-            "24MiB",
-            "--compressed",
-            "2MiB",
-            "--budget-min",
-            "20MiB",
-            "--budget-max",
-            "24MiB",
-        ];
+        let words = ["--budget", "24MiB", "--compressed", "2MiB", "--budget-min", "20MiB", "--budget-max", "24MiB"];
         let swap = ["--swap-cache", text(&swap), "--swap-size", "256MiB"];
         let managed = self.memory(name, &[&words[..], &swap].concat());
         let has_all = |state: &MemoryState| {
@@ -119,22 +110,12 @@ fn memory_is_shown_with_its_vm() {
     assert_eq!(page["disks"].as_array().map(Vec::len), Some(1), "{page}");
     assert_eq!(page["memory"]["budget"], state.budget, "{page}");
     assert_eq!(page["memory"]["pid"], state.pid, "{page}");
-    assert!(
-        page["vm"]["memory_socket"]
-            .as_str()
-            .is_some_and(|path| path.ends_with("web-memory.sock")),
-        "{page}"
-    );
+    assert!(page["vm"]["memory_socket"].as_str().is_some_and(|path| path.ends_with("web-memory.sock")), "{page}");
 
     // From now on the guest waits for its memory.
     memory.pager.process.kill();
     let killed = host.vm_when("web", |vm| vm["health"] == "killed");
-    assert!(
-        killed["why"]
-            .as_str()
-            .is_some_and(|why| why.starts_with("its memory: ")),
-        "{killed}"
-    );
+    assert!(killed["why"].as_str().is_some_and(|why| why.starts_with("its memory: ")), "{killed}");
     assert!(killed["totals"].is_object() && killed["memory"].is_null(), "{killed}");
     let metrics = host.metrics();
     assert_eq!(value_in(&metrics, r#"larder_vm_up{domain="web"}"#), Some(0.0));
@@ -175,16 +156,8 @@ fn differences(state: &MemoryState, metrics: &str) -> Vec<String> {
         ("disk_limit_bytes", of_disk, disk.limit),
         ("disk_written_bytes_total", of_disk, disk.written_bytes),
         ("disk_read_bytes_total", of_disk, disk.read_bytes),
-        (
-            "fault_duration_seconds_count",
-            r#"source="compressed""#,
-            state.faults.compressed.count,
-        ),
-        (
-            "fault_duration_seconds_count",
-            r#"source="disk""#,
-            state.faults.disk.count,
-        ),
+        ("fault_duration_seconds_count", r#"source="compressed""#, state.faults.compressed.count),
+        ("fault_duration_seconds_count", r#"source="disk""#, state.faults.disk.count),
         ("refaults_total", "", state.refaults),
         ("evicted_pages_total", "", state.evicted_pages),
         ("evicted_bytes_total", "", state.evicted_bytes),
@@ -198,16 +171,8 @@ fn differences(state: &MemoryState, metrics: &str) -> Vec<String> {
         ("detaching", "", 0.0),
         ("problem", r#"reason="tiers-full""#, 0.0),
         ("budget_moves_total", r#"direction="up""#, 0.0),
-        (
-            "compression_ratio",
-            "",
-            state.compression_ratio().expect("there are some"),
-        ),
-        (
-            "fault_duration_seconds_sum",
-            r#"source="disk""#,
-            state.faults.disk.sum_ns as f64 / 1e9,
-        ),
+        ("compression_ratio", "", state.compression_ratio().expect("there are some")),
+        ("fault_duration_seconds_sum", r#"source="disk""#, state.faults.disk.sum_ns as f64 / 1e9),
     ] {
         compare(name, more, told);
     }
@@ -260,50 +225,29 @@ fn status_shows_memory() {
         assert!(line(&said, words), "no {words:?} in {said}");
     }
     let (_, said) = run_command(user.larder(&["status", "web"]));
-    for part in [
-        "web.raw",
-        "guest reads",
-        "budget:           24 MiB, used ",
-        "swap cache:",
-        "  written:",
-        " a day",
-    ] {
+    for part in ["web.raw", "guest reads", "budget:           24 MiB, used ", "swap cache:", "  written:", " a day"] {
         assert!(said.contains(part), "no {part} in {said}");
     }
     let (_, said) = run_command(user.larder(&["status", "db"]));
-    assert!(
-        said.contains("bounds:") && said.contains("low 20 MiB") && !said.contains("image"),
-        "{said}"
-    );
+    assert!(said.contains("bounds:") && said.contains("low 20 MiB") && !said.contains("image"), "{said}");
     let (_, said) = run_command(user.larder(&["status", "web", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!(told["memory"]["budget"], 24 << 20, "{told}");
     assert_eq!(told["disks"].as_array().map(Vec::len), Some(1));
     let (_, said) = run_command(user.larder(&["status", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
-    let names: Vec<&Value> = told["vms"]
-        .as_array()
-        .expect("a list")
-        .iter()
-        .map(|vm| &vm["name"])
-        .collect();
+    let names: Vec<&Value> = told["vms"].as_array().expect("a list").iter().map(|vm| &vm["name"]).collect();
     assert_eq!(names, ["web", "db"], "{told}");
     assert_eq!(told["vms"][1]["memory"]["budget"], 40 << 20, "{told}");
     let (code, said) = run_command(user.larder(&["status", "0.1", "2"]));
     assert!(code == Some(0) && said.matches("%some").count() == 2, "{said}");
     let (_, said) = run_command(user.larder(&["status", "web", "0.1", "1", "--output", "json"]));
     let told: Value = serde_json::from_str(&said).expect("JSON");
-    assert!(
-        told["memories"][0]["evicted"].as_f64().is_some_and(|rate| rate > 0.0),
-        "{told}"
-    );
+    assert!(told["memories"][0]["evicted"].as_f64().is_some_and(|rate| rate > 0.0), "{told}");
     // After its pager was killed, a guest is kept waiting.
     alone.pager.process.kill();
     let (code, said) = run_command(user.larder(&["status"]));
-    assert!(
-        code == Some(1) && said.contains("db: its memory: no process listens"),
-        "{said}"
-    );
+    assert!(code == Some(1) && said.contains("db: its memory: no process listens"), "{said}");
     drop(memory);
 }
 

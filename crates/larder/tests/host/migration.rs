@@ -79,17 +79,9 @@ impl Moving {
 
 /// Returns the state of an outgoing move with every field set.
 fn leaving(vm: &str) -> MigrationState {
-    let way = |method: &str| MethodState {
-        method: method.to_owned(),
-        pages: 0,
-        bytes: 0,
-    };
-    let offer = |method: &str, cost_ns: f64| MethodCostState {
-        method: method.to_owned(),
-        ratio: 2.5,
-        ns: 1500.0,
-        cost_ns,
-    };
+    let way = |method: &str| MethodState { method: method.to_owned(), pages: 0, bytes: 0 };
+    let offer =
+        |method: &str, cost_ns: f64| MethodCostState { method: method.to_owned(), ratio: 2.5, ns: 1500.0, cost_ns };
     MigrationState {
         vm: vm.to_owned(),
         direction: Direction::Leaving,
@@ -152,18 +144,11 @@ impl User {
         }
         let path = folder.join(format!("{}.{}.sock", state.vm, state.direction.name()));
         let vm = state.vm.clone();
-        let it = Arc::new(Steady {
-            begun: Instant::now(),
-            state: Mutex::new(state),
-        });
+        let it = Arc::new(Steady { begun: Instant::now(), state: Mutex::new(state) });
         let inquiry: Arc<dyn MigrationControl> = Arc::<Steady>::clone(&it);
         let control = ControlServer::start(&path, Arc::new(Subject::migration(&vm, inquiry)));
         self.own(&path);
-        Moving {
-            it,
-            path,
-            control: Some(control.expect("it listens")),
-        }
+        Moving { it, path, control: Some(control.expect("it listens")) }
     }
 
     /// Starts an outgoing move of the VM `web` with every field set.
@@ -180,11 +165,7 @@ impl User {
             whole: true,
             peer: Some("192.0.2.7".to_owned()),
             phase: MigrationPhase::Moving,
-            delivered: Some(DeliveredState {
-                cpu_seconds: 5.0,
-                decode_cpu_seconds: 4.0,
-                ..DeliveredState::default()
-            }),
+            delivered: Some(DeliveredState { cpu_seconds: 5.0, decode_cpu_seconds: 4.0, ..DeliveredState::default() }),
             ..MigrationState::default()
         })
     }
@@ -196,9 +177,7 @@ fn of(name: &str, more: &str) -> String {
 
 /// Waits until a sample has this value.
 fn is(host: &Host, sample: &str, wanted: f64) {
-    until(&format!("{sample} {wanted}"), || {
-        (host.value(sample)? == wanted).then_some(())
-    });
+    until(&format!("{sample} {wanted}"), || (host.value(sample)? == wanted).then_some(()));
 }
 
 /// The metrics of a move match its process, and the final ones stay after its end.
@@ -277,10 +256,7 @@ fn killed_mover_keeps_last_state() {
     is(&host, &of("up", ""), 0.0);
     assert_eq!(host.value(&of("phase", ",phase=\"moving\"")), Some(1.0));
     let (code, said) = run_command(user.larder(&["status"]));
-    assert!(
-        code == Some(1) && said.contains("web: its move: no process listens"),
-        "{said}"
-    );
+    assert!(code == Some(1) && said.contains("web: its move: no process listens"), "{said}");
 }
 
 #[test]
@@ -299,12 +275,9 @@ fn status_shows_moves() {
         assert!(said.contains(part), "no {part} in {said}");
     }
     let (_, said) = run_command(user.larder(&["status", "web"]));
-    for part in [
-        "web.raw",
-        "web to host2.example:4446",
-        "900 ms expected",
-        "3 to 4 bits per byte, 77 batches: lz4 2.5x",
-    ] {
+    for part in
+        ["web.raw", "web to host2.example:4446", "900 ms expected", "3 to 4 bits per byte, 77 batches: lz4 2.5x"]
+    {
         assert!(said.contains(part), "no {part} in {said}");
     }
     let (code, said) = run_command(user.larder(&["status", "db"]));
@@ -317,15 +290,9 @@ fn status_shows_moves() {
     assert_eq!(told["moves"][0]["name"], "db", "{told}");
     assert_eq!(told["moves"][1]["migration"]["limits"]["processors"], 1.5, "{told}");
     let (code, said) = run_command(user.larder(&["migrate", "status", "web"]));
-    assert!(
-        code == Some(0) && said.contains("state:            moving, round 3"),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.contains("state:            moving, round 3"), "{said}");
     let (code, said) = run_command(user.larder(&["migrate", "cancel", "mail"]));
-    assert!(
-        code == Some(2) && said.contains("mail is not being moved by this user"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("mail is not being moved by this user"), "{said}");
     moving.change(|state| state.course.as_mut().expect("has one").verdict = Some("it will not".to_owned()));
     let (_, said) = run_command(user.larder(&["status", "0.1", "1"]));
     assert!(said.contains("will not end at this rate"), "{said}");
@@ -337,16 +304,11 @@ fn top_shows_moves() {
     let _web = user.vm("web");
     let mut moving = user.leaving();
     let top = Top::start(&user);
-    top.shows(&[
-        "larder top: 1 VMs",
-        "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB remaining",
-    ]);
+    top.shows(&["larder top: 1 VMs", "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB remaining"]);
     moving.change(|state| state.course.as_mut().expect("has one").round = 4);
     top.shows(&["moving, round 4"]);
     moving.end();
-    until("the line goes", || {
-        (!top.tmux(&["capture-pane", "-p"]).contains("moves to")).then_some(())
-    });
+    until("the line goes", || (!top.tmux(&["capture-pane", "-p"]).contains("moves to")).then_some(()));
     top.tmux(&["send-keys", "q"]);
 }
 
@@ -372,17 +334,10 @@ fn page_shows_move_and_its_end() {
     host.log_in(&browser);
     browser.look(1280, false);
     browser.open(&host.url("/"));
-    let words = browser.wait(
-        "it moves",
-        "return document.querySelector('#moves li[data-move=\"web.leaving\"]')?.textContent;",
-    );
+    let words =
+        browser.wait("it moves", "return document.querySelector('#moves li[data-move=\"web.leaving\"]')?.textContent;");
     let words = words.as_str().expect("text");
-    for part in [
-        "web to host2.example:4446",
-        "moving, round 3",
-        "75 % over",
-        "17.0 s to go",
-    ] {
+    for part in ["web to host2.example:4446", "moving, round 3", "75 % over", "17.0 s to go"] {
         assert!(words.contains(part), "no {part} in {words}");
     }
     browser.wait(
@@ -390,15 +345,9 @@ fn page_shows_move_and_its_end() {
         "return document.querySelector('.fleet .why')?.textContent.includes('moving, round 3 to host2.example');",
     );
     browser.run("document.querySelector('.fleet tbody th a').click();");
-    browser.wait(
-        "its page links there",
-        "return document.querySelector('article #moves li a') !== null;",
-    );
+    browser.wait("its page links there", "return document.querySelector('article #moves li a') !== null;");
     browser.run("document.querySelector('article #moves li a').click();");
-    browser.wait(
-        "the move's page",
-        "return document.querySelector('#migration') !== null;",
-    );
+    browser.wait("the move's page", "return document.querySelector('#migration') !== null;");
     for (title, place, wanted) in [
         ("Memory left", 1, f64::from(1 << 30)),
         ("Bytes per second", 1, 300e6),
@@ -424,10 +373,7 @@ fn page_shows_move_and_its_end() {
         ("How pages go", 4, 0.25),
     ] {
         let all = values(&browser, title, place, 3);
-        assert!(
-            all.iter().all(|value| (value - wanted).abs() < 0.01),
-            "{title} {place}: {all:?}"
-        );
+        assert!(all.iter().all(|value| (value - wanted).abs() < 0.01), "{title} {place}: {all:?}");
     }
     let page = || browser.run("return document.querySelector('#migration').textContent;");
     let text = page();
@@ -439,10 +385,7 @@ fn page_shows_move_and_its_end() {
         "3 to 4 bits per byte",
         "lz4 4.00 µs (2.50x, 1.50 µs)",
     ] {
-        assert!(
-            text.as_str().is_some_and(|text| text.contains(part)),
-            "no {part} in {text}"
-        );
+        assert!(text.as_str().is_some_and(|text| text.contains(part)), "no {part} in {text}");
     }
     for (width, is_dark) in [(1280, false), (1280, true), (390, false)] {
         browser.look(width, is_dark);
@@ -462,15 +405,10 @@ fn page_shows_move_and_its_end() {
     );
     moving.end();
     let mut frames = host.follow("/api/migration/web.leaving");
-    until("its process has ended", || {
-        (frames.next("migration")["migration"]["health"] == "stopped").then_some(())
-    });
+    until("its process has ended", || (frames.next("migration")["migration"]["health"] == "stopped").then_some(()));
     browser.open(&host.url("/#/migration/web.leaving"));
     browser.run("location.reload();");
-    browser.wait(
-        "it is still told",
-        "return document.querySelector('#migration .badge')?.textContent === 'failed';",
-    );
+    browser.wait("it is still told", "return document.querySelector('#migration .badge')?.textContent === 'failed';");
 
     // For an incoming move the delivered bytes are all that is known.
     browser.open(&host.url("/#/migration/db.coming"));

@@ -16,10 +16,7 @@ fn file(name: &str) -> PathBuf {
 /// Returns all words that look like a metric's name.
 fn named(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
-    words
-        .filter(|word| word.starts_with("larder_"))
-        .map(str::to_owned)
-        .collect()
+    words.filter(|word| word.starts_with("larder_")).map(str::to_owned).collect()
 }
 
 #[test]
@@ -37,14 +34,8 @@ fn dashboards_and_rules_use_existing_metrics() {
 
 #[test]
 fn alert_rules_pass_promtool_tests() {
-    run_tool(
-        "promtool",
-        &["check", "rules", text(&file("prometheus/larder.rules.yml"))],
-    );
-    run_tool(
-        "promtool",
-        &["test", "rules", text(&file("prometheus/larder.rules.test.yml"))],
-    );
+    run_tool("promtool", &["check", "rules", text(&file("prometheus/larder.rules.yml"))]);
+    run_tool("promtool", &["test", "rules", text(&file("prometheus/larder.rules.test.yml"))]);
 }
 
 #[test]

@@ -14,11 +14,7 @@ use super::{Process, User, until};
 /// Returns the state of a socket that belongs to no VM.
 fn other(frame: &Value, socket: &str) -> Option<Value> {
     let others = frame["others"].as_array().expect("a list").iter();
-    let is_it = |it: &&Value| {
-        it["socket"]
-            .as_str()
-            .is_some_and(|path| path.ends_with(&format!("/{socket}")))
-    };
+    let is_it = |it: &&Value| it["socket"].as_str().is_some_and(|path| path.ends_with(&format!("/{socket}")));
     others.into_iter().find(is_it).cloned()
 }
 
@@ -55,10 +51,7 @@ fn stuck_vm_is_reported_without_delay() {
     host.vm_when("web", |vm| vm["health"] == "up");
     web.signal(libc::SIGSTOP);
     let stuck = host.vm_when("web", |vm| vm["health"] == "stuck");
-    assert!(
-        stuck["why"].as_str().is_some_and(|why| why.contains("no answer")),
-        "{stuck}"
-    );
+    assert!(stuck["why"].as_str().is_some_and(|why| why.contains("no answer")), "{stuck}");
     assert!(stuck["totals"].is_null(), "what is not known is not told");
     let metrics = host.metrics();
     for line in [
@@ -73,9 +66,7 @@ fn stuck_vm_is_reported_without_delay() {
     assert_eq!(metrics.lines().find(of_web), None);
     // The other VM is reported each second, with a new state each time.
     let mut frames = host.follow("/api/vm/db");
-    let mut times: Vec<u64> = (0..3)
-        .map(|_| frames.next("vm")["vm"]["time_ms"].as_u64().expect("a time"))
-        .collect();
+    let mut times: Vec<u64> = (0..3).map(|_| frames.next("vm")["vm"]["time_ms"].as_u64().expect("a time")).collect();
     times.dedup();
     assert!(times.len() >= 2, "{times:?}");
     web.signal(libc::SIGCONT);
@@ -95,20 +86,12 @@ fn killed_vm_counts_from_0_again() {
     assert_eq!(host.value(written), Some((4 << 20) as f64));
     web.kill();
     let killed = host.vm_when("web", |vm| vm["health"] == "killed");
-    assert!(
-        killed["why"].as_str().is_some_and(|why| why.contains("was killed")),
-        "{killed}"
-    );
+    assert!(killed["why"].as_str().is_some_and(|why| why.contains("was killed")), "{killed}");
     let metrics = host.metrics();
-    assert!(
-        metrics.contains(r#"larder_vm_up{domain="web"} 0"#) && !metrics.contains(written),
-        "{metrics}"
-    );
+    assert!(metrics.contains(r#"larder_vm_up{domain="web"} 0"#) && !metrics.contains(written), "{metrics}");
     let web = user.start("web");
     io("write 0 1M");
-    until("the new server", || {
-        host.value(written).filter(|bytes| *bytes == (1 << 20) as f64)
-    });
+    until("the new server", || host.value(written).filter(|bytes| *bytes == (1 << 20) as f64));
     let info = format!("pid=\"{}\"", web.id());
     assert!(host.metrics().contains(&info), "it is the new process");
 }
@@ -134,10 +117,7 @@ fn foreign_sockets_are_queried_once() {
         });
     };
     serve("ssh.sock", "SSH-2.0-none\r\n");
-    serve(
-        "web.sock",
-        "HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{\"this\": \"is other\"}",
-    );
+    serve("web.sock", "HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{\"this\": \"is other\"}");
     let silent = listen("silent.sock");
     std::fs::write(user.socket("file.sock"), "").expect("writes");
     let _vm = user.vm("db");
@@ -146,38 +126,20 @@ fn foreign_sockets_are_queried_once() {
     let health = |frame: &Value, name: &str| other(frame, name).map(|it| it["health"].clone());
     until("all of them", || {
         let frame = frames.next("fleet");
-        let all = [
-            ("ssh.sock", "foreign"),
-            ("web.sock", "foreign"),
-            ("silent.sock", "stuck"),
-        ];
-        all.iter()
-            .all(|(name, wanted)| health(&frame, name) == Some((*wanted).into()))
-            .then_some(())
+        let all = [("ssh.sock", "foreign"), ("web.sock", "foreign"), ("silent.sock", "stuck")];
+        all.iter().all(|(name, wanted)| health(&frame, name) == Some((*wanted).into())).then_some(())
     });
     for _ in 0..3 {
         let frame = frames.next("fleet");
         assert_eq!(other(&frame, "file.sock"), None);
-        let names: Vec<&Value> = frame["vms"]
-            .as_array()
-            .expect("a list")
-            .iter()
-            .map(|vm| &vm["name"])
-            .collect();
+        let names: Vec<&Value> = frame["vms"].as_array().expect("a list").iter().map(|vm| &vm["name"]).collect();
         assert_eq!(names, ["db"]);
     }
     assert_eq!(asked.load(Ordering::Relaxed), 2, "each was asked once");
     silent.set_nonblocking(true).expect("can be set");
-    assert_eq!(
-        silent.incoming().take_while(Result::is_ok).count(),
-        1,
-        "one connection stays"
-    );
+    assert_eq!(silent.incoming().take_while(Result::is_ok).count(), 1, "one connection stays");
     let metrics = host.metrics();
-    assert!(
-        metrics.contains("larder_host_sockets{state=\"foreign\"} 2"),
-        "{metrics}"
-    );
+    assert!(metrics.contains("larder_host_sockets{state=\"foreign\"} 2"), "{metrics}");
     assert!(!metrics.contains(r#"domain="silent""#), "it may be no VM's");
 }
 
@@ -185,16 +147,10 @@ fn foreign_sockets_are_queried_once() {
 fn sockets_of_disks_are_left_alone() {
     let user = User::new();
     // The disk's socket has a name that a VM's could have.
-    user.write(
-        "web",
-        &format!("socket = \"{}\"", super::text(&user.socket("other.sock"))),
-    );
+    user.write("web", &format!("socket = \"{}\"", super::text(&user.socket("other.sock"))));
     let web = user.start("web");
     // This socket is known only from its own server.
-    user.write(
-        "db",
-        &format!("socket = \"{}\"", super::text(&user.socket("db-vda.sock"))),
-    );
+    user.write("db", &format!("socket = \"{}\"", super::text(&user.socket("db-vda.sock"))));
     let db = user.start("db");
     std::fs::remove_file(user.file("db")).expect("was there");
     let host = user.host(&[]);
@@ -218,12 +174,7 @@ fn unreadable_sockets_are_reported() {
     let mut frames = host.follow("/api/fleet");
     let told = until("the socket", || other(&frames.next("fleet"), "theirs.sock"));
     assert_eq!(told["health"], "denied", "{told}");
-    assert!(
-        told["why"]
-            .as_str()
-            .is_some_and(|why| why.contains("you may not connect")),
-        "{told}"
-    );
+    assert!(told["why"].as_str().is_some_and(|why| why.contains("you may not connect")), "{told}");
 }
 
 #[test]
@@ -286,11 +237,8 @@ fn running_vm_is_watched_among_many() {
     let user = User::new();
     add_odd_files(&user);
     for number in 0..1100 {
-        std::fs::write(
-            user.file(&format!("a{number}")),
-            "[[disk]]\nimage = \"/dev/null\"\nformat = \"raw\"\n",
-        )
-        .expect("writes");
+        std::fs::write(user.file(&format!("a{number}")), "[[disk]]\nimage = \"/dev/null\"\nformat = \"raw\"\n")
+            .expect("writes");
     }
     let _running = user.vm("zz");
     let host = user.host(&[]);
@@ -320,14 +268,8 @@ fn odd_files_block_no_command() {
         (&["status"], "it is longer than the limit of 4194304 bytes"),
         (&["top", "--batch", "-n", "1"], "web"),
         (&["advise", "--for", "500ms"], ""),
-        (
-            &["vm", "web", "--check"],
-            "web: 1 disk can be served, and served already",
-        ),
-        (
-            &["vm", "fifo", "--check"],
-            "fifo.toml: it is a FIFO, not a regular file",
-        ),
+        (&["vm", "web", "--check"], "web: 1 disk can be served, and served already"),
+        (&["vm", "fifo", "--check"], "fifo.toml: it is a FIFO, not a regular file"),
         (&["vm", "zeros"], "zeros.toml: it is a device, not a regular file"),
     ] {
         let mut process = Process::start(user.larder(arguments)).expect("starts");

@@ -84,13 +84,7 @@ impl World {
         let mut command = killed_with_parent("unshare");
         command.args(["--mount", "--propagation", "private", "--", "sh", "-c", mount]);
         command.arg(self.0.path());
-        command.args([
-            "setpriv",
-            "--reuid",
-            &who.user.to_string(),
-            "--regid",
-            &who.group.to_string(),
-        ]);
+        command.args(["setpriv", "--reuid", &who.user.to_string(), "--regid", &who.group.to_string()]);
         match who.groups {
             [] => command.arg("--clear-groups"),
             groups => {
@@ -113,25 +107,18 @@ impl World {
     /// Starts the server of a VM as its service would, with `more` in the VM's file.
     fn vm(&self, name: &str, more: &str) -> Process {
         let image = self.path(&format!("images/{name}.raw"));
-        std::fs::File::create(&image)
-            .and_then(|file| file.set_len(1 << 20))
-            .expect("an image");
+        std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)).expect("an image");
         chown(&image, Some(SERVICE), Some(SERVICE)).expect("root may");
         let file = self.path(&format!("etc/larder/vms/{name}.toml"));
         let words = format!("{more}\n[[disk]]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
         std::fs::write(&file, words).expect("writes");
-        let mut command = self.larder(
-            who(SERVICE, SERVICE, &[]),
-            &["vm", &format!("/etc/larder/vms/{name}.toml"), "--confine"],
-        );
+        let mut command =
+            self.larder(who(SERVICE, SERVICE, &[]), &["vm", &format!("/etc/larder/vms/{name}.toml"), "--confine"]);
         command.env("RUNTIME_DIRECTORY", "/run/larder");
         command.env("STATE_DIRECTORY", self.path("state"));
         // The umask of the unit.
         let mut strict = Command::new("sh");
-        strict
-            .args(["-c", "umask 077; exec \"$0\" \"$@\""])
-            .arg(command.get_program())
-            .args(command.get_args());
+        strict.args(["-c", "umask 077; exec \"$0\" \"$@\""]).arg(command.get_program()).args(command.get_args());
         for (name, value) in command.get_envs() {
             match value {
                 Some(value) => strict.env(name, value),
@@ -146,19 +133,8 @@ impl World {
     /// Returns the status and the body of a control socket's answer; status 0 means a refused connection.
     fn ask(&self, who: Who, socket: &str, options: &[&str]) -> (u32, String) {
         let socket = format!("/run/larder/{socket}.sock");
-        let all = [
-            &[
-                "-sS",
-                "--max-time",
-                "60",
-                "--write-out",
-                "\n%{http_code}",
-                "--unix-socket",
-                &socket,
-            ],
-            options,
-        ]
-        .concat();
+        let all =
+            [&["-sS", "--max-time", "60", "--write-out", "\n%{http_code}", "--unix-socket", &socket], options].concat();
         let Output { stdout, .. } = self.command(who, Path::new("curl"), &all).output().expect("curl runs");
         let said = String::from_utf8_lossy(&stdout).into_owned();
         let (body, status) = said.rsplit_once('\n').expect("a status");
@@ -220,10 +196,7 @@ fn writers_change_and_strangers_cannot_connect() {
     let service = who(SERVICE, SERVICE, &[]);
     for (limit, who) in (1_000..).zip([ROOT, service, operator, operator_by_first_group, both]) {
         let (status, said) = change(who, "web", limit);
-        assert!(
-            status == 200 && said.contains(&limit.to_string()),
-            "{who:?}: {status} {said}"
-        );
+        assert!(status == 200 && said.contains(&limit.to_string()), "{who:?}: {status} {said}");
     }
     assert_eq!(change(HOST, "web", 7).0, 403);
     for (who, wanted) in [(ROOT, 200), (service, 200), (HOST, 403), (operator, 0), (both, 403)] {
@@ -253,10 +226,7 @@ fn readers_host_sees_all_services() {
     host.wait_for(" ready ", TEST_TIMEOUT).expect("listens");
     let metrics = || {
         let all = ["-sS", "--unix-socket", text(&socket), "http://localhost/metrics"];
-        let output = world
-            .command(MEMBER, Path::new("curl"), &all)
-            .output()
-            .expect("curl runs");
+        let output = world.command(MEMBER, Path::new("curl"), &all).output().expect("curl runs");
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     until("both VMs", || {
@@ -266,32 +236,15 @@ fn readers_host_sees_all_services() {
     });
     // The VM's file leads to its server, not to the reader's own directory.
     let metrics = metrics();
-    assert!(
-        metrics.contains("larder_host_sockets{state=\"stopped\"} 0"),
-        "{metrics}"
-    );
+    assert!(metrics.contains("larder_host_sockets{state=\"stopped\"} 0"), "{metrics}");
     let (code, said) = run_command(world.larder(MEMBER, &["status"]));
-    assert!(
-        code == Some(0) && said.contains("web") && said.contains("db"),
-        "{code:?}: {said}"
-    );
+    assert!(code == Some(0) && said.contains("web") && said.contains("db"), "{code:?}: {said}");
     let (code, said) = run_command(world.larder(MEMBER, &["status", "web"]));
     assert!(code == Some(0) && said.contains("raw"), "{code:?}: {said}");
-    let (code, said) = run_command(world.larder(
-        MEMBER,
-        &[
-            "memory",
-            "limit",
-            "--control",
-            "/run/larder/web.sock",
-            "--budget",
-            "1GiB",
-        ],
-    ));
-    assert!(
-        code == Some(2) && said.contains("this client may only read"),
-        "{code:?}: {said}"
+    let (code, said) = run_command(
+        world.larder(MEMBER, &["memory", "limit", "--control", "/run/larder/web.sock", "--budget", "1GiB"]),
     );
+    assert!(code == Some(2) && said.contains("this client may only read"), "{code:?}: {said}");
     let stranger = who(STRANGER, STRANGER, &[]);
     let (_, said) = run_command(world.larder(stranger, &["status"]));
     assert!(!said.contains("web") && !said.contains("db"), "{said}");

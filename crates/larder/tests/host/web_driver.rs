@@ -22,9 +22,7 @@ impl Browser {
         let mut command = Command::new("nice");
         command.args(["-n", "19", "chromedriver", &format!("--port={port}")]);
         let driver = Process::start(command).expect("starts");
-        driver
-            .wait_for("started successfully", TEST_TIMEOUT)
-            .expect("it listens");
+        driver.wait_for("started successfully", TEST_TIMEOUT).expect("it listens");
         let profile = super::temp_dir_on_tmpfs();
         let options = json!({"args": [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -37,15 +35,8 @@ impl Browser {
         }}});
         let sessions = format!("http://127.0.0.1:{port}/session");
         let told = post(&sessions, &wanted);
-        let id = told["sessionId"]
-            .as_str()
-            .unwrap_or_else(|| panic!("no session: {told}"))
-            .to_owned();
-        Self {
-            _driver: driver,
-            session: format!("{sessions}/{id}"),
-            _profile: profile,
-        }
+        let id = told["sessionId"].as_str().unwrap_or_else(|| panic!("no session: {told}")).to_owned();
+        Self { _driver: driver, session: format!("{sessions}/{id}"), _profile: profile }
     }
 
     fn command(&self, name: &str, arguments: &Value) -> Value {
@@ -65,10 +56,7 @@ impl Browser {
     /// Logs in at the `larder host` at this URL with the token, in the form to which its pages lead.
     pub(super) fn log_in(&self, url: &str, token: &str) {
         self.open(&format!("{url}/"));
-        self.wait(
-            "the form",
-            "return location.pathname === '/login' && document.querySelector('#token') !== null;",
-        );
+        self.wait("the form", "return location.pathname === '/login' && document.querySelector('#token') !== null;");
         self.run(&format!(
             "document.querySelector('#token').value = '{token}'; document.querySelector('form button').click();"
         ));
@@ -101,22 +89,11 @@ impl Browser {
 
     /// Takes a screenshot of the whole page.
     pub(super) fn picture(&self, path: &Path) {
-        let told = self.devtools(
-            "Page.captureScreenshot",
-            &json!({"format": "png", "captureBeyondViewport": true}),
-        );
+        let told = self.devtools("Page.captureScreenshot", &json!({"format": "png", "captureBeyondViewport": true}));
         let picture = told["data"].as_str().expect("a picture");
         let encoded = path.with_extension("base64");
         std::fs::write(&encoded, picture).expect("writes");
-        run_tool(
-            "sh",
-            &[
-                "-c",
-                "base64 -d \"$0\" > \"$1\" && rm \"$0\"",
-                text(&encoded),
-                text(path),
-            ],
-        );
+        run_tool("sh", &["-c", "base64 -d \"$0\" > \"$1\" && rm \"$0\"", text(&encoded), text(path)]);
     }
 
     /// Returns the browser's console messages.
@@ -129,27 +106,13 @@ impl Browser {
 impl Drop for Browser {
     fn drop(&mut self) {
         // Deleting the session ends the browser's processes.
-        let _ = Command::new("curl")
-            .args(["-sS", "-X", "DELETE", &self.session])
-            .output();
+        let _ = Command::new("curl").args(["-sS", "-X", "DELETE", &self.session]).output();
     }
 }
 
 fn post(url: &str, body: &Value) -> Value {
     let body = body.to_string();
-    let told = run_tool(
-        "curl",
-        &[
-            "-sS",
-            "-X",
-            "POST",
-            "-H",
-            "Content-Type: application/json",
-            "--data",
-            &body,
-            url,
-        ],
-    );
+    let told = run_tool("curl", &["-sS", "-X", "POST", "-H", "Content-Type: application/json", "--data", &body, url]);
     let told: Value = serde_json::from_str(&told).expect("it is JSON");
     told["value"].clone()
 }

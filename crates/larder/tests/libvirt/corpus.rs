@@ -23,11 +23,7 @@ const MACHINE: &str = "pc-q35-";
 
 /// Domains of the corpus, by the names of their files, with attach's options.
 const CORPUS: [(&str, &str, &[&str]); 4] = [
-    (
-        "virt-install",
-        "virt-install",
-        &["--cache-dir", "/run/caches", "--cache-size", "1GiB"],
-    ),
+    ("virt-install", "virt-install", &["--cache-dir", "/run/caches", "--cache-size", "1GiB"]),
     ("many-disks", "many-disks", &[]),
     ("numa", "numa", &[]),
     ("command-line", "command-line_1.0", &[]),
@@ -50,9 +46,7 @@ fn without_version(text: &str) -> String {
 }
 
 fn corpus(file: &str) -> std::path::PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/libvirt/corpus")
-        .join(file)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/libvirt/corpus").join(file)
 }
 
 #[test]
@@ -79,9 +73,7 @@ fn attach_matches_corpus_and_detach_restores() {
         assert!(!attached.contains("mode='private'"), "{attached}");
         // libvirt can make QEMU's command line of the XML, as far as this host has what the domain needs.
         let words = host.run(&["virsh", "domxml-to-native", "qemu-argv", "--domain", name]);
-        let lacks = ["no storage pool", "hugetlbfs"]
-            .iter()
-            .any(|what| words.1.contains(what));
+        let lacks = ["no storage pool", "hugetlbfs"].iter().any(|what| words.1.contains(what));
         assert!(words.0 == Some(0) || lacks, "{file}: {}", words.1);
         let checked = host.run(&["larder", "vm", name, "--check"]);
         assert_eq!(checked.0, Some(0), "{file}: {}", checked.1);
@@ -96,32 +88,14 @@ fn detach_keeps_users_changes() {
     let host = host();
     host.define(&fs::read_to_string(corpus("many-disks.xml")).expect("the corpus"));
     let before = host.xml("many-disks");
-    host.larder(&[
-        "libvirt",
-        "attach",
-        "many-disks",
-        "--apply",
-        "--disk",
-        "vda",
-        "--disk",
-        "vdb",
-    ]);
+    host.larder(&["libvirt", "attach", "many-disks", "--apply", "--disk", "vda", "--disk", "vdb"]);
     host.virsh(&["setmaxmem", "many-disks", "1GiB", "--config"]);
     host.virsh(&["detach-disk", "many-disks", "vdb", "--config"]);
     let said = host.larder(&["libvirt", "detach", "many-disks", "--apply"]);
-    assert!(
-        said.contains("vdb: the domain no longer has this disk") && said.contains("disk vda"),
-        "{said}"
-    );
+    assert!(said.contains("vdb: the domain no longer has this disk") && said.contains("disk vda"), "{said}");
     let after = host.xml("many-disks");
-    assert!(
-        after.contains("<memory unit='KiB'>1048576</memory>") && !after.contains("vdb"),
-        "{after}"
-    );
-    assert!(
-        after.contains("<source file='/run/images/system.qcow2'>") && !after.contains("vhostuser"),
-        "{after}"
-    );
+    assert!(after.contains("<memory unit='KiB'>1048576</memory>") && !after.contains("vdb"), "{after}");
+    assert!(after.contains("<source file='/run/images/system.qcow2'>") && !after.contains("vhostuser"), "{after}");
     assert!(!after.contains("memoryBacking") && before.contains("vdb"), "{after}");
 }
 
@@ -130,16 +104,8 @@ fn detach_keeps_users_changes() {
 fn detach_refuses_dirty_killed_cache() {
     let host = host();
     host.define(&fs::read_to_string(corpus("virt-install.xml")).expect("the corpus"));
-    let attach = [
-        "libvirt",
-        "attach",
-        "virt-install",
-        "--apply",
-        "--cache-dir",
-        "/run/caches",
-        "--cache-size",
-        "64MiB",
-    ];
+    let attach =
+        ["libvirt", "attach", "virt-install", "--apply", "--cache-dir", "/run/caches", "--cache-size", "64MiB"];
     host.larder(&attach);
     // The server gets an NBD export for a client without a guest, and is then killed.
     let file = "/etc/larder/vms/virt-install.toml";
@@ -157,13 +123,5 @@ fn detach_refuses_dirty_killed_cache() {
     assert_eq!(host.xml("virt-install"), attached);
     host.larder(&["disk", "cache", "flush", "/run/caches/virt-install-vda.cache"]);
     host.works(&detach);
-    host.works(&[
-        "qemu-io",
-        "-f",
-        "qcow2",
-        "-r",
-        "-c",
-        "read -P 9 0 1M",
-        "/run/images/system.qcow2",
-    ]);
+    host.works(&["qemu-io", "-f", "qcow2", "-r", "-c", "read -P 9 0 1M", "/run/images/system.qcow2"]);
 }

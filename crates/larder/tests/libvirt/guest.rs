@@ -38,10 +38,7 @@ pub(crate) fn chain(folder: &Path) {
     let (base, over, system) = (at("base.raw"), at("over.qcow2"), at("system.qcow2"));
     run_tool("qemu-img", &["create", "-q", "-f", "raw", &base, "64M"]);
     let overlay = |below: &str, format: &str, image: &str| {
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "qcow2", "-b", below, "-F", format, image],
-        );
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-b", below, "-F", format, image]);
     };
     overlay(&base, "raw", &over);
     for (image, format, place, words) in [(&base, "raw", "60M", "BASE"), (&over, "qcow2", "61M", "OVER")] {
@@ -57,19 +54,13 @@ impl Domain {
     /// Defines the domain without starting it.
     fn new() -> Self {
         let host = Host::with_libvirtd();
-        let domain = Self {
-            host,
-            images: temp_dir_on_disk(),
-        };
+        let domain = Self { host, images: temp_dir_on_disk() };
         let folder = domain.host.folder.path();
         let made = initramfs(SCRIPT, domain.images.path()).expect("the test bed");
         copy_for_qemu(&made, &folder.join("initrd"));
         copy_for_qemu(&test_bed("vmlinuz").expect("the test bed"), &folder.join("vmlinuz"));
         chain(domain.images.path());
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "raw", &domain.image("data.raw"), "32M"],
-        );
+        run_tool("qemu-img", &["create", "-q", "-f", "raw", &domain.image("data.raw"), "32M"]);
         let xml = include_str!("guest.xml")
             .replace("FOLDER", &folder.display().to_string())
             .replace("IMAGES", &domain.images.path().display().to_string());
@@ -97,13 +88,8 @@ impl Domain {
     }
 
     fn sockets(&self) -> Vec<String> {
-        let entries = fs::read_dir(self.host.inside("/run/larder"))
-            .into_iter()
-            .flatten()
-            .flatten();
-        let mut names: Vec<String> = entries
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect();
+        let entries = fs::read_dir(self.host.inside("/run/larder")).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
         names.retain(|name| name.ends_with(".sock"));
         names.sort();
         names
@@ -144,20 +130,12 @@ fn domain_works_from_attach_to_detach() {
     assert!(!host.inside("/etc/larder").exists() && !host.inside("/var/lib/larder-libvirt").exists());
 
     host.larder(&["libvirt", "attach", "web", "--apply"]);
-    host.refused(
-        &["larder", "libvirt", "attach", "web", "--apply"],
-        &["already", "detach"],
-    );
+    host.refused(&["larder", "libvirt", "attach", "web", "--apply"], &["already", "detach"]);
     domain.starts();
     assert_eq!(domain.sockets(), ["web-vda.sock", "web-vdb.sock", "web.sock"]);
     assert!(domain.host.inside("/run/larder-hook/web").exists());
-    domain
-        .host
-        .wait_until("the guest has written", || domain.console().contains("GUEST-WROTE"));
-    host.refused(
-        &["larder", "libvirt", "detach", "web", "--apply"],
-        &["runs", "virsh shutdown web"],
-    );
+    domain.host.wait_until("the guest has written", || domain.console().contains("GUEST-WROTE"));
+    host.refused(&["larder", "libvirt", "detach", "web", "--apply"], &["runs", "virsh shutdown web"]);
 
     other_domains_are_not_served(&domain);
 
@@ -173,9 +151,7 @@ fn domain_works_from_attach_to_detach() {
     host.stop_libvirtd();
     host.works(&["sh", "-c", "kill -9 $(cut -d' ' -f2 /run/larder-hook/web)"]);
     host.start_libvirtd();
-    host.wait_until("it is served again", || {
-        host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0)
-    });
+    host.wait_until("it is served again", || host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0));
     domain.wait_for_more("GUEST-ROUND");
     assert!(host.virsh(&["domstate", "web"]).contains("running"));
 
@@ -190,9 +166,7 @@ fn domain_works_from_attach_to_detach() {
     host.larder(&["libvirt", "detach", "web", "--apply"]);
     assert_eq!(host.xml("web"), before);
     assert!(!host.inside("/etc/larder/vms/web.toml").exists());
-    let kept = fs::read_dir(host.inside("/var/lib/larder-libvirt"))
-        .expect("a folder")
-        .count();
+    let kept = fs::read_dir(host.inside("/var/lib/larder-libvirt")).expect("a folder").count();
     assert_eq!(kept, 0);
     host.refused(&["larder", "libvirt", "detach", "web"], &["Larder serves no disk"]);
 }
@@ -213,9 +187,7 @@ fn other_domains_are_not_served(domain: &Domain) {
         );
         let before = domain.log().matches("refused a connection: ").count();
         host.virsh(&["qemu-monitor-command", "other", &connect]);
-        host.wait_until("the connection is closed", || {
-            domain.log().matches("refused a connection: ").count() > before
-        });
+        host.wait_until("the connection is closed", || domain.log().matches("refused a connection: ").count() > before);
     }
     let log = domain.log();
     assert!(log.contains("is the QEMU of the domain other ("), "{log}");
@@ -239,16 +211,11 @@ fn domain_start_reports_missing_disks() {
     // A server that the user has started is used, and keeps running.
     let words = ["sh", "-c", "larder vm web >/dev/null 2>&1 & echo $! >/run/by-hand"];
     host.works(&words);
-    host.wait_until("it serves", || {
-        host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0)
-    });
+    host.wait_until("it serves", || host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0));
     domain.starts();
     host.virsh(&["destroy", "web"]);
     host.larder(&["status", "/run/larder/web.sock"]);
-    host.refused(
-        &["larder", "libvirt", "detach", "web", "--apply"],
-        &["still serves", "/run/larder/web.sock"],
-    );
+    host.refused(&["larder", "libvirt", "detach", "web", "--apply"], &["still serves", "/run/larder/web.sock"]);
     host.works(&["sh", "-c", "kill $(cat /run/by-hand)"]);
     host.wait_until("it has ended", || domain.sockets().is_empty());
 

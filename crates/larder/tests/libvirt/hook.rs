@@ -75,10 +75,7 @@ fn server_lives_from_prepare_to_release() {
     }
     // A second start changes nothing.
     assert_eq!(hook(&host, "/run/ours.xml", "web reconnect begin -"), prepared);
-    assert_eq!(
-        fs::read_to_string(host.inside("/run/larder-hook/web")).ok(),
-        Some(process)
-    );
+    assert_eq!(fs::read_to_string(host.inside("/run/larder-hook/web")).ok(), Some(process));
     assert_eq!(hook(&host, "/run/ours.xml", "web release end shutdown"), prepared);
     assert!(!is_served(&host) && !host.inside("/run/larder-hook/web").exists());
     // The VM's file does not matter for the end: the domain may have been detached.
@@ -95,23 +92,11 @@ fn apparmor_profile_allows_own_sockets() {
     let folder = "/etc/apparmor.d/libvirt";
     let uuid = "11111111-2222-3333-4444-555555555555";
     let with_uuid = xml("/run/larder/web-vda.sock").replace("</name>", &format!("</name><uuid>{uuid}</uuid>"));
-    let with_uuid = with_uuid.replace(
-        "</devices>",
-        "<disk type='vhostuser'><source type='unix' path='/run/spdk.sock'/></disk></devices>",
-    );
+    let with_uuid = with_uuid
+        .replace("</devices>", "<disk type='vhostuser'><source type='unix' path='/run/spdk.sock'/></disk></devices>");
     fs::write(host.inside("/run/ours.xml"), with_uuid).expect("writes");
-    let prepare = || {
-        assert_eq!(
-            hook(&host, "/run/ours.xml", "web prepare begin -"),
-            (Some(0), String::new())
-        )
-    };
-    let release = || {
-        assert_eq!(
-            hook(&host, "/run/ours.xml", "web release end -"),
-            (Some(0), String::new())
-        )
-    };
+    let prepare = || assert_eq!(hook(&host, "/run/ours.xml", "web prepare begin -"), (Some(0), String::new()));
+    let release = || assert_eq!(hook(&host, "/run/ours.xml", "web release end -"), (Some(0), String::new()));
     // Without AppArmor nothing is written.
     host.works(&["rm", "-rf", folder]);
     prepare();
@@ -148,14 +133,8 @@ fn only_domain_start_can_fail() {
     let host = host();
     let file = host.inside("/etc/larder/vms/web.toml");
     for (text, words) in [
-        (
-            FILE.replace("disk.raw", "none.raw"),
-            ["larder vm web", "none.raw: No such file"],
-        ),
-        (
-            FILE.replace("image", "imgae"),
-            ["/etc/larder/vms/web.toml:2:1", "did you mean 'image'"],
-        ),
+        (FILE.replace("disk.raw", "none.raw"), ["larder vm web", "none.raw: No such file"]),
+        (FILE.replace("image", "imgae"), ["/etc/larder/vms/web.toml:2:1", "did you mean 'image'"]),
     ] {
         fs::write(&file, text).expect("writes");
         let (code, said) = hook(&host, "/run/ours.xml", "web prepare begin -");
@@ -180,10 +159,7 @@ fn only_domain_start_can_fail() {
     assert!(code != Some(0) && said.contains("standard input"), "{said}");
     // If the program is missing, no domain is affected.
     fs::remove_file(host.folder.path().join("bin/larder")).expect("is there");
-    assert_eq!(
-        hook(&host, "/dev/null", "web prepare begin -"),
-        (Some(0), String::new())
-    );
+    assert_eq!(hook(&host, "/dev/null", "web prepare begin -"), (Some(0), String::new()));
 }
 
 /// The hook stops no process whose start time differs from the record, or whose record another user wrote.
@@ -204,18 +180,10 @@ fn foreign_process_is_not_stopped() {
     host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper)"]);
     // A record that another user could have written is not trusted either.
     let note = "echo process $(cat /run/sleeper) $(cut -d' ' -f22 /proc/$(cat /run/sleeper)/stat)";
-    host.works(&[
-        "sh",
-        "-c",
-        &format!("{note} >/run/larder/web.hook; rm -f /run/larder-hook/web"),
-    ]);
+    host.works(&["sh", "-c", &format!("{note} >/run/larder/web.hook; rm -f /run/larder-hook/web")]);
     assert_eq!(release(), (Some(0), String::new()));
     host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper)"]);
-    host.works(&[
-        "sh",
-        "-c",
-        "mv /run/larder/web.hook /run/larder-hook/web; chmod 777 /run/larder-hook",
-    ]);
+    host.works(&["sh", "-c", "mv /run/larder/web.hook /run/larder-hook/web; chmod 777 /run/larder-hook"]);
     let (_, said) = release();
     assert!(said.contains("others can write to it"), "{said}");
     host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper); chmod 700 /run/larder-hook"]);
@@ -231,10 +199,7 @@ fn start_waits_for_ending_server() {
         start=$(cut -d' ' -f22 /proc/$number/stat); echo $number >/run/ending
         echo process $number $start stopping >/run/larder-hook/web";
     host.works(&["sh", "-c", &format!("({script}) >/dev/null 2>&1")]);
-    assert_eq!(
-        hook(&host, "/run/ours.xml", "web prepare begin -"),
-        (Some(0), String::new())
-    );
+    assert_eq!(hook(&host, "/run/ours.xml", "web prepare begin -"), (Some(0), String::new()));
     let (code, said) = host.run(&["sh", "-c", "kill -0 $(cat /run/ending)"]);
     assert_ne!(code, Some(0), "{said}");
     assert!(is_served(&host));
@@ -250,14 +215,8 @@ fn systemd_runs_server_if_present() {
     let script = "#!/bin/sh\necho \"$*\" >>/run/told\n[ \"$1\" = is-active ] && { echo inactive; exit 3; }\n[ ! -e /run/refuse ] || { echo Job failed >&2; exit 1; }\n";
     install_script(script, &program);
     host.works(&["mkdir", "-p", "/run/systemd/system"]);
-    assert_eq!(
-        hook(&host, "/run/ours.xml", "web prepare begin -"),
-        (Some(0), String::new())
-    );
-    assert_eq!(
-        hook(&host, "/run/ours.xml", "web release end -"),
-        (Some(0), String::new())
-    );
+    assert_eq!(hook(&host, "/run/ours.xml", "web prepare begin -"), (Some(0), String::new()));
+    assert_eq!(hook(&host, "/run/ours.xml", "web release end -"), (Some(0), String::new()));
     let told = fs::read_to_string(host.inside("/run/told")).expect("was called");
     assert_eq!(
         told,
@@ -265,8 +224,5 @@ fn systemd_runs_server_if_present() {
     );
     fs::write(host.inside("/run/refuse"), "").expect("writes");
     let (code, said) = hook(&host, "/run/ours.xml", "web prepare begin -");
-    assert!(
-        code != Some(0) && said.contains("larder@web.service could not be started: Job failed"),
-        "{said}"
-    );
+    assert!(code != Some(0) && said.contains("larder@web.service could not be started: Job failed"), "{said}");
 }

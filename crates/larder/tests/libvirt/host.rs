@@ -63,21 +63,9 @@ impl Host {
         symlink(larder_path(), folder.path().join("bin/larder")).expect("a link");
         let mut command = killed_with_parent("unshare");
         command
-            .args([
-                "--mount",
-                "--propagation",
-                "private",
-                "--pid",
-                "--fork",
-                "--mount-proc",
-                "--kill-child",
-            ])
+            .args(["--mount", "--propagation", "private", "--pid", "--fork", "--mount-proc", "--kill-child"])
             .args(["--net", "--ipc", "--uts", "sh", "-c", SET_UP, "sh"])
-            .args([
-                folder.path(),
-                &project().canonicalize().expect("the project"),
-                &cached(),
-            ]);
+            .args([folder.path(), &project().canonicalize().expect("the project"), &cached()]);
         let process = Process::start(command).expect("namespaces");
         process.wait_for("SET-UP", TEST_TIMEOUT).expect("is set up");
         let init = child_of(process.id()).expect("a process in the namespaces");
@@ -127,13 +115,8 @@ impl Host {
             .args(["--mount", "--pid", "--ipc", "--uts", "--wd=/"])
             .args(more);
         let folder = self.folder.path().join("bin");
-        let path = format!(
-            "{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            folder.display()
-        );
-        command
-            .args(["env", "-u", "STATE_DIRECTORY"])
-            .arg(format!("PATH={path}"));
+        let path = format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", folder.display());
+        command.args(["env", "-u", "STATE_DIRECTORY"]).arg(format!("PATH={path}"));
         command.arg("LC_ALL=C").args(words);
         command
     }
@@ -188,11 +171,7 @@ impl Host {
     pub(crate) fn wait_until(&self, what: &str, happened: impl Fn() -> bool) {
         let begin = Instant::now();
         while !happened() {
-            assert!(
-                begin.elapsed() < GUEST_LIMIT,
-                "not within {GUEST_LIMIT:?}: {what}; {}",
-                self.process.output()
-            );
+            assert!(begin.elapsed() < GUEST_LIMIT, "not within {GUEST_LIMIT:?}: {what}; {}", self.process.output());
             std::thread::sleep(Duration::from_millis(50));
         }
     }

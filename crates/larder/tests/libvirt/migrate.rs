@@ -77,22 +77,12 @@ fn verifies(host: &Host) {
 
 /// Starts Larder on both hosts, for one move.
 fn carriers(from: &Host, to: &Host, words: &[&str]) -> [Side; 2] {
-    let receive = [
-        "larder",
-        "migrate",
-        "receive",
-        "--listen",
-        "127.0.0.1:0",
-        "--connect",
-        SOCKET,
-    ];
+    let receive = ["larder", "migrate", "receive", "--listen", "127.0.0.1:0", "--connect", SOCKET];
     let receiver = Side::listening(to.command_on_network(&receive)).expect("it listens");
     let address = receiver.address().to_string();
     let send = ["larder", "migrate", "send", "--listen", SOCKET, "--to", &address];
     let process = Process::start(from.command_on_network(&[&send, words].concat())).expect("starts");
-    process
-        .wait_for("ready to send to ", TEST_TIMEOUT)
-        .expect("it connects");
+    process.wait_for("ready to send to ", TEST_TIMEOUT).expect("it connects");
     let sender = Side { process, address: None };
     [sender, receiver]
 }
@@ -187,10 +177,7 @@ fn domain_moves_with_backing_chain() {
     there.virsh(&["destroy", "web"]);
     here.larder(&["libvirt", "detach", "web", "--apply"]);
     assert!(here.xml("web").contains("system.qcow2"), "{}", here.xml("web"));
-    run_tool(
-        "qemu-img",
-        &["check", "-q", &images.path().join("system.qcow2").display().to_string()],
-    );
+    run_tool("qemu-img", &["check", "-q", &images.path().join("system.qcow2").display().to_string()]);
 }
 
 #[test]
@@ -206,19 +193,14 @@ fn libvirt_watches_and_cancels_move() {
     };
     here.wait_until("the move has begun", || processed().is_some());
     let before = processed();
-    here.wait_until("it goes on", || {
-        processed().is_some_and(|now| before.as_ref() != Some(&now))
-    });
+    here.wait_until("it goes on", || processed().is_some_and(|now| before.as_ref() != Some(&now)));
     here.virsh(&["domjobabort", "web"]);
     let status = virsh.wait(TEST_TIMEOUT).expect("ends");
     // The error message varies: QEMU 7.2 shuts its socket before it handles the cancellation, and may report a
     // failure.
     assert!(!status.success(), "{}", virsh.output());
     let ended = sender.end().expect("ends");
-    assert!(
-        ended.0 == Some(2) && ended.1.contains("the migration did not end properly"),
-        "{ended:?}"
-    );
+    assert!(ended.0 == Some(2) && ended.1.contains("the migration did not end properly"), "{ended:?}");
     let ended = receiver.end().expect("ends");
     assert!(ended.0 == Some(2) && ended.1.contains("the sender: "), "{ended:?}");
     assert_eq!(here.virsh(&["domstate", "web"]).trim(), "running");

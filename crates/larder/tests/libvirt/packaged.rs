@@ -33,22 +33,10 @@ fn back_end_keeps_vhost_user_conventions() {
 
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let (disk, socket) = (create_image(folder.path(), 1 << 20), sockets.path().join("blk"));
-    let arguments = [
-        "--blk-file".as_ref(),
-        disk.as_path(),
-        "--socket-path".as_ref(),
-        socket.as_path(),
-    ];
+    let arguments = ["--blk-file".as_ref(), disk.as_path(), "--socket-path".as_ref(), socket.as_path()];
     let mut process = Process::start(back_end(&arguments)).expect("starts");
     process.wait_for(" serving ", TEST_TIMEOUT).expect("serves");
-    assert_io_works(
-        &mut FrontEnd::connect(&socket, Options::default()).expect("connects"),
-        1,
-    );
+    assert_io_works(&mut FrontEnd::connect(&socket, Options::default()).expect("connects"), 1);
     process.signal(libc::SIGTERM);
-    assert!(
-        process.wait(TEST_TIMEOUT).expect("ends").success(),
-        "{}",
-        process.output()
-    );
+    assert!(process.wait(TEST_TIMEOUT).expect("ends").success(), "{}", process.output());
 }

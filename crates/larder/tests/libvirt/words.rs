@@ -19,14 +19,8 @@ fn missing_libvirt_is_reported() {
     let attach = ["larder", "libvirt", "attach", "web"];
     host.refused(&attach, &["libvirt: ", "is libvirtd running"]);
     let only_larder = format!("PATH={}", host.folder.path().join("bin").display());
-    host.refused(
-        &[&["env", &only_larder], &attach[..]].concat(),
-        &["there is no virsh", "libvirt-clients"],
-    );
-    host.refused(
-        &["larder", "libvirt", "attach", "web", "--cache-size", "1G"],
-        &["--cache-dir"],
-    );
+    host.refused(&[&["env", &only_larder], &attach[..]].concat(), &["there is no virsh", "libvirt-clients"]);
+    host.refused(&["larder", "libvirt", "attach", "web", "--cache-size", "1G"], &["--cache-dir"]);
     host.refused(&["larder", "libvirt"], &["attach", "detach"]);
 }
 
@@ -35,21 +29,14 @@ fn unsuitable_domain_is_refused_with_advice() {
     let host = Host::with_libvirtd();
     host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
     let attach = |name: &str, options: &[&str], words: &[&str]| {
-        host.refused(
-            &[&["larder", "libvirt", "attach", name, "--apply"], options].concat(),
-            words,
-        );
+        host.refused(&[&["larder", "libvirt", "attach", name, "--apply"], options].concat(), words);
     };
     attach("none", &[], &["none", "virsh list --all"]);
     host.refused(&["larder", "libvirt", "detach", "none"], &["none", "virsh list --all"]);
     attach("web", &["--connect", "foo:///bar"], &["--connect"]);
 
     host.define(&domain("no-disk", &DISK.replace("vda' bus='virtio", "sda' bus='sata")));
-    attach(
-        "no-disk",
-        &[],
-        &["no disk that Larder can serve", "sda: it is on the sata bus"],
-    );
+    attach("no-disk", &[], &["no disk that Larder can serve", "sda: it is on the sata bus"]);
     host.define(&domain("my vm", DISK));
     attach("my vm", &[], &["'my vm' is not a valid name", "virsh domrename"]);
     let private = DISK.to_owned()
@@ -60,34 +47,14 @@ fn unsuitable_domain_is_refused_with_advice() {
     host.define(&domain("web", DISK));
     let before = host.xml("web");
     attach("web", &["--disk", "vdx"], &["no disk vdx", "vda"]);
-    attach(
-        "web",
-        &["--cache-dir", "/run/none", "--cache-size", "1GiB"],
-        &["/run/none", "no such directory"],
-    );
-    host.works(&[
-        "sh",
-        "-c",
-        "mkdir -p /etc/larder/vms; echo '# mine' >/etc/larder/vms/web.toml",
-    ]);
+    attach("web", &["--cache-dir", "/run/none", "--cache-size", "1GiB"], &["/run/none", "no such directory"]);
+    host.works(&["sh", "-c", "mkdir -p /etc/larder/vms; echo '# mine' >/etc/larder/vms/web.toml"]);
     attach("web", &[], &["/etc/larder/vms/web.toml exists", "move it away"]);
-    assert_eq!(
-        fs::read_to_string(host.inside("/etc/larder/vms/web.toml"))
-            .ok()
-            .as_deref(),
-        Some("# mine\n")
-    );
+    assert_eq!(fs::read_to_string(host.inside("/etc/larder/vms/web.toml")).ok().as_deref(), Some("# mine\n"));
     assert_eq!(host.xml("web"), before);
     host.refused(&["larder", "libvirt", "detach", "web"], &["nothing to detach"]);
 
-    let nobody = [
-        "setpriv",
-        "--reuid=65534",
-        "--regid=65534",
-        "--clear-groups",
-        "env",
-        "HOME=/nonexistent",
-    ];
+    let nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "HOME=/nonexistent"];
     let words = ["larder", "libvirt", "attach", "web", "--connect", "qemu:///system"];
     host.refused(&[&nobody[..], &words].concat(), &["root"]);
 }
@@ -100,10 +67,7 @@ fn running_domain_is_not_disturbed() {
     fs::write(host.folder.path().join("brief.xml"), domain("brief", DISK)).expect("writes");
     let path = host.folder.path().join("brief.xml");
     host.virsh(&["create", "--paused", path.to_str().expect("UTF-8")]);
-    host.refused(
-        &["larder", "libvirt", "attach", "brief", "--apply"],
-        &["brief is transient", "virsh define"],
-    );
+    host.refused(&["larder", "libvirt", "attach", "brief", "--apply"], &["brief is transient", "virsh define"]);
     host.virsh(&["destroy", "brief"]);
 
     host.define(&domain("web", DISK));
@@ -116,10 +80,7 @@ fn running_domain_is_not_disturbed() {
     host.virsh(&["destroy", "web"]);
     host.virsh(&["start", "--paused", "web"]);
     host.larder(&["status", "/run/larder/web.sock"]);
-    host.refused(
-        &["larder", "libvirt", "detach", "web", "--apply"],
-        &["runs", "Larder serves its disk vda"],
-    );
+    host.refused(&["larder", "libvirt", "detach", "web", "--apply"], &["runs", "Larder serves its disk vda"]);
     host.virsh(&["destroy", "web"]);
     host.larder(&["libvirt", "detach", "web", "--apply"]);
     host.virsh(&["start", "--paused", "web"]);
@@ -178,15 +139,9 @@ fn renamed_domain_can_be_detached() {
     let before = host.xml("web");
     host.larder(&["libvirt", "attach", "web", "--apply", "--disk", "vda"]);
     host.virsh(&["domrename", "web", "site"]);
-    host.refused(
-        &["larder", "libvirt", "attach", "site", "--apply"],
-        &["disk vda of domain site", "detach"],
-    );
+    host.refused(&["larder", "libvirt", "attach", "site", "--apply"], &["disk vda of domain site", "detach"]);
     host.larder(&["libvirt", "detach", "site", "--apply"]);
-    assert_eq!(
-        host.xml("site"),
-        before.replace("<name>web</name>", "<name>site</name>")
-    );
+    assert_eq!(host.xml("site"), before.replace("<name>web</name>", "<name>site</name>"));
     assert!(!host.inside("/etc/larder/vms/web.toml").exists());
 }
 
@@ -220,14 +175,9 @@ fn killed_attach_or_detach_is_completed() {
     let virsh = host.folder.path().join("bin/virsh");
     let script = "#!/bin/sh\ncase \" $* \" in *' define '*) echo 'error: no such thing' >&2; exit 1;; esac\nexec /usr/bin/virsh \"$@\"\n";
     install_script(script, &virsh);
-    host.refused(
-        &[&["larder"], &attach[..]].concat(),
-        &["the domain is unchanged", "no such thing"],
-    );
+    host.refused(&[&["larder"], &attach[..]].concat(), &["the domain is unchanged", "no such thing"]);
     assert!(!host.inside("/etc/larder/vms/web.toml").exists());
-    let kept = fs::read_dir(host.inside("/var/lib/larder-libvirt"))
-        .expect("a folder")
-        .count();
+    let kept = fs::read_dir(host.inside("/var/lib/larder-libvirt")).expect("a folder").count();
     assert_eq!(kept, 0);
     assert_eq!(host.xml("web"), before);
 }
@@ -243,8 +193,7 @@ qemu-img create -q -f qcow2 -o data_file=data.raw with-data.qcow2 1M";
     host.works(&["sh", "-ec", images]);
     let disk = |source: &str, inside: &str| {
         let image = format!("/run/{source}.qcow2'/>{inside}");
-        DISK.replace("type='raw'", "type='qcow2'")
-            .replace("/run/disk.raw'/>", &image)
+        DISK.replace("type='raw'", "type='qcow2'").replace("/run/disk.raw'/>", &image)
     };
     fn attach<'a>(name: &'a str, options: &[&'a str]) -> Vec<&'a str> {
         [&["larder", "libvirt", "attach", name], options].concat()
@@ -257,10 +206,7 @@ qemu-img create -q -f qcow2 -o data_file=data.raw with-data.qcow2 1M";
     let line = "backing = [{ image = \"/run/base.raw\", format = \"raw\" }]";
 
     host.define(&domain("silent", &disk("top", "")));
-    host.refused(
-        &attach("silent", &["--apply"]),
-        &["does not name", "--trust-image", line],
-    );
+    host.refused(&attach("silent", &["--apply"]), &["does not name", "--trust-image", line]);
     let said = host.larder(&attach("silent", &["--trust-image"])[1..]);
     assert!(said.contains(line), "{said}");
 

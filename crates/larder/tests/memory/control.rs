@@ -29,10 +29,7 @@ fn control_socket_reports_changes_and_detaches() {
     assert_eq!((status, &told["size"]), (200, &(64 * MIB).into()));
     let (status, said) = patch(&fixture, "{\"budget\": 41943040}");
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
-    assert_eq!(
-        (status, &told["budget"], &told["compressed"]["limit"]),
-        (200, &(40 * MIB).into(), &(20 * MIB).into())
-    );
+    assert_eq!((status, &told["budget"], &told["compressed"]["limit"]), (200, &(40 * MIB).into(), &(20 * MIB).into()));
     for (body, code, why) in [
         ("", 400, "{\"budget\":1073741824}"),
         ("{\"budget\": -1}", 400, "-1"),
@@ -40,30 +37,14 @@ fn control_socket_reports_changes_and_detaches() {
         ("{\"budgett\": 41943040}", 400, "budgett"),
         ("[", 400, "{\"budget\":1073741824}"),
         ("{\"budget\": 1}", 409, "a budget of 1 B is too small"),
-        (
-            "{\"budget\": 41943040, \"compressed\": 41943040}",
-            409,
-            "leave too little of a budget of",
-        ),
+        ("{\"budget\": 41943040, \"compressed\": 41943040}", 409, "leave too little of a budget of"),
         ("{\"budget\": 18446744073709551615}", 200, ""),
-        (
-            "{\"compressed\": 18446744073709551615}",
-            409,
-            "leave too little of a budget of",
-        ),
+        ("{\"compressed\": 18446744073709551615}", 409, "leave too little of a budget of"),
         ("{\"budget\": 41943040, \"compressed\": 0}", 200, ""),
         ("{\"range\": {\"least\": 1}}", 400, "least"),
         ("{\"range\": {\"min\": [1]}}", 400, "list"),
-        (
-            "{\"range\": {\"min\": 31457280, \"low\": 20971520}}",
-            409,
-            "min of 30 MiB is above its low of 20 MiB",
-        ),
-        (
-            "{\"range\": {\"min\": 50331648}}",
-            409,
-            "a budget of 40 MiB is below its min of 48 MiB",
-        ),
+        ("{\"range\": {\"min\": 31457280, \"low\": 20971520}}", 409, "min of 30 MiB is above its low of 20 MiB"),
+        ("{\"range\": {\"min\": 50331648}}", 409, "a budget of 40 MiB is below its min of 48 MiB"),
         ("{\"range\": {\"min\": 20971520}}", 200, "{\"min\":20971520}"),
         ("{\"range\": {}}", 200, "\"range\":null"),
         ("{}", 200, ""),
@@ -88,13 +69,7 @@ fn control_socket_reports_changes_and_detaches() {
     let (status, said) = curl(&fixture, &["-X", "POST", DETACH]);
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!((status, &told["detached"]), (200, &true.into()));
-    assert!(
-        pager
-            .process
-            .wait(crate::support::TEST_TIMEOUT)
-            .expect("ends")
-            .success()
-    );
+    assert!(pager.process.wait(crate::support::TEST_TIMEOUT).expect("ends").success());
     fixture.works();
     fixture.verify();
 }

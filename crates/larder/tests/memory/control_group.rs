@@ -57,11 +57,7 @@ impl ControlGroup {
     }
 
     pub(crate) fn used(&self) -> u64 {
-        let file = if self.is_unified {
-            "memory.current"
-        } else {
-            "memory.usage_in_bytes"
-        };
+        let file = if self.is_unified { "memory.current" } else { "memory.usage_in_bytes" };
         self.read(file).trim().parse().expect("a number")
     }
 

@@ -33,11 +33,7 @@ fn wait_for_disk(pager: &Pager, disk: usize, bytes: u64) {
 /// Without `--encrypt off` no page and no key can be found on the disk.
 #[test]
 fn swap_disk_is_readable_only_unencrypted() {
-    for (encrypt, is_readable) in [
-        (&["--encrypt", "off"][..], true),
-        (&["--encrypt", "on"], false),
-        (&[], false),
-    ] {
+    for (encrypt, is_readable) in [(&["--encrypt", "off"][..], true), (&["--encrypt", "on"], false), (&[], false)] {
         let (folder, disk) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
         let mut holder = Holder::start();
         let path = disk.path().join("swap");
@@ -154,9 +150,7 @@ fn damaged_key_loses_pages_never_corrupts() {
     assert!(lost.len() > 2000 && lost.len() < 11_000, "{} pages", lost.len());
     let told = pager.state().expect("answers").lost_pages;
     assert_eq!(told, lost.len() as u64);
-    let logged = pager
-        .process
-        .wait_for(" is lost, because its stored copy is damaged", TEST_TIMEOUT);
+    let logged = pager.process.wait_for(" is lost, because its stored copy is damaged", TEST_TIMEOUT);
     logged.expect("it is logged");
     pager.detach().expect("lets go");
 }
@@ -172,10 +166,7 @@ fn process_survives_kills_with_encryption() {
         verifier_command("mixed"),
         &words,
         folder.path(),
-        KillPlan {
-            count: 15,
-            burst_every: 4,
-        },
+        KillPlan { count: 15, burst_every: 4 },
         &mut Random::new(11),
     );
     assert!(report.expect("nothing was noticed").faults > 0);

@@ -14,10 +14,7 @@ fn ends_with(how: impl FnOnce(&mut Fixture)) {
     how(&mut fixture);
     let ended = pager.process.wait(TEST_TIMEOUT).expect("ends");
     let said = pager.process.output();
-    assert!(
-        ended.success() && said.contains("the process has ended"),
-        "{ended}: {said}"
-    );
+    assert!(ended.success() && said.contains("the process has ended"), "{ended}: {said}");
     assert_eq!(fixture.left(), [""; 0]);
 }
 
@@ -46,8 +43,5 @@ fn process_without_pager_can_be_killed() {
     // By now the process may wait for a page that no pager installs.
     fixture.verifier.process.kill();
     let (code, said) = fixture.ask("status");
-    assert!(
-        code == Some(2) && said.contains("no process listens") || said.contains("killed"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("no process listens") || said.contains("killed"), "{said}");
 }

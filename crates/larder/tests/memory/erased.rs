@@ -38,26 +38,14 @@ impl Disk {
     fn device() -> Self {
         let (folder, bytes) = Self::empty();
         let device = LoopDevice::new(&bytes, 512);
-        Self {
-            name: device.0.display().to_string(),
-            bytes,
-            _folder: folder,
-            _device: Some(device),
-            _server: None,
-        }
+        Self { name: device.0.display().to_string(), bytes, _folder: folder, _device: Some(device), _server: None }
     }
 
     /// Creates an export of a server that refuses to write zeroes itself.
     fn export() -> Self {
         let (folder, bytes) = Self::empty();
         let server = Server::start(&folder, &["--filter=nozero", "file", bytes.to_str().expect("UTF-8")]);
-        Self {
-            name: server.uri(),
-            bytes,
-            _folder: folder,
-            _device: None,
-            _server: Some(server),
-        }
+        Self { name: server.uri(), bytes, _folder: folder, _device: None, _server: Some(server) }
     }
 
     /// Returns the number of bytes allocated for the disk.
@@ -95,12 +83,7 @@ fn detach_erases_plain_swap_disk() {
         pager.detach().expect("it detaches");
         let content = std::fs::read(&disk.bytes).expect("the file");
         assert!(content.iter().all(|byte| *byte == 0), "{} has data", disk.name);
-        assert!(
-            disk.allocated() < 100 * MIB,
-            "{} bytes of {} are used",
-            disk.allocated(),
-            disk.name
-        );
+        assert!(disk.allocated() < 100 * MIB, "{} bytes of {} are used", disk.allocated(), disk.name);
         assert_eq!(holder.check(), NONE);
         holder.stop();
     }
@@ -112,13 +95,7 @@ fn process_end_erases_plain_swap_disk() {
     let (disk, holder, folder) = (Disk::device(), Holder::start(), temp_dir_on_tmpfs());
     let mut pager = plain_pages(&holder, folder.path(), &disk.name, &[]);
     holder.stop();
-    assert!(
-        pager
-            .process
-            .wait(crate::support::TEST_TIMEOUT)
-            .expect("it ends")
-            .success()
-    );
+    assert!(pager.process.wait(crate::support::TEST_TIMEOUT).expect("it ends").success());
     assert!(readable(&disk.bytes).is_empty());
 }
 
@@ -147,11 +124,7 @@ fn pages_of_ended_process_are_erased() {
                 pager.detach().expect("it detaches");
                 other.verify();
             }
-            assert!(
-                disk.allocated() < 100 * MIB + 300 * MIB,
-                "all of {} is written",
-                disk.name
-            );
+            assert!(disk.allocated() < 100 * MIB + 300 * MIB, "all of {} is written", disk.name);
         }
     }
 }

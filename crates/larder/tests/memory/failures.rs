@@ -56,10 +56,7 @@ fn damaged_page_on_disk_is_poisoned() {
     assert!((first..=lost.len()).contains(&told), "{told}");
     // The pages stay lost, for this pager and the next one.
     pager.process.kill();
-    let mut pager = holder
-        .attach(folder.path(), &words)
-        .start()
-        .expect("it takes the place");
+    let mut pager = holder.attach(folder.path(), &words).start().expect("it takes the place");
     assert_eq!(holder.check(), lost);
     assert_eq!(pager.state().expect("answers").lost_pages, lost.len() as u64);
     assert_eq!(holder.touch(lost[0]).signal(), Some(libc::SIGBUS));
@@ -131,10 +128,7 @@ fn failed_reads_are_retried() {
     let switch = folder.path().join("fail");
     let server = Server::start(&folder, &failing("pread", "2%", &switch).each_ref().map(String::as_str));
     let uri = server.uri();
-    let mut pager = holder
-        .attach(folder.path(), &["--swap-cache", &uri])
-        .start()
-        .expect("it attaches");
+    let mut pager = holder.attach(folder.path(), &["--swap-cache", &uri]).start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     std::fs::write(&switch, "").expect("a file");
     for _ in 0..2 {
@@ -155,15 +149,10 @@ fn unreadable_pages_are_lost_and_reported() {
     let folder = temp_dir_on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
-    let server = Server::start(
-        &folder,
-        &failing("pread", "90%", &switch).each_ref().map(String::as_str),
-    );
+    let server = Server::start(&folder, &failing("pread", "90%", &switch).each_ref().map(String::as_str));
     let uri = server.uri();
-    let mut pager = holder
-        .attach(folder.path(), &["--swap-cache", &uri, "--prefetch", "off"])
-        .start()
-        .expect("it attaches");
+    let mut pager =
+        holder.attach(folder.path(), &["--swap-cache", &uri, "--prefetch", "off"]).start().expect("it attaches");
     // Almost all pages stay in memory, so that only a few have to be waited for.
     limit(&folder, &["--budget", "44MiB", "--compressed", "2MiB"]);
     pager.wait_for_budget().expect("within the budget");
@@ -179,9 +168,7 @@ fn unreadable_pages_are_lost_and_reported() {
     let lost = holder.end_check(told);
     let state = pager.state().expect("answers");
     assert!(lost.len() >= 3 && state.lost_pages == lost.len() as u64, "{state:#?}");
-    let told = pager
-        .process
-        .wait_for(" is lost, because it cannot be read from the disk", TEST_TIMEOUT);
+    let told = pager.process.wait_for(" is lost, because it cannot be read from the disk", TEST_TIMEOUT);
     told.expect("it is told");
     let said = status(&folder);
     assert!(said.contains(&format!("{} pages\n", lost.len())), "{said}");
@@ -196,10 +183,7 @@ fn unwritable_disk_loses_nothing() {
     let folder = temp_dir_on_tmpfs();
     let mut holder = Holder::start();
     let switch = folder.path().join("fail");
-    let server = Server::start(
-        &folder,
-        &failing("pwrite", "100%", &switch).each_ref().map(String::as_str),
-    );
+    let server = Server::start(&folder, &failing("pwrite", "100%", &switch).each_ref().map(String::as_str));
     let uri = server.uri();
     let words = ["--budget", "128MiB", "--compressed", "2MiB", "--swap-cache", &uri];
     let attach = Attach::new(larder_path(), folder.path(), holder.pid(), &words);
@@ -207,19 +191,13 @@ fn unwritable_disk_loses_nothing() {
     std::fs::write(&switch, "").expect("a file");
     limit(&folder, &["--budget", "20MiB", "--compressed", "2MiB"]);
     pager.wait_until(|state| state.disks[0].failed).expect("it is given up");
-    for text in [
-        "nothing is lost; another segment is tried",
-        "the disk is not written to any more",
-    ] {
+    for text in ["nothing is lost; another segment is tried", "the disk is not written to any more"] {
         pager.process.wait_for(text, TEST_TIMEOUT).expect("it is told");
     }
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::DiskFailed));
     is_told.expect("a problem");
     let said = status(&folder);
-    assert!(
-        said.contains(", cannot be written to") && said.contains("because their disk fails"),
-        "{said}"
-    );
+    assert!(said.contains(", cannot be written to") && said.contains("because their disk fails"), "{said}");
     assert_eq!(holder.check(), NONE);
     std::fs::remove_file(&switch).expect("was there");
     pager.process.kill();
@@ -264,9 +242,7 @@ fn unreachable_server_is_awaited() {
     assert!(!state.disks[0].failed && state.lost_pages == 0, "{state:#?}");
     let _server = Server::start(&folder, &words);
     assert_eq!(holder.end_check(told), NONE);
-    let state = pager
-        .wait_until(|state| !state.disks[0].unreachable)
-        .expect("it is back");
+    let state = pager.wait_until(|state| !state.disks[0].unreachable).expect("it is back");
     assert_eq!(state.lost_pages, 0);
     pager.wait_for_budget().expect("within the budget");
     assert_eq!(holder.check(), NONE);
@@ -288,12 +264,7 @@ impl Group {
         let name = format!("larder-test-{}", std::process::id());
         let first = Path::new("/sys/fs/cgroup/memory");
         let (path, usage, limit, swap) = match first.is_dir() {
-            true => (
-                first.join(name),
-                "memory.usage_in_bytes",
-                "memory.limit_in_bytes",
-                "memory.swappiness",
-            ),
+            true => (first.join(name), "memory.usage_in_bytes", "memory.limit_in_bytes", "memory.swappiness"),
             false => {
                 let root = Path::new("/sys/fs/cgroup");
                 std::fs::write(root.join("cgroup.subtree_control"), "+memory").expect("the memory controller");
@@ -326,11 +297,7 @@ fn oom_killed_pager_loses_nothing() {
     let group = Group::new();
     let mut fixture = Fixture::with("compressible");
     let into = format!("echo $$ >{}/cgroup.procs && exec \"$@\"", group.path.display());
-    let mut pager = fixture
-        .attach(&["--budget", "1GiB"])
-        .by(&["sh", "-c", &into, "sh"])
-        .start()
-        .expect("it attaches");
+    let mut pager = fixture.attach(&["--budget", "1GiB"]).by(&["sh", "-c", &into, "sh"]).start().expect("it attaches");
     let usage = std::fs::read_to_string(group.path.join(group.usage)).expect("its use");
     let usage: u64 = usage.trim().parse().expect("a number");
     std::fs::write(group.path.join(group.limit), (usage + 3 * MIB).to_string()).expect("a limit");

@@ -24,29 +24,13 @@ fn ivshmem_region_keeps_its_pages() {
     let mut qemu = killed_with_parent("qemu-system-x86_64");
     qemu.args("-accel tcg -m 64 -nodefaults -display none -S".split(' '));
     let file = |id: &str, path: &std::path::Path, mib: u64| {
-        format!(
-            "memory-backend-file,id={id},size={mib}M,share=on,prealloc=on,mem-path={}",
-            path.display()
-        )
+        format!("memory-backend-file,id={id},size={mib}M,share=on,prealloc=on,mem-path={}", path.display())
     };
     qemu.args(["-object", &file("m", &ram, 64), "-machine", "q35,memory-backend=m"]);
-    qemu.args([
-        "-object",
-        &file("iv", &region, REGION_MIB),
-        "-device",
-        "ivshmem-plain,memdev=iv",
-    ]);
+    qemu.args(["-object", &file("iv", &region, REGION_MIB), "-device", "ivshmem-plain,memdev=iv"]);
     let mut qemu = Process::start(qemu).expect("starts");
     let swap = disk.path().join("swap").display().to_string();
-    let words = [
-        "--wait",
-        "--budget",
-        "20MiB",
-        "--swap-cache",
-        &swap,
-        "--swap-size",
-        "256MiB",
-    ];
+    let words = ["--wait", "--budget", "20MiB", "--swap-cache", &swap, "--swap-size", "256MiB"];
     let attach = Attach::new(larder_path(), folder.path(), qemu.id(), &words);
     let mut pager = attach.start().expect("it attaches");
     let state = pager.wait_for_budget().expect("within the budget");
@@ -54,15 +38,9 @@ fn ivshmem_region_keeps_its_pages() {
     let said = pager.process.output();
     assert!(said.contains("not managed") && said.contains("/region"), "{said}");
     assert_eq!(region.metadata().expect("is there").blocks() * 512, REGION_MIB * MIB);
-    assert!(
-        std::fs::read(&region).expect("is there") == content,
-        "its content has changed"
-    );
+    assert!(std::fs::read(&region).expect("is there") == content, "its content has changed");
     pager.detach().expect("it detaches");
-    assert!(
-        std::fs::read(&region).expect("is there") == content,
-        "its content has changed"
-    );
+    assert!(std::fs::read(&region).expect("is there") == content, "its content has changed");
     qemu.kill();
 }
 
@@ -79,16 +57,8 @@ fn page_touched_externally_keeps_its_content() {
     let file = File::open(holder.memfd("held")).expect("root may");
     let size = PAGES * PAGE;
     // SAFETY: a new mapping, at an address that the kernel chooses.
-    let base = unsafe {
-        rustix::mm::mmap(
-            std::ptr::null_mut(),
-            size,
-            ProtFlags::READ,
-            MapFlags::SHARED,
-            file.as_fd(),
-            0,
-        )
-    };
+    let base =
+        unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ, MapFlags::SHARED, file.as_fd(), 0) };
     let base: *const u8 = base.expect("a mapping").cast();
     let touched = (0..PAGES).filter(|page| {
         // SAFETY: the page is in the mapping, which is not longer than the file.
@@ -100,10 +70,7 @@ fn page_touched_externally_keeps_its_content() {
     assert_eq!(holder.check(), NONE);
     pager
         .process
-        .wait_for(
-            "found in memory, filled with zeros, which its stored copy replaces",
-            TEST_TIMEOUT,
-        )
+        .wait_for("found in memory, filled with zeros, which its stored copy replaces", TEST_TIMEOUT)
         .expect("it is reported");
     pager.detach().expect("it detaches");
     assert_eq!(holder.check(), NONE);

@@ -109,10 +109,7 @@ impl Memory {
         let size = PAGES * PAGE;
         // SAFETY: a new mapping, at an address that the kernel chooses.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, how, MapFlags::SHARED, file.as_fd(), 0) };
-        let memory = Self {
-            file,
-            base: base.expect("a mapping").cast(),
-        };
+        let memory = Self { file, base: base.expect("a mapping").cast() };
         (0..PAGES).for_each(|page| memory.write(page, 1));
         memory
     }
@@ -133,10 +130,7 @@ impl Memory {
         assert!(page < PAGES);
         // SAFETY: the page is in the mapping, and no other reference to it exists.
         let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };
-        words
-            .iter_mut()
-            .zip(Self::words(page, generation))
-            .for_each(|(word, is)| *word = is);
+        words.iter_mut().zip(Self::words(page, generation)).for_each(|(word, is)| *word = is);
     }
 
     fn verify_all(&self, pages: Range<usize>, generations: &[u64]) {
@@ -165,13 +159,8 @@ impl Memory {
     fn present(&self, first: usize, count: usize) -> usize {
         let mut there = vec![0_u8; count];
         // SAFETY: the pages are in the mapping, and `there` has a byte for each of them.
-        let looked = unsafe {
-            libc::mincore(
-                self.base.add(first * WORDS).cast(),
-                count * PAGE,
-                there.as_mut_ptr().cast(),
-            )
-        };
+        let looked =
+            unsafe { libc::mincore(self.base.add(first * WORDS).cast(), count * PAGE, there.as_mut_ptr().cast()) };
         assert_eq!(looked, 0);
         there.iter().filter(|byte| **byte & 1 != 0).count()
     }
@@ -183,18 +172,10 @@ fn go_through(program: &str, meanwhile: impl FnOnce(&Attach, &mut Process)) -> S
     let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
     let swap = disk.path().join("swap");
     let mut command = std::process::Command::new(std::env::current_exe().expect("this program"));
-    command
-        .args(["--ignored", "--exact", program, "--nocapture"])
-        .env(PROGRAM, "1");
+    command.args(["--ignored", "--exact", program, "--nocapture"]).env(PROGRAM, "1");
     let mut program = Process::start(command).expect("a program to manage");
     let said = program.wait_for("ready ", TEST_TIMEOUT).expect("it works");
-    let pid = said
-        .split_once("ready ")
-        .expect("its number")
-        .1
-        .trim()
-        .parse()
-        .expect("a number");
+    let pid = said.split_once("ready ").expect("its number").1.trim().parse().expect("a number");
     let swap = swap.display().to_string();
     let words = ["--budget", "20MiB", "--swap-cache", &swap, "--swap-size", "128MiB"];
     meanwhile(&Attach::new(larder_path(), folder.path(), pid, &words), &mut program);
@@ -210,9 +191,7 @@ fn gives_up_meanwhile(meanwhile: impl FnOnce(&Attach)) {
         meanwhile(attach);
         program.say("stop").expect("it reads");
     });
-    let raced = said
-        .split_once(" times, ")
-        .and_then(|(_, rest)| rest.split(' ').next()?.parse::<u64>().ok());
+    let raced = said.split_once(" times, ").and_then(|(_, rest)| rest.split(' ').next()?.parse::<u64>().ok());
     assert!(raced.is_some_and(|raced| raced > 0), "nothing came between: {said}");
 }
 

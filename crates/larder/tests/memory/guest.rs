@@ -11,22 +11,13 @@ use crate::{Alone, MIB};
 const MEMORY_MIB: u64 = 384;
 
 fn options(disk: Option<DiskIo>) -> Options {
-    Options {
-        mib: MEMORY_MIB,
-        old_mib: 32,
-        new_mib: 8,
-        disk,
-        sandbox: disk.is_none(),
-        pluggable: false,
-    }
+    Options { mib: MEMORY_MIB, old_mib: 32, new_mib: 8, disk, sandbox: disk.is_none(), pluggable: false }
 }
 
 /// Inflates or deflates the balloon until the guest has `mib` MiB of memory.
 fn balloon(monitor: &mut Monitor, mib: u64) {
     let wanted = mib * MIB;
-    monitor
-        .run("balloon", &format!("{{\"value\": {wanted}}}"))
-        .expect("there is a balloon");
+    monitor.run("balloon", &format!("{{\"value\": {wanted}}}")).expect("there is a balloon");
     for _ in 0..1200 {
         let told = monitor.run("query-balloon", "{}").expect("there is a balloon");
         let told: serde_json::Value = serde_json::from_str(&told).expect("JSON");
@@ -52,9 +43,7 @@ fn guest_survives_small_budget_balloon_reset() {
     pager.wait_for_budget().expect("within the budget");
     // The pager also works with QEMU's own sandbox.
     let during = Alone::of(guest.pid()).descriptors;
-    let userfaultfd = during
-        .values()
-        .find(|link| link.as_os_str() == "anon_inode:[userfaultfd]");
+    let userfaultfd = during.values().find(|link| link.as_os_str() == "anon_inode:[userfaultfd]");
     assert_eq!(userfaultfd, None, "{}", pager.process.output());
     guest.works(0).expect("goes on");
     assert!(pager.state().expect("answers").faults.compressed.count > 0);
@@ -68,19 +57,12 @@ fn guest_survives_small_budget_balloon_reset() {
     let mut pager = attach.start().expect("it takes the place");
     let told = guest.process.lines();
     monitor.run("system_reset", "{}").expect("resets");
-    guest
-        .process
-        .wait_for_after(told, "ROUND 1", crate::support::TEST_TIMEOUT)
-        .expect("boots again");
+    guest.process.wait_for_after(told, "ROUND 1", crate::support::TEST_TIMEOUT).expect("boots again");
     pager.wait_for_budget().expect("within the budget");
     guest.works(0).expect("goes on");
     pager.detach().expect("lets go");
     assert_eq!(Alone::of(guest.pid()).watched, 0);
-    assert_eq!(
-        Alone::of(guest.pid()).descriptors.len(),
-        before.descriptors.len() + 1,
-        "the monitor's connection only"
-    );
+    assert_eq!(Alone::of(guest.pid()).descriptors.len(), before.descriptors.len() + 1, "the monitor's connection only");
     drop(monitor);
     guest.finish().expect("all is as it was written");
 }
@@ -89,10 +71,7 @@ fn guest_survives_small_budget_balloon_reset() {
 fn hotplugged_memory_is_managed() {
     const MORE_MIB: u64 = 128;
     let (folder, images) = (temp_dir_on_tmpfs(), temp_dir_on_disk());
-    let options = Options {
-        pluggable: true,
-        ..options(None)
-    };
+    let options = Options { pluggable: true, ..options(None) };
     let guest = MemoryGuest::start(options, images.path()).expect("a guest");
     let budget = (guest.used().expect("a guest") / 5 * 4).to_string();
     let swap = images.path().join("swap").display().to_string();
@@ -108,10 +87,7 @@ fn hotplugged_memory_is_managed() {
     let module = "{\"driver\": \"pc-dimm\", \"id\": \"dimm\", \"memdev\": \"more\"}";
     monitor.run("device_add", module).expect("a memory module");
     let limit = crate::support::TEST_TIMEOUT;
-    pager
-        .process
-        .wait_for("memory was hotplugged", limit)
-        .expect("it is told");
+    pager.process.wait_for("memory was hotplugged", limit).expect("it is told");
     guest.process.wait_for("GROWN", limit).expect("it has more memory");
     guest.works(0).expect("goes on");
     let state = pager.wait_for_budget().expect("within the budget");
@@ -133,16 +109,8 @@ fn with_a_disk(io: DiskIo) {
     let guest = MemoryGuest::start(options(Some(io)), images.path()).expect("a guest");
     let (qmp, budget) = (guest.qmp(), (guest.used().expect("a guest") / 2).to_string());
     let swap = images.path().join("swap").display().to_string();
-    let words = [
-        "--qmp",
-        qmp.to_str().expect("UTF-8"),
-        "--budget",
-        &budget,
-        "--swap-cache",
-        &swap,
-        "--swap-size",
-        "1GiB",
-    ];
+    let words =
+        ["--qmp", qmp.to_str().expect("UTF-8"), "--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
     let attach = Attach::of(larder_path(), folder.path(), &words);
     let mut pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
@@ -187,10 +155,7 @@ fn served_disk_io_into_evicted_memory() {
     let pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     guest.works(0).expect("goes on");
-    assert!(
-        Alone::of(server.process.id()).watched > 0,
-        "the server's faults are told"
-    );
+    assert!(Alone::of(server.process.id()).watched > 0, "the server's faults are told");
 
     // The server's successor maps the memory anew.
     server.process.kill();
@@ -209,10 +174,7 @@ fn served_disk_io_into_evicted_memory() {
     let mut pager = attach.start().expect("it takes the place");
     guest.works(1).expect("goes on");
     let state = pager.wait_for_budget().expect("within the budget");
-    assert!(
-        state.faults.disk.count + state.faults.compressed.count > 0,
-        "{state:#?}"
-    );
+    assert!(state.faults.disk.count + state.faults.compressed.count > 0, "{state:#?}");
     pager.detach().expect("lets go");
     let alone = Alone::of(server.process.id());
     assert_eq!(alone.watched, 0);

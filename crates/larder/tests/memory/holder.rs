@@ -54,9 +54,7 @@ fn words(page: usize) -> impl Iterator<Item = u64> {
     let (mark, _) = MARK.as_chunks::<8>();
     let mark = mark.iter().map(|word| u64::from_le_bytes(*word));
     let mut random = Random::new(page as u64 + 1);
-    mark.chain([page as u64])
-        .chain(std::iter::repeat_with(move || random.below(u64::MAX)))
-        .take(WORDS)
+    mark.chain([page as u64]).chain(std::iter::repeat_with(move || random.below(u64::MAX))).take(WORDS)
 }
 
 /// Program whose memory is managed. It is no test: other tests start it.
@@ -67,12 +65,7 @@ fn holds() {
         return;
     }
     let file = match std::env::var_os(FILE) {
-        Some(path) => File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(path)
-            .expect("a file"),
+        Some(path) => File::options().read(true).write(true).create_new(true).open(path).expect("a file"),
         None => File::from(rustix::fs::memfd_create("held", MemfdFlags::CLOEXEC).expect("a memfd")),
     };
     file.set_len((PAGES * PAGE) as u64).expect("room");
@@ -171,9 +164,7 @@ impl Holder {
     pub(crate) fn map_more(&mut self) {
         let told = self.process.lines();
         self.process.say("map more").expect("it reads");
-        self.process
-            .wait_for_after(told, "mapped", TEST_TIMEOUT)
-            .expect("it has more");
+        self.process.wait_for_after(told, "mapped", TEST_TIMEOUT).expect("it has more");
     }
 
     fn command() -> Command {
@@ -197,12 +188,7 @@ impl Holder {
 
     /// Returns a pager for the program, with a budget below its memory.
     pub(crate) fn attach(&self, folder: &Path, words: &[&str]) -> Attach {
-        Attach::new(
-            larder_path(),
-            folder,
-            self.pid,
-            &[&["--budget", "20MiB", "--compressed", "2MiB"], words].concat(),
-        )
+        Attach::new(larder_path(), folder, self.pid, &[&["--budget", "20MiB", "--compressed", "2MiB"], words].concat())
     }
 
     /// Makes the program check every page, without waiting for the result.
@@ -214,10 +200,7 @@ impl Holder {
 
     /// Waits for the check's result: the pages that cannot be read. Asserts that no page has changed.
     pub(crate) fn end_check(&mut self, told: usize) -> Vec<usize> {
-        let line = self
-            .process
-            .wait_for_after(told, "checked ", TEST_TIMEOUT)
-            .expect("it goes on");
+        let line = self.process.wait_for_after(told, "checked ", TEST_TIMEOUT).expect("it goes on");
         let (_, found) = line.split_once("wrong=").expect("what was found");
         let (wrong, lost) = found.split_once(" lost=").expect("what was found");
         assert_eq!(wrong, "0", "pages are not as they were written");
@@ -259,7 +242,5 @@ pub(crate) fn readable(path: &Path) -> Vec<(usize, u64)> {
     let (words, _) = bytes.as_chunks::<8>();
     let (mark, _) = MARK.as_chunks::<8>();
     let marks = words.windows(4).enumerate().filter(|(_, found)| found[..3] == *mark);
-    marks
-        .map(|(index, found)| (u64::from_le_bytes(found[3]) as usize, index as u64 * 8))
-        .collect()
+    marks.map(|(index, found)| (u64::from_le_bytes(found[3]) as usize, index as u64 * 8)).collect()
 }

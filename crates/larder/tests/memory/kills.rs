@@ -8,10 +8,7 @@ use larder_bench::campaign::memory_kills::{self, KillPlan};
 use crate::support::{larder_path, temp_dir_on_disk, temp_dir_on_tmpfs};
 use crate::{Alone, BUDGET, verifier_command};
 
-const KILLS: KillPlan = KillPlan {
-    count: 15,
-    burst_every: 4,
-};
+const KILLS: KillPlan = KillPlan { count: 15, burst_every: 4 };
 
 /// A process sees no wrong page when pagers are killed, only pauses.
 #[test]
@@ -27,10 +24,7 @@ fn process_survives_pager_kills() {
     );
     let report = report.expect("nothing was noticed");
     assert_eq!((report.kills, report.stalls.len()), (15, 15));
-    assert!(
-        report.bursts > 0 && report.evicted > 0 && report.faults > 0,
-        "{report:?}"
-    );
+    assert!(report.bursts > 0 && report.evicted > 0 && report.faults > 0, "{report:?}");
 }
 
 #[test]
@@ -97,9 +91,7 @@ fn kill_during_attach_hinders_no_successor() {
                 || path == "/memfd:verified (deleted)"
         };
         let mut after = Alone::of(verifier.pid());
-        after
-            .descriptors
-            .retain(|number, path| before.descriptors.contains_key(number) || !is_of_handing_over(path));
+        after.descriptors.retain(|number, path| before.descriptors.contains_key(number) || !is_of_handing_over(path));
         assert_eq!(after, before);
     }
     verifier.stop().expect("all is as it was written");

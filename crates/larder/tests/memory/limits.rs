@@ -36,10 +36,7 @@ fn stall_time_is_reported() {
     fixture.works();
     let is_told = pager.wait_until(|state| state.pressure.some.avg10 > 0.0);
     let pressure = is_told.expect("somebody waits").pressure;
-    assert!(
-        pressure.some.total_us > 0 && pressure.some.avg10 <= 100.0,
-        "{pressure:?}"
-    );
+    assert!(pressure.some.total_us > 0 && pressure.some.avg10 <= 100.0, "{pressure:?}");
     // One of the program's threads only waits for commands, so not all threads stall.
     assert_eq!(pressure.full.total_us, 0, "{pressure:?}");
     let (_, said) = fixture.ask("status");
@@ -53,20 +50,11 @@ fn chosen_compressed_limit_stays() {
     let fixture = Fixture::new();
     let mut pager = fixture.start();
     let (_, said) = fixture.ask("limit --budget 40MiB --compressed 8MiB");
-    assert!(
-        said.starts_with("budget 40 MiB, of which up to 8 MiB for compressed pages; "),
-        "{said}"
-    );
+    assert!(said.starts_with("budget 40 MiB, of which up to 8 MiB for compressed pages; "), "{said}");
     let (_, said) = fixture.ask("limit --budget 36MiB");
-    assert!(
-        said.starts_with("budget 36 MiB, of which up to 8 MiB for compressed pages; "),
-        "{said}"
-    );
+    assert!(said.starts_with("budget 36 MiB, of which up to 8 MiB for compressed pages; "), "{said}");
     for (limits, why) in [
-        (
-            "--budget 4MiB",
-            "a budget of 4 MiB is too small: memory of 64 MiB needs at least 17 MiB",
-        ),
+        ("--budget 4MiB", "a budget of 4 MiB is too small: memory of 64 MiB needs at least 17 MiB"),
         (
             "--budget 20MiB --compressed 19MiB",
             "19 MiB of compressed pages leave too little of a budget of 20 MiB for the guest",

@@ -87,10 +87,7 @@ impl Fixture {
     /// Starts a program whose memory is charged to that control group.
     fn in_group(kind: &str, group: &control_group::ControlGroup) -> Self {
         let command = group.with(&verifier_command(kind));
-        Self {
-            verifier: Verifier::start(command).expect("a program to manage"),
-            folder: temp_dir_on_tmpfs(),
-        }
+        Self { verifier: Verifier::start(command).expect("a program to manage"), folder: temp_dir_on_tmpfs() }
     }
 
     fn pid(&self) -> u32 {
@@ -120,9 +117,7 @@ impl Fixture {
     /// Returns the names of the files in the directory.
     fn left(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.folder.path()).expect("a folder").flatten();
-        entries
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect()
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
     }
 
     fn alone(&self) -> Alone {
@@ -194,10 +189,7 @@ fn budget_is_kept_and_detach_restores() {
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!((code, &told["budget"]), (Some(0), &(32 * MIB).into()));
     let (code, said) = fixture.ask("status");
-    assert!(
-        code == Some(0) && said.contains("budget:           32 MiB, used "),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.contains("budget:           32 MiB, used "), "{said}");
     let (code, said) = fixture.ask("detach");
     let alone = format!("process {} is no longer managed", fixture.pid());
     assert_eq!((code, said.trim_end()), (Some(0), alone.as_str()));
@@ -244,22 +236,13 @@ fn sigterm_detaches_only_with_room() {
         fixture.folder.path().display()
     );
     let words = ["unshare", "--mount", "sh", "-c", &bind, "sh"];
-    let mut pager = fixture
-        .attach(&["--budget", BUDGET])
-        .by(&words)
-        .start()
-        .expect("it attaches");
+    let mut pager = fixture.attach(&["--budget", BUDGET]).by(&words).start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     pager.process.signal(libc::SIGTERM);
-    let refused = pager
-        .process
-        .wait_for("not detached, and the memory is still managed: ", support::TEST_TIMEOUT);
+    let refused = pager.process.wait_for("not detached, and the memory is still managed: ", support::TEST_TIMEOUT);
     assert!(refused.expect("is refused").contains("but the host has "));
     let (code, said) = fixture.ask("detach");
-    assert!(
-        code == Some(2) && said.contains("MiB free: free some first"),
-        "{code:?} {said}"
-    );
+    assert!(code == Some(2) && said.contains("MiB free: free some first"), "{code:?} {said}");
     fixture.works();
     assert!(!pager.state().expect("answers").detaching);
     std::fs::write(&full, meminfo).expect("writes");
@@ -279,10 +262,7 @@ fn file_with_two_mappings_is_managed() {
     pager.wait_for_budget().expect("within the budget");
     assert_eq!(holder.check(), holder::NONE);
     pager.process.kill();
-    let mut pager = holder
-        .attach(folder.path(), &words)
-        .start()
-        .expect("its successor attaches");
+    let mut pager = holder.attach(folder.path(), &words).start().expect("its successor attaches");
     assert_eq!(holder.check(), holder::NONE);
     pager.detach().expect("lets go");
     holder.stop();

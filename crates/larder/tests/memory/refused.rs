@@ -29,10 +29,8 @@ fn refusal_of(pid: u32) -> String {
 fn second_pager_is_refused() {
     let mut fixture = Fixture::new();
     let mut pager = fixture.start();
-    let wanted = format!(
-        "larder: process {} is already managed by another larder: detach or stop that one",
-        fixture.pid()
-    );
+    let wanted =
+        format!("larder: process {} is already managed by another larder: detach or stop that one", fixture.pid());
     let other = temp_dir_on_tmpfs();
     let attach = Attach::new(larder_path(), other.path(), fixture.pid(), &["--budget", BUDGET]);
     assert!(refusal(&attach).contains(&wanted));
@@ -50,10 +48,7 @@ fn too_small_budgets_are_refused() {
     let fixture = Fixture::new();
     let before = fixture.alone();
     for (words, wanted) in [
-        (
-            &["--budget", "16MiB"][..],
-            "larder: a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB",
-        ),
+        (&["--budget", "16MiB"][..], "larder: a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB"),
         (
             &["--budget", "32MiB", "--compressed", "31MiB"],
             "larder: 31 MiB of compressed pages leave too little of a budget of 32 MiB for the guest",
@@ -100,10 +95,7 @@ fn unsuitable_processes_are_refused() {
 /// Returns the PID of a kernel thread.
 fn kernel_thread() -> u32 {
     let comm = std::fs::read_to_string("/proc/2/comm").unwrap_or_default();
-    assert_eq!(
-        comm, "kthreadd\n",
-        "this test must not run in a container, where no thread of the kernel is seen"
-    );
+    assert_eq!(comm, "kthreadd\n", "this test must not run in a container, where no thread of the kernel is seen");
     2
 }
 
@@ -114,10 +106,7 @@ fn private_memory_error_advises_sharing() {
     let mut qemu = Process::start(qemu).expect("starts");
     qemu.wait_for("QMP", TEST_TIMEOUT).expect("runs");
     let said = refusal_of(qemu.id());
-    assert!(
-        said.contains("its memory is private") && said.contains("memory-backend-memfd,id=m"),
-        "{said}"
-    );
+    assert!(said.contains("its memory is private") && said.contains("memory-backend-memfd,id=m"), "{said}");
     qemu.kill();
 }
 
@@ -131,21 +120,11 @@ fn attach_without_rights_is_refused() {
     install_program(larder_path(), &program);
     let mut command = Command::new("setpriv");
     command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
-    command.arg(&program).args([
-        "memory",
-        "attach",
-        "--budget",
-        BUDGET,
-        "--pid",
-        &fixture.pid().to_string(),
-    ]);
+    command.arg(&program).args(["memory", "attach", "--budget", BUDGET, "--pid", &fixture.pid().to_string()]);
     let (code, said) = run_command(command);
     std::fs::remove_file(&program).expect("was there");
     drop(folder);
-    assert!(
-        code == Some(2) && said.contains(": no permission to ") && said.contains("run as root"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains(": no permission to ") && said.contains("run as root"), "{said}");
     fixture.verify();
 }
 
@@ -190,9 +169,7 @@ fn process_of_32_bits_is_refused() {
     run_tool("as", &["--32", "-o", &path("narrow.o"), &path("narrow.s")]);
     run_tool("ld", &["-m", "elf_i386", "-o", &path("narrow"), &path("narrow.o")]);
     let mut narrow = Process::start(Command::new(path("narrow"))).expect("starts");
-    narrow
-        .wait_for("ready", TEST_TIMEOUT)
-        .expect("runs; it takes a kernel with CONFIG_IA32_EMULATION");
+    narrow.wait_for("ready", TEST_TIMEOUT).expect("runs; it takes a kernel with CONFIG_IA32_EMULATION");
     let before = crate::Alone::of(narrow.id());
     let said = refusal_of(narrow.id());
     assert!(said.contains("32-bit"), "{said}");

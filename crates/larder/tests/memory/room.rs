@@ -34,12 +34,7 @@ impl Slow {
         let pager = attach.by(before).start().expect("it attaches");
         let is_there = pager.wait_until(|state| state.used <= state.budget && state.disks[0].pages > 5000);
         is_there.expect("it goes to the disk");
-        Self {
-            holder,
-            pager,
-            folder,
-            server,
-        }
+        Self { holder, pager, folder, server }
     }
 
     fn command(&self, words: &[&str]) -> Command {
@@ -62,9 +57,7 @@ impl Slow {
     }
 
     fn is_managed(&self) {
-        let state = self
-            .pager
-            .wait_until(|state| !state.detaching && state.used <= state.budget);
+        let state = self.pager.wait_until(|state| !state.detaching && state.used <= state.budget);
         state.expect("it is within its budget again");
     }
 }
@@ -80,16 +73,11 @@ fn detach_beyond_group_limit_is_refused() {
     group.limit(Some(group.used() + 16 * MIB));
     let (code, said) = fixture.ask("detach");
     let place = format!("the process's control group {} (memory.", group.folder().display());
-    assert!(
-        code == Some(2) && said.contains(&place) && said.contains("nothing was changed"),
-        "{code:?} {said}"
-    );
+    assert!(code == Some(2) && said.contains(&place) && said.contains("nothing was changed"), "{code:?} {said}");
     fixture.works();
     // A detach by a signal is refused, too.
     pager.process.signal(libc::SIGTERM);
-    let refused = pager
-        .process
-        .wait_for("not detached, and the memory is still managed: ", TEST_TIMEOUT);
+    let refused = pager.process.wait_for("not detached, and the memory is still managed: ", TEST_TIMEOUT);
     assert!(refused.expect("is refused").contains(&place));
     fixture.works();
     group.limit(None);
@@ -118,10 +106,7 @@ fn detach_stops_when_room_runs_out() {
         command.arg(slow.folder.path().join("control"));
         command
     });
-    assert!(
-        status.contains("detach:") && status.contains("control group"),
-        "{status}"
-    );
+    assert!(status.contains("detach:") && status.contains("control group"), "{status}");
     group.limit(None);
     assert_eq!(slow.holder.check(), NONE);
     slow.holder.stop();
@@ -140,10 +125,7 @@ fn signal_or_command_cancels_detach() {
     slow.pager.process.signal(libc::SIGTERM);
     slow.is_detaching();
     let (code, said) = run_command(slow.command(&["--cancel"]));
-    assert!(
-        code == Some(0) && said.contains("is still managed: cancelled"),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.contains("is still managed: cancelled"), "{said}");
     slow.is_managed();
     let (code, said) = run_command(slow.command(&["--cancel"]));
     assert!(code == Some(2) && said.contains("no detach is running"), "{said}");
@@ -161,9 +143,7 @@ fn host_of(folder: &Path, total: u64, available: u64, run: &Path) -> Vec<String>
     std::fs::write(&meminfo, text).expect("writes");
     let (meminfo, run) = (meminfo.display(), run.display());
     let bind = format!("mount --bind {meminfo} /proc/meminfo && mount --bind {run} /run && exec \"$@\"");
-    ["unshare", "--mount", "sh", "-c", &bind, "sh"]
-        .map(str::to_owned)
-        .to_vec()
+    ["unshare", "--mount", "sh", "-c", &bind, "sh"].map(str::to_owned).to_vec()
 }
 
 /// Two concurrent detaches do not count the same free memory; the claim of a killed pager ends.
@@ -173,27 +153,18 @@ fn concurrent_detaches_share_free_memory() {
     let host = host_of(shared.path(), 1024, 52, shared.path());
     let host: Vec<&str> = host.iter().map(String::as_str).collect();
     let mut fixture = Fixture::new();
-    let mut pager = fixture
-        .attach(&["--budget", BUDGET])
-        .by(&host)
-        .start()
-        .expect("it attaches");
+    let mut pager = fixture.attach(&["--budget", BUDGET]).by(&host).start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
     let mut slow = Slow::start(None, &host);
     slow.pager.process.signal(libc::SIGTERM);
     slow.is_detaching();
     let (code, said) = fixture.ask("detach");
-    assert!(
-        code == Some(2) && said.contains("are claimed by other detaches in progress"),
-        "{code:?} {said}"
-    );
+    assert!(code == Some(2) && said.contains("are claimed by other detaches in progress"), "{code:?} {said}");
     fixture.works();
     slow.pager.process.kill();
     pager.detach().expect("lets go");
     fixture.verify();
-    let attach = slow
-        .holder
-        .attach(slow.folder.path(), &["--swap-cache", &slow.server.uri()]);
+    let attach = slow.holder.attach(slow.folder.path(), &["--swap-cache", &slow.server.uri()]);
     let _pager = attach.start().expect("it takes the place");
     slow.holder.stop();
 }
@@ -239,10 +210,8 @@ fn full_tmpfs_refuses_detach_logging_once() {
     let mut filling = File::create(&filler).expect("a file");
     while filling.write_all(&[1; 4096]).is_ok() {}
     pager.process.signal(libc::SIGTERM);
-    let refused = pager
-        .process
-        .wait_for("not detached, and the memory is still managed: ", TEST_TIMEOUT)
-        .expect("is refused");
+    let refused =
+        pager.process.wait_for("not detached, and the memory is still managed: ", TEST_TIMEOUT).expect("is refused");
     let place = format!("the tmpfs {} that contains its memory's file", tmpfs.path().display());
     assert!(refused.contains(&place), "{refused}");
     assert_eq!(holder.check(), NONE);
@@ -269,11 +238,7 @@ fn attach_ignores_foreign_huge_pages() {
     std::fs::write(&path, lines.collect::<String>()).expect("writes");
     let bind = format!("mount --bind {} /proc/meminfo && exec \"$@\"", path.display());
     let words = ["unshare", "--mount", "sh", "-c", &bind, "sh"];
-    let mut pager = fixture
-        .attach(&["--budget", BUDGET])
-        .by(&words)
-        .start()
-        .expect("it attaches");
+    let mut pager = fixture.attach(&["--budget", BUDGET]).by(&words).start().expect("it attaches");
     fixture.works();
     pager.detach().expect("lets go");
     fixture.verify();
@@ -290,15 +255,9 @@ fn attach_refuses_memory_in_huge_pages() {
         said
     };
     let (said, at) = (refusal(), tmpfs.path().display().to_string());
-    assert!(
-        said.contains(&format!("its tmpfs {at} is mounted with huge=always")),
-        "{said}"
-    );
+    assert!(said.contains(&format!("its tmpfs {at} is mounted with huge=always")), "{said}");
     run_tool("mount", &["-o", "remount,huge=never", &at]);
     let said = refusal();
-    assert!(
-        said.contains("are in huge pages, of which no part can be removed safely"),
-        "{said}"
-    );
+    assert!(said.contains("are in huge pages, of which no part can be removed safely"), "{said}");
     holder.stop();
 }

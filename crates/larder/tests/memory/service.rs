@@ -26,10 +26,7 @@ const FILE: &str = "[memory]\nbudget = \"32MiB\"\npid-file = \"qemu.pid\"\n";
 
 impl Vm {
     fn new(name: &str) -> Self {
-        let vm = Self {
-            name: format!("test-{name}-{}", std::process::id()),
-            folder: temp_dir_on_tmpfs(),
-        };
+        let vm = Self { name: format!("test-{name}-{}", std::process::id()), folder: temp_dir_on_tmpfs() };
         vm.write(FILE);
         vm
     }
@@ -53,10 +50,7 @@ impl Vm {
 
     fn command(&self) -> Command {
         let mut command = killed_with_parent("env");
-        command
-            .arg(larder_path())
-            .args(["memory", "attach", "--vm"])
-            .arg(self.file());
+        command.arg(larder_path()).args(["memory", "attach", "--vm"]).arg(self.file());
         command
     }
 
@@ -114,15 +108,10 @@ fn service_manages_successive_qemus_through_kills() {
     assert_eq!(state.budget, 32 * MIB);
     first.works().expect("it works");
     let (code, said) = vm.ask("status");
-    assert!(
-        code == Some(0) && said.contains("budget:           32 MiB, used "),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.contains("budget:           32 MiB, used "), "{said}");
     // A second service changes nothing.
     let second_service = vm.serve();
-    second_service
-        .wait_for("is already managed by another larder", TEST_TIMEOUT)
-        .expect("is refused");
+    second_service.wait_for("is already managed by another larder", TEST_TIMEOUT).expect("is refused");
     ends(second_service);
     first.works().expect("it works");
     first.stop().expect("all is as it was written");
@@ -134,9 +123,7 @@ fn service_manages_successive_qemus_through_kills() {
     service.kill();
     // The guest is stalled by now, and its next pager takes over at once.
     let service = vm.serve();
-    service
-        .wait_for("in place of another pager", TEST_TIMEOUT)
-        .expect("attaches");
+    service.wait_for("in place of another pager", TEST_TIMEOUT).expect("attaches");
     second.works().expect("it works");
     vm.wait_for_budget(&service, &second);
     let before_end = Alone::of(second.pid()).watched;
@@ -153,10 +140,7 @@ fn reload_applies_budget_and_reports_rest() {
     let vm = Vm::new("reload");
     let (service, mut verifier) = (vm.serve(), vm.boot());
     vm.wait_for_budget(&service, &verifier);
-    vm.write(&FILE.replace(
-        "32MiB",
-        "40MiB\"\ncompressed = \"9MiB\"\nquarantine-ms = 3\nprefetch = \"off",
-    ));
+    vm.write(&FILE.replace("32MiB", "40MiB\"\ncompressed = \"9MiB\"\nquarantine-ms = 3\nprefetch = \"off"));
     service.signal(libc::SIGHUP);
     let state = vm.wait_until(&service, |state| state.budget == 40 * MIB);
     assert_eq!(state.compressed.limit, 9 * MIB);
@@ -166,18 +150,13 @@ fn reload_applies_budget_and_reports_rest() {
     // An invalid file changes nothing, and neither does an impossible setting.
     for (wrong, why) in [
         ("budget = \"1MiB", ": memory: a budget of 1 MiB is too small"),
-        (
-            "budget = \"16MiB",
-            "a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB",
-        ),
+        ("budget = \"16MiB", "a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB"),
         ("bugdet = \"40MiB", "unknown key 'bugdet' (did you mean 'budget'?)"),
     ] {
         let told = service.lines();
         vm.write(&FILE.replace("budget = \"32MiB", wrong));
         service.signal(libc::SIGHUP);
-        let said = service
-            .wait_for_after(told, "nothing has changed: ", TEST_TIMEOUT)
-            .expect("is told");
+        let said = service.wait_for_after(told, "nothing has changed: ", TEST_TIMEOUT).expect("is told");
         assert!(said.contains(why), "{said}");
     }
     assert_eq!(vm.state().expect("answers").budget, 40 * MIB);
@@ -229,16 +208,12 @@ fn stop_outlives_cancelled_detach_of_another() {
     let _detach = Process::start(command).expect("starts");
     vm.wait_until(&service, |state| state.detach_problem.is_some());
     service.signal(libc::SIGTERM);
-    service
-        .wait_for("detaching: all pages are being paged in", TEST_TIMEOUT)
-        .expect("begins");
+    service.wait_for("detaching: all pages are being paged in", TEST_TIMEOUT).expect("begins");
     // By the time this is answered, the service's own detach has been refused.
     let (code, said) = vm.ask("status");
     assert_eq!(code, Some(0), "{said}");
     cancel_detach(&memory_control_path(&vm.name)).expect("answers");
-    service
-        .wait_for("the detach was stopped: cancelled", TEST_TIMEOUT)
-        .expect("is logged");
+    service.wait_for("the detach was stopped: cancelled", TEST_TIMEOUT).expect("is logged");
     group.freeze(false);
     let mut service = service;
     let ended = service.wait(TEST_TIMEOUT).expect("ends");
@@ -261,15 +236,11 @@ fn successor_uses_swap_cache_of_pages() {
     vm.write(&swap("two"));
     let told = service.lines();
     service.signal(libc::SIGHUP);
-    let left = service
-        .wait_for_after(told, "swap-cache: takes", TEST_TIMEOUT)
-        .expect("is told");
+    let left = service.wait_for_after(told, "swap-cache: takes", TEST_TIMEOUT).expect("is told");
     assert!(left.contains("when this service is restarted"), "{left}");
     service.kill();
     let service = vm.serve();
-    service
-        .wait_for("in place of another pager", TEST_TIMEOUT)
-        .expect("attaches");
+    service.wait_for("in place of another pager", TEST_TIMEOUT).expect("attaches");
     verifier.works().expect("it works");
     let state = vm.state().expect("answers");
     assert!(state.disks.iter().all(|disk| disk.name.ends_with("/one")), "{state:#?}");
@@ -279,11 +250,7 @@ fn successor_uses_swap_cache_of_pages() {
     assert!(state.disks.iter().all(|disk| disk.name.ends_with("/two")), "{state:#?}");
     ends(service);
     next.stop().expect("all is as it was written");
-    assert_eq!(
-        std::fs::read_dir(disk.path()).expect("a folder").count(),
-        0,
-        "files are left"
-    );
+    assert_eq!(std::fs::read_dir(disk.path()).expect("a folder").count(), 0, "files are left");
 }
 
 /// A guest that waits for its memory gets a successor even if the VM's file has impossible settings by now.
@@ -295,13 +262,8 @@ fn stalled_guest_tolerates_impossible_config() {
     service.kill();
     vm.write(&FILE.replace("32MiB", "16MiB\"\nswap-size = \"64MiB\"\nswap-cache = \"/nosuch/swap"));
     let service = vm.serve();
-    service
-        .wait_for("in place of another pager", TEST_TIMEOUT)
-        .expect("attaches");
-    for told in [
-        "a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB",
-        "/nosuch/swap",
-    ] {
+    service.wait_for("in place of another pager", TEST_TIMEOUT).expect("attaches");
+    for told in ["a budget of 16 MiB is too small: memory of 64 MiB needs at least 17 MiB", "/nosuch/swap"] {
         assert!(service.output().contains(told), "{told}: {}", service.output());
     }
     verifier.report().expect("nothing is wrong");
@@ -378,9 +340,7 @@ fn attach_waits_for_starting_qemu() {
     let folder = temp_dir_on_tmpfs();
     let (qmp, control) = (folder.path().join("qmp"), folder.path().join("control"));
     let mut command = killed_with_parent("env");
-    command
-        .arg(larder_path())
-        .args(["memory", "attach", "--wait", "--budget", "64MiB", "--qmp"]);
+    command.arg(larder_path()).args(["memory", "attach", "--wait", "--budget", "64MiB", "--qmp"]);
     command.arg(&qmp).arg("--control").arg(&control);
     let mut pager = Process::start(command).expect("starts");
     let mut qemu = killed_with_parent("qemu-system-x86_64");
@@ -394,11 +354,7 @@ fn attach_waits_for_starting_qemu() {
     assert!(!pager.output().contains("ERROR"), "{}", pager.output());
     qemu.kill();
     let ended = pager.wait(TEST_TIMEOUT).expect("ends");
-    assert!(
-        ended.success() && pager.output().contains("the process has ended"),
-        "{}",
-        pager.output()
-    );
+    assert!(ended.success() && pager.output().contains("the process has ended"), "{}", pager.output());
     assert!(!control.exists(), "the control socket is left");
 }
 
@@ -407,20 +363,11 @@ fn attach_waits_for_starting_qemu() {
 fn waiting_attach_reports_unmanageable_process() {
     let mut cat = Process::start(Command::new("cat")).expect("starts");
     let mut command = killed_with_parent("env");
-    command
-        .arg(larder_path())
-        .args(["memory", "attach", "--wait", "--budget", "64MiB", "--pid"]);
+    command.arg(larder_path()).args(["memory", "attach", "--wait", "--budget", "64MiB", "--pid"]);
     command.arg(cat.id().to_string());
     let mut pager = Process::start(command).expect("starts");
-    pager
-        .wait_for("its memory cannot be managed", TEST_TIMEOUT)
-        .expect("is told");
-    pager
-        .wait_for(
-            "is this the process that runs the VM? (Larder will try again)",
-            TEST_TIMEOUT,
-        )
-        .expect("is told");
+    pager.wait_for("its memory cannot be managed", TEST_TIMEOUT).expect("is told");
+    pager.wait_for("is this the process that runs the VM? (Larder will try again)", TEST_TIMEOUT).expect("is told");
     cat.kill();
     assert!(pager.wait(TEST_TIMEOUT).expect("ends").success(), "{}", pager.output());
 }

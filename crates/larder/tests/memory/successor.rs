@@ -25,15 +25,8 @@ impl Tracer {
         let (stop, stopped) = mpsc::channel();
         let (began, begun) = mpsc::channel();
         let thread = thread::spawn(move || {
-            for task in std::fs::read_dir(format!("/proc/{pid}/task"))
-                .expect("procfs")
-                .flatten()
-            {
-                let tid: i32 = task
-                    .file_name()
-                    .to_str()
-                    .and_then(|name| name.parse().ok())
-                    .expect("a thread");
+            for task in std::fs::read_dir(format!("/proc/{pid}/task")).expect("procfs").flatten() {
+                let tid: i32 = task.file_name().to_str().and_then(|name| name.parse().ok()).expect("a thread");
                 // SAFETY: PTRACE_SEIZE takes no pointers.
                 let done = unsafe { libc::ptrace(libc::PTRACE_SEIZE, tid, 0_usize, 0_usize) };
                 assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
@@ -100,13 +93,8 @@ fn successor_ignores_tracer_and_external_mapping() {
     pager.wait_for_budget().expect("within the budget");
     // The end of a detach needs ptrace, so it waits for the tracer to exit.
     pager.process.signal(libc::SIGTERM);
-    let waits = |text: &Option<String>| {
-        text.as_ref()
-            .is_some_and(|why| why.contains("traces it: detach that first"))
-    };
-    let state = pager
-        .wait_until(|state| waits(&state.detach_problem))
-        .expect("it waits");
+    let waits = |text: &Option<String>| text.as_ref().is_some_and(|why| why.contains("traces it: detach that first"));
+    let state = pager.wait_until(|state| waits(&state.detach_problem)).expect("it waits");
     assert!(state.detaching, "{state:#?}");
     fixture.works();
     tracer.stop();
@@ -169,29 +157,18 @@ fn frozen_process_detaches_after_thaw() {
     let mut pager = fixture.start();
     pager.wait_for_budget().expect("within the budget");
     group.freeze(true);
-    let is_frozen = |text: &Option<String>| {
-        text.as_ref()
-            .is_some_and(|why| why.contains("is frozen by the control group"))
-    };
+    let is_frozen =
+        |text: &Option<String>| text.as_ref().is_some_and(|why| why.contains("is frozen by the control group"));
     pager.process.signal(libc::SIGTERM);
-    pager
-        .wait_until(|state| is_frozen(&state.detach_problem))
-        .expect("it waits");
+    pager.wait_until(|state| is_frozen(&state.detach_problem)).expect("it waits");
     // The waiting detach can be cancelled, too.
     let (code, said) = fixture.ask("detach --cancel");
-    assert!(
-        code == Some(0) && said.contains("is still managed: cancelled"),
-        "{said}"
-    );
-    let refused = pager
-        .process
-        .wait_for("not detached, and the memory is still managed: cancelled", TEST_TIMEOUT);
+    assert!(code == Some(0) && said.contains("is still managed: cancelled"), "{said}");
+    let refused = pager.process.wait_for("not detached, and the memory is still managed: cancelled", TEST_TIMEOUT);
     refused.expect("it is logged");
     pager.wait_for_budget().expect("within the budget");
     pager.process.signal(libc::SIGTERM);
-    pager
-        .wait_until(|state| is_frozen(&state.detach_problem))
-        .expect("it waits");
+    pager.wait_until(|state| is_frozen(&state.detach_problem)).expect("it waits");
     group.freeze(false);
     let ended = pager.process.wait(TEST_TIMEOUT).expect("ends");
     assert!(ended.success(), "{}", pager.process.output());
@@ -211,20 +188,13 @@ fn detach_reports_killed_pager() {
     pager.wait_for_budget().expect("within the budget");
     group.freeze(true);
     let mut command = Command::new(larder_path());
-    command
-        .args(["memory", "detach", "--control"])
-        .arg(fixture.path("control"));
+    command.args(["memory", "detach", "--control"]).arg(fixture.path("control"));
     let mut detach = Process::start(command).expect("starts");
-    detach
-        .wait_for("is frozen by the control group", TEST_TIMEOUT)
-        .expect("waits");
+    detach.wait_for("is frozen by the control group", TEST_TIMEOUT).expect("waits");
     pager.process.kill();
     let ended = detach.wait(TEST_TIMEOUT).expect("ends");
     let said = detach.output();
-    assert!(
-        ended.code() == Some(2) && said.contains("its pager has ended, and the guest waits"),
-        "{said}"
-    );
+    assert!(ended.code() == Some(2) && said.contains("its pager has ended, and the guest waits"), "{said}");
     group.freeze(false);
     let mut pager = fixture.start();
     fixture.works();
@@ -244,12 +214,7 @@ fn pager_has_higher_oom_score() {
         text.trim().parse().expect("a number")
     };
     let pid = pager.process.id();
-    assert!(
-        score(pid) > score(fixture.pid()),
-        "{} and {}",
-        score(pid),
-        score(fixture.pid())
-    );
+    assert!(score(pid) > score(fixture.pid()), "{} and {}", score(pid), score(fixture.pid()));
     pager.detach().expect("lets go");
     fixture.verify();
 }

@@ -62,13 +62,8 @@ fn killed_pagers_swap_cache_is_reserved() {
     // It cannot be served as a disk either.
     let socket = disk.path().join("nbd");
     let uri = format!("nbd+unix:///?socket={}", socket.display());
-    let (code, said) = run_command(disk_serve_command(&[
-        &swap.display().to_string(),
-        "--format",
-        "raw",
-        "--nbd",
-        &uri,
-    ]));
+    let (code, said) =
+        run_command(disk_serve_command(&[&swap.display().to_string(), "--format", "raw", "--nbd", &uri]));
     let wanted = format!("swap cache with memory of the running process {}", fixture.pid());
     assert!(code == Some(2) && said.contains(&wanted), "{said}");
     let mut pager = attach(&fixture, &swap, "64MiB").start().expect("it goes on");
@@ -92,9 +87,7 @@ fn vanished_swap_cache_is_recreated() {
     let mut other = Fixture::new();
     let attach = attach(&other, &swap, "64MiB");
     let waiting = Process::start(attach.command()).expect("starts");
-    waiting
-        .wait_for("in use by another process", TEST_TIMEOUT)
-        .expect("it waits");
+    waiting.wait_for("in use by another process", TEST_TIMEOUT).expect("it waits");
     first.detach().expect("it detaches");
     fixture.verify();
     waiting.wait_for(ATTACHED_TEXT, TEST_TIMEOUT).expect("it attaches");
@@ -123,12 +116,7 @@ fn swap_cache_without_space_takes_none() {
         }
     }
     // A file that has a size and no data is free to use.
-    std::fs::File::options()
-        .write(true)
-        .open(&empty)
-        .expect("opens")
-        .set_len(1 << 20)
-        .expect("a hole");
+    std::fs::File::options().write(true).open(&empty).expect("opens").set_len(1 << 20).expect("a hole");
     let mut pager = attach(&fixture, &empty, "64MiB").start().expect("it attaches");
     pager.detach().expect("it detaches");
     fixture.verify();
@@ -141,26 +129,10 @@ fn swap_cache_cannot_be_slow_store() {
     let fixture = Fixture::new();
     let path = disk.path().join("both");
     let words = path.display().to_string();
-    let both = [
-        "--swap-cache",
-        &words,
-        "--swap-size",
-        "64MiB",
-        "--slow-store",
-        &words,
-        "--slow-size",
-        "64MiB",
-    ];
-    let said = refusal(&Attach::new(
-        larder_path(),
-        disk.path(),
-        fixture.pid(),
-        &[&["--budget", BUDGET], &both[..]].concat(),
-    ));
-    assert!(
-        said.contains("is given both as the swap cache and as the slow store"),
-        "{said}"
-    );
+    let both = ["--swap-cache", &words, "--swap-size", "64MiB", "--slow-store", &words, "--slow-size", "64MiB"];
+    let said =
+        refusal(&Attach::new(larder_path(), disk.path(), fixture.pid(), &[&["--budget", BUDGET], &both[..]].concat()));
+    assert!(said.contains("is given both as the swap cache and as the slow store"), "{said}");
     assert!(!path.exists());
     fixture.verify();
 }
@@ -172,10 +144,7 @@ fn swap_file_beyond_rlimit_is_refused() {
     let swap = disk.path().join("swap");
     let mut fixture = Fixture::new();
     let said = refusal(&attach(&fixture, &swap, "64MiB").by(&["prlimit", "--fsize=8388608"]));
-    assert!(
-        said.contains("RLIMIT_FSIZE") && said.contains("give a smaller size"),
-        "{said}"
-    );
+    assert!(said.contains("RLIMIT_FSIZE") && said.contains("give a smaller size"), "{said}");
     assert!(!swap.exists(), "the file is left");
     fixture.works();
     fixture.verify();

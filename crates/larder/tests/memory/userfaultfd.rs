@@ -14,12 +14,8 @@ const REGISTER_FILES: u32 = 2;
 /// Counts the process's descriptors of a userfaultfd, of a ring, and of a ring's memory.
 fn held(fixture: &Fixture) -> [usize; 3] {
     let descriptors = fixture.alone().descriptors;
-    [
-        "anon_inode:[userfaultfd]",
-        "anon_inode:[io_uring]",
-        "/memfd:larder-ring (deleted)",
-    ]
-    .map(|wanted| descriptors.values().filter(|link| link.as_os_str() == wanted).count())
+    ["anon_inode:[userfaultfd]", "anon_inode:[io_uring]", "/memfd:larder-ring (deleted)"]
+        .map(|wanted| descriptors.values().filter(|link| link.as_os_str() == wanted).count())
 }
 
 const IN_RING: [usize; 3] = [0, 1, 1];
@@ -33,10 +29,7 @@ fn managed_process_has_no_userfaultfd() {
     let before = fixture.alone();
     let mut pager = fixture.start();
     let said = pager.process.output();
-    assert!(
-        !said.contains("keeps a userfaultfd"),
-        "Linux 6.8 and io_uring are needed: {said}"
-    );
+    assert!(!said.contains("keeps a userfaultfd"), "Linux 6.8 and io_uring are needed: {said}");
     assert_eq!(held(&fixture), IN_RING);
     for _ in 0..5 {
         pager.wait_for_budget().expect("within the budget");
@@ -90,12 +83,8 @@ fn userfaultfd_stays_where_rings_are_forbidden() {
 #[ignore = "started by other tests"]
 fn without_rings() {
     let Ok(command) = std::env::var(COMMAND) else { return };
-    let filter = |code: u32, jump_true, jump_false, k| libc::sock_filter {
-        code: code as u16,
-        jt: jump_true,
-        jf: jump_false,
-        k,
-    };
+    let filter =
+        |code: u32, jump_true, jump_false, k| libc::sock_filter { code: code as u16, jt: jump_true, jf: jump_false, k };
     let load = |offset| filter(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, offset);
     let skip_unless = |value, count| filter(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, count, value);
     let answer = |action| filter(libc::BPF_RET | libc::BPF_K, 0, 0, action);
@@ -108,17 +97,10 @@ fn without_rings() {
         answer(libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
         answer(libc::SECCOMP_RET_ALLOW),
     ];
-    let program = libc::sock_fprog {
-        len: filters.len() as u16,
-        filter: filters.as_mut_ptr(),
-    };
+    let program = libc::sock_fprog { len: filters.len() as u16, filter: filters.as_mut_ptr() };
     // SAFETY: the filter applies to this thread, which executes the other program, and outlives the call.
     let done = unsafe {
-        libc::prctl(
-            libc::PR_SET_SECCOMP,
-            libc::c_ulong::from(libc::SECCOMP_MODE_FILTER),
-            &raw const program,
-        )
+        libc::prctl(libc::PR_SET_SECCOMP, libc::c_ulong::from(libc::SECCOMP_MODE_FILTER), &raw const program)
     };
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
     let mut words = command.split(' ');

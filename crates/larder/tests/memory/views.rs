@@ -85,19 +85,15 @@ fn writes() {
     let mut guest = connect(&socket);
     let address_of = |guest: &FrontEnd, place: usize| guest.data() + (place * BLOCK) as u64;
     for place in 0..PLACES {
-        guest
-            .memory
-            .write(address_of(&guest, place), &bytes(BLOCKS + place as u64));
+        guest.memory.write(address_of(&guest, place), &bytes(BLOCKS + place as u64));
     }
     println!("\nready {}", std::process::id());
     for line in std::io::stdin().lock().lines() {
         let is_write = line.expect("what to do") == "write";
         for place in 0..DEPTH {
             // Reads use only the last slot, so that apart from it only the queue's pages are paged in.
-            let block = [Buffer {
-                address: address_of(&guest, if is_write { place } else { PLACES - 1 }),
-                len: BLOCK as u32,
-            }];
+            let block =
+                [Buffer { address: address_of(&guest, if is_write { place } else { PLACES - 1 }), len: BLOCK as u32 }];
             let sector = (place * BLOCK / 512) as u64;
             let request = match is_write {
                 true => Request::write(sector, &block),
@@ -114,11 +110,7 @@ fn writes() {
 }
 
 fn connect(socket: &Path) -> FrontEnd {
-    let options = Options {
-        indirect: true,
-        data_bytes: PLACES * BLOCK,
-        ..Options::default()
-    };
+    let options = Options { indirect: true, data_bytes: PLACES * BLOCK, ..Options::default() };
     FrontEnd::connect(socket, options).expect("a server")
 }
 
@@ -274,10 +266,7 @@ fn direct_reads_into_evicted_pages_survive() {
         std::thread::sleep(Duration::from_millis(50));
     }
     let state = pager.state().expect("answers");
-    assert!(
-        state.faults.disk.count + state.faults.compressed.count > 0,
-        "{state:#?}"
-    );
+    assert!(state.faults.disk.count + state.faults.compressed.count > 0, "{state:#?}");
     pager.detach().expect("lets go");
     assert_eq!(Alone::of(bed.server.process.id()).watched, 0);
     reader.stop().expect("all is as it was read");
@@ -303,19 +292,13 @@ fn requests_of_killed_process_are_completed() {
     pager.process.signal(libc::SIGCONT);
     let ended = pager.process.wait(TEST_TIMEOUT).expect("ends");
     let said = pager.process.output();
-    assert!(
-        ended.success() && said.contains("the process has ended"),
-        "{ended}: {said}"
-    );
+    assert!(ended.success() && said.contains("the process has ended"), "{ended}: {said}");
 
     let mut guest = connect(&bed.server.socket);
     let mut written = 0;
     for block in 0..DEPTH as u64 {
         let address = guest.data();
-        let into = [Buffer {
-            address,
-            len: BLOCK as u32,
-        }];
+        let into = [Buffer { address, len: BLOCK as u32 }];
         let id = guest.queue().add(&Request::read(block * BLOCK as u64 / 512, &into));
         guest.queue().go();
         let done = guest.queue().complete(TEST_TIMEOUT).expect("the server serves others");
@@ -324,10 +307,7 @@ fn requests_of_killed_process_are_completed() {
         let (old, new) = (bytes(block), bytes(BLOCKS + block));
         let sectors = found.chunks(512).zip(old.chunks(512).zip(new.chunks(512)));
         for (sector, (found, (old, new))) in sectors.enumerate() {
-            assert!(
-                found == old || found == new,
-                "sector {sector} of block {block} is neither old nor new"
-            );
+            assert!(found == old || found == new, "sector {sector} of block {block} is neither old nor new");
             written += usize::from(found == new);
         }
     }

@@ -45,9 +45,7 @@ fn session_survives_cut_connections() {
 #[test]
 fn session_survives_one_cut_connection() {
     for number in 0..3 {
-        goes_on(Between::start(), 1_000_000, |between| {
-            between.relay.cut_connection(number)
-        });
+        goes_on(Between::start(), 1_000_000, |between| between.relay.cut_connection(number));
     }
 }
 
@@ -107,11 +105,7 @@ fn over_and_over(words: [&[&str]; 2], seed: u64, cuts: usize) {
         is_cut.then(|| Box::new(Cutter(bytes + 1)) as Box<dyn Tamper>)
     };
     let mut between = Waiting::start(words[1]).joined_by(words[0], tamper);
-    let streams = [
-        main_channel(PAGES),
-        test_pattern(5, 6_000_000),
-        test_pattern(6, 300_001),
-    ];
+    let streams = [main_channel(PAGES), test_pattern(5, 6_000_000), test_pattern(6, 300_001)];
     let answers = test_pattern(9, 400_000);
     let sources = streams.clone().map(|_| between.source());
     let destinations = streams.clone().map(|_| between.destination());
@@ -120,10 +114,8 @@ fn over_and_over(words: [&[&str]; 2], seed: u64, cuts: usize) {
         .zip(&streams)
         .map(|(source, stream)| write(source.try_clone().expect("a socket"), stream.clone()))
         .collect();
-    let received: Vec<_> = destinations
-        .iter()
-        .map(|destination| Received::from(destination.try_clone().expect("a socket")))
-        .collect();
+    let received: Vec<_> =
+        destinations.iter().map(|destination| Received::from(destination.try_clone().expect("a socket"))).collect();
     let answered = write(destinations[2].try_clone().expect("a socket"), answers.clone());
     let mut heard = vec![0; answers.len()];
     if let Err(error) = (&sources[2]).read_exact(&mut heard) {
@@ -207,14 +199,8 @@ fn session_ends_cleanly_despite_cuts() {
                 Way::There => crate::wire::HELLO_BYTES,
                 Way::Back => crate::wire::WELCOME_BYTES,
             };
-            (number == 0 && going == way).then(|| {
-                Box::new(CutAt {
-                    kind,
-                    after,
-                    before: Vec::new(),
-                    greeting,
-                }) as Box<dyn Tamper>
-            })
+            (number == 0 && going == way)
+                .then(|| Box::new(CutAt { kind, after, before: Vec::new(), greeting }) as Box<dyn Tamper>)
         };
         let mut between = Waiting::start(&[]).joined_by(&[], tamper);
         carries(&mut between, 200);
@@ -233,10 +219,7 @@ fn lost_link_fails_after_patience() {
     between.relay.stall();
     let [sender, receiver] = between.fail();
     assert!(sender.contains("and could not be restored within 1 s: "), "{sender}");
-    assert!(
-        receiver.contains("and the sender did not reconnect within 1 s"),
-        "{receiver}"
-    );
+    assert!(receiver.contains("and the sender did not reconnect within 1 s"), "{receiver}");
     assert!(was_closed(&source));
     let received = received.end();
     assert!(received.len() < stream.len() && stream.starts_with(&received));
@@ -271,10 +254,7 @@ fn restarted_receiver_rejects_old_session() {
     let text = "and cannot be re-established: the receiver refuses: there is no such session here: this receiver was restarted";
     assert!(said.contains(text), "{said}");
     assert!(was_closed(&source));
-    second
-        .process
-        .wait_for("refused: there is no such session here", TEST_TIMEOUT)
-        .expect("it says so");
+    second.process.wait_for("refused: there is no such session here", TEST_TIMEOUT).expect("it says so");
 }
 
 #[test]
@@ -299,16 +279,9 @@ fn lost_link_is_shown_in_status() {
     between.relay.cut();
     when("link lost, reconnecting for ");
     let state: serde_json::Value = serde_json::from_str(&status(&["--output", "json"])).expect("JSON");
-    assert!(
-        state["link"]["lost_seconds"].as_f64() >= Some(0.0) && state["link"]["losses"] == 1,
-        "{state}"
-    );
+    assert!(state["link"]["lost_seconds"].as_f64() >= Some(0.0) && state["link"]["losses"] == 1, "{state}");
     between.relay.release();
-    between
-        .sender
-        .process
-        .wait_for(IS_BACK, TEST_TIMEOUT)
-        .expect("it says so");
+    between.sender.process.wait_for(IS_BACK, TEST_TIMEOUT).expect("it says so");
     when("lost once");
     assert!(!status(&[]).contains("link lost"));
     carries(&mut between, 200);
@@ -317,17 +290,11 @@ fn lost_link_is_shown_in_status() {
 /// Checks a move by post-copy whose connections are cut around the switch-over, a fraction of a second in which a
 /// connection that is lost for good would kill the guest.
 fn goes_over_by_post_copy(release: Release) {
-    let load = Load {
-        kind: "random",
-        ..Load::default()
-    };
+    let load = Load { kind: "random", ..Load::default() };
     let machine = Machine::new(release, MEMORY_MIB, &load).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
     let mut destination = machine.incoming().expect("QEMU starts");
-    let settings = Settings {
-        postcopy: true,
-        ..Settings::default()
-    };
+    let settings = Settings { postcopy: true, ..Settings::default() };
     let path = |name: &str| machine.folder().join(name);
     for vm in [&mut source, &mut destination] {
         vm.prepare(&settings).expect("QEMU takes it");
@@ -335,13 +302,8 @@ fn goes_over_by_post_copy(release: Release) {
     destination.listen(&path("qemu")).expect("QEMU waits");
     let mut receiver = Side::receiver(larder_path(), &path("qemu"), &[]).expect("it listens");
     let relay = Relay::start(receiver.address()).expect("a port");
-    let mut sender = Side::sender(
-        larder_path(),
-        &path("sender"),
-        relay.address(),
-        &["--bandwidth", "48MiB"],
-    )
-    .expect("it connects");
+    let mut sender =
+        Side::sender(larder_path(), &path("sender"), relay.address(), &["--bandwidth", "48MiB"]).expect("it connects");
     source.migrate(&path("sender")).expect("QEMU begins");
     source.wait_for_migration(&["active"]).expect("it goes on");
     source.ask("migrate-start-postcopy", &json!({})).expect("it may");

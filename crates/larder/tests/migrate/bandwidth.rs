@@ -15,10 +15,7 @@ fn bandwidth_limit_is_kept() {
     carries_on(&mut between, &stream, || writer.join().expect("written"));
     let seconds = begun.elapsed().as_secs_f64();
     let carried = between.relay.carried();
-    assert!(
-        carried >= stream.len() as u64,
-        "{carried} bytes for what cannot become less"
-    );
+    assert!(carried >= stream.len() as u64, "{carried} bytes for what cannot become less");
     // The lanes' initial allowance is sent at once, and the last frames need not be waited for.
     let allowed = (seconds * 4.0 + 1.5) * MIB as f64;
     assert!(carried as f64 <= allowed, "{carried} bytes in {seconds} s");

@@ -61,12 +61,7 @@ impl Session {
     }
 
     fn begin(&mut self) {
-        let Self {
-            stage,
-            between,
-            stream,
-            qemu,
-        } = self;
+        let Self { stage, between, stream, qemu } = self;
         let len = if *stage == Stage::Begun { 100 } else { stream.len() };
         if *stage == Stage::Middle {
             between.relay.hold_at(2_000_000);
@@ -78,18 +73,11 @@ impl Session {
         let received = (*stage != Stage::Full).then(|| Received::from(destination.try_clone().expect("a socket")));
         match (*stage, &received) {
             (Stage::Middle, _) => between.relay.wait_until_held(TEST_TIMEOUT).expect("it carries so much"),
-            (Stage::Full, _) => between
-                .relay
-                .wait_until_full(WINDOW - (600 << 10), TEST_TIMEOUT)
-                .expect("so much"),
+            (Stage::Full, _) => between.relay.wait_until_full(WINDOW - (600 << 10), TEST_TIMEOUT).expect("so much"),
             (_, Some(received)) => received.wait_for(len),
             _ => {}
         }
-        *qemu = Some(Qemu {
-            source,
-            destination,
-            received,
-        });
+        *qemu = Some(Qemu { source, destination, received });
     }
 
     /// Asserts that both sides fail, and that both QEMUs' ends are closed. Returns the output of sender and receiver.
@@ -98,19 +86,9 @@ impl Session {
         let Some(qemu) = self.qemu else { return said };
         assert!(was_closed(&qemu.source), "{:?}", self.stage);
         let received = qemu.received.unwrap_or_else(|| Received::from(qemu.destination)).end();
-        assert!(
-            self.stream.starts_with(&received),
-            "{:?}: other bytes arrived",
-            self.stage
-        );
+        assert!(self.stream.starts_with(&received), "{:?}: other bytes arrived", self.stage);
         let all = received.len() == self.stream.len();
-        assert_eq!(
-            all,
-            self.stage == Stage::Last,
-            "{:?}: {} bytes",
-            self.stage,
-            received.len()
-        );
+        assert_eq!(all, self.stage == Stage::Last, "{:?}: {} bytes", self.stage, received.len());
         said
     }
 }
@@ -133,47 +111,27 @@ const NETWORK: &str = "nothing was received from the other side for 10 s: its ho
 
 #[test]
 fn killed_sender_is_noticed_at_once() {
-    breaks(
-        &STAGES,
-        |session| session.between.sender.process.kill(),
-        &[],
-        &[CUT_OFF],
-    );
+    breaks(&STAGES, |session| session.between.sender.process.kill(), &[], &[CUT_OFF]);
 }
 
 #[test]
 fn killed_receiver_is_noticed_at_once() {
     let lane = "the connection to the receiver: ";
-    breaks(
-        &STAGES,
-        |session| session.between.receiver.process.kill(),
-        &[CUT_OFF, lane],
-        &[],
-    );
+    breaks(&STAGES, |session| session.between.receiver.process.kill(), &[CUT_OFF, lane], &[]);
 }
 
 #[test]
 fn cut_connections_fail_both_ends() {
     let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
     breaks(&STAGES, |session| session.between.relay.cut(), &texts, &texts);
-    breaks(
-        &STAGES,
-        |session| session.between.relay.cut_connection(0),
-        &texts,
-        &texts,
-    );
+    breaks(&STAGES, |session| session.between.relay.cut_connection(0), &texts, &texts);
 }
 
 #[test]
 fn cut_idle_lane_is_noticed() {
     let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
     for lane in [1, 2] {
-        breaks(
-            &STAGES,
-            |session| session.between.relay.cut_connection(lane),
-            &texts,
-            &texts,
-        );
+        breaks(&STAGES, |session| session.between.relay.cut_connection(lane), &texts, &texts);
     }
 }
 
@@ -181,14 +139,7 @@ fn cut_idle_lane_is_noticed() {
 fn silent_network_is_given_up() {
     std::thread::scope(|scope| {
         for stage in STAGES {
-            scope.spawn(move || {
-                breaks(
-                    &[stage],
-                    |session| session.between.relay.stall(),
-                    &[NETWORK],
-                    &[NETWORK],
-                )
-            });
+            scope.spawn(move || breaks(&[stage], |session| session.between.relay.stall(), &[NETWORK], &[NETWORK]));
         }
     });
 }
@@ -202,10 +153,7 @@ fn destination_exit_is_a_failure() {
         session.between.relay.release();
         // The source keeps sending until it gets the failure; at the later stage it already is.
         if session.stage == Stage::Begun {
-            write(
-                qemu.source.try_clone().expect("a socket"),
-                session.stream[100..].to_vec(),
-            );
+            write(qemu.source.try_clone().expect("a socket"), session.stream[100..].to_vec());
         }
     };
     breaks(&[Stage::Begun, Stage::Middle], ends, &[text], &[text]);

@@ -48,12 +48,7 @@ struct Changer {
 
 impl Changer {
     fn new(how: How) -> Self {
-        Self {
-            how,
-            passed: 0,
-            held: Vec::new(),
-            kept: Vec::new(),
-        }
+        Self { how, passed: 0, held: Vec::new(), kept: Vec::new() }
     }
 
     fn byte(&mut self, byte: u8, out: &mut Vec<u8>) {
@@ -143,9 +138,7 @@ fn carried(change: &Change) -> bool {
     let stream = main_channel(PAGES);
     // The damaged message may be one that precedes the stream.
     let source = between.source_unless_over();
-    let writer = source
-        .as_ref()
-        .map(|source| write(source.try_clone().expect("a socket"), stream.clone()));
+    let writer = source.as_ref().map(|source| write(source.try_clone().expect("a socket"), stream.clone()));
     let received = between.destination_unless_over().map(|destination| {
         let received = Received::from(destination.try_clone().expect("a socket"));
         let source = writer.expect("it was opened").join().expect("written");
@@ -164,11 +157,7 @@ fn carried(change: &Change) -> bool {
 /// Asserts that with each of these changes on a lane not everything arrives.
 fn are_found_out(all: impl IntoIterator<Item = How>) {
     for how in all {
-        let change = Change {
-            connection: LANE,
-            way: Way::There,
-            how,
-        };
+        let change = Change { connection: LANE, way: Way::There, how };
         assert!(!carried(&change), "{how:?}");
     }
 }
@@ -179,10 +168,7 @@ fn flipped_lane_bit_ends_session() {
     let mut random = Random::new(5);
     let first = HELLO_BYTES..HELLO_BYTES + FRAME_BYTES;
     let random = (0..40).map(|_| HELLO_BYTES + random.below(4_000_000) as usize);
-    are_found_out(first.step_by(3).chain(random).map(|at| How::Flip {
-        at,
-        bit: (at % 8) as u8,
-    }));
+    are_found_out(first.step_by(3).chain(random).map(|at| How::Flip { at, bit: (at % 8) as u8 }));
 }
 
 #[test]
@@ -190,24 +176,12 @@ fn lost_or_repeated_bytes_end_session() {
     let at = HELLO_BYTES;
     are_found_out([
         How::Lose { at, count: 1 },
-        How::Lose {
-            at: at + 10,
-            count: FRAME_BYTES,
-        },
-        How::Lose {
-            at: 1_000_000,
-            count: 1,
-        },
-        How::Lose {
-            at: 1_000_001,
-            count: 100_000,
-        },
+        How::Lose { at: at + 10, count: FRAME_BYTES },
+        How::Lose { at: 1_000_000, count: 1 },
+        How::Lose { at: 1_000_001, count: 100_000 },
         How::Repeat { at, count: 1 },
         How::Repeat { at: at + 60, count: 8 },
-        How::Repeat {
-            at: 2_000_000,
-            count: 4096,
-        },
+        How::Repeat { at: 2_000_000, count: 4096 },
         How::End { at: at + 1 },
         How::End { at: at + FRAME_BYTES },
         How::End { at: 1_000_000 },
@@ -237,11 +211,7 @@ fn damaged_control_message_ends_session() {
                 // A message with a damaged length is missed only after some seconds, so the cases run concurrently.
                 scope.spawn(move || {
                     for how in [How::Flip { at, bit: 1 }, How::Lose { at, count: 3 }] {
-                        carried(&Change {
-                            connection: CONTROL,
-                            way,
-                            how,
-                        });
+                        carried(&Change { connection: CONTROL, way, how });
                     }
                 });
             }
@@ -251,9 +221,6 @@ fn damaged_control_message_ends_session() {
     carried(&Change {
         connection: CONTROL,
         way: Way::There,
-        how: How::Repeat {
-            at: HELLO_BYTES + MESSAGE_BYTES,
-            count: MESSAGE_BYTES,
-        },
+        how: How::Repeat { at: HELLO_BYTES + MESSAGE_BYTES, count: MESSAGE_BYTES },
     });
 }

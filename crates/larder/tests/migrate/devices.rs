@@ -24,11 +24,8 @@ fn carried(words: &[&str]) -> String {
     // The sender runs in the chroot, and loads the library there.
     let folder = temp_dir_on_tmpfs();
     let in_chroot = folder.path().join("larder");
-    let script = format!(
-        "#!/bin/sh\nexec {}/testbed/debian13.sh {} \"$@\"\n",
-        project().display(),
-        larder_path().display()
-    );
+    let script =
+        format!("#!/bin/sh\nexec {}/testbed/debian13.sh {} \"$@\"\n", project().display(), larder_path().display());
     install_script(&script, &in_chroot);
     let words = [&["--bandwidth", "8MiB"], words].concat();
     let mut between = Waiting::start(&[]).joined_with(&in_chroot, &words);

@@ -38,14 +38,8 @@ done
 /// Returns a host that serves this image, with a cache in this mode.
 pub(crate) fn host(image: &Path, mode: &str) -> Host {
     let image = image.to_str().expect("UTF-8");
-    Host::new(
-        larder_path(),
-        (image, "qcow2"),
-        mode,
-        temp_dir_on_tmpfs(),
-        temp_dir_on_disk(),
-    )
-    .expect("its folders are there")
+    Host::new(larder_path(), (image, "qcow2"), mode, temp_dir_on_tmpfs(), temp_dir_on_disk())
+        .expect("its folders are there")
 }
 
 pub(crate) fn disk(of: &Host) -> DiskState {
@@ -77,8 +71,7 @@ pub(crate) fn image(folder: &TempDir) -> PathBuf {
 
 /// Waits until the guest has rewritten and verified all slots.
 fn works_for_a_round(vm: &Vm) {
-    vm.wait_for_console("TICK", 2 * PLACES as usize)
-        .expect("it goes on, and finds what it wrote");
+    vm.wait_for_console("TICK", 2 * PLACES as usize).expect("it goes on, and finds what it wrote");
 }
 
 /// Moves the guest with its disk to the other host, and returns it there.
@@ -203,9 +196,7 @@ fn move_survives_kills_of_its_processes() {
     server_here = serve(&here, &[]);
     assert!(!disk(&here).away);
     // Kills the mover and the server once the disk is open nowhere, or already at the destination.
-    server_here
-        .wait_for("its image is closed", TEST_TIMEOUT)
-        .expect("it leaves");
+    server_here.wait_for("its image is closed", TEST_TIMEOUT).expect("it leaves");
     mover.kill();
     server_here.kill();
     let _server_here = serve(&here, &[]);
@@ -242,9 +233,7 @@ fn restarted_host_knows_whose_disk() {
     let receiver = receive(&there, &gone);
     let mut mover = Process::start(send(&here, &guest, &receiver, &["--bandwidth", "8MiB"])).expect("starts");
     mover.wait_for("round 1", TEST_TIMEOUT).expect("it has begun");
-    [&mut mover, &mut guest.process, &mut server_here]
-        .into_iter()
-        .for_each(Process::kill);
+    [&mut mover, &mut guest.process, &mut server_here].into_iter().for_each(Process::kill);
     here.boots().expect("its folder can be emptied");
     server_here = serve(&here, &[]);
     assert!(!disk(&here).away && disk(&there).away);
@@ -256,12 +245,8 @@ fn restarted_host_knows_whose_disk() {
     let destination = there.incoming(&machine).expect("QEMU starts");
     let receiver = receive(&there, &destination);
     mover = Process::start(send(&here, &guest, &receiver, &[])).expect("starts");
-    server_there
-        .wait_for("its image is open", TEST_TIMEOUT)
-        .expect("it takes it");
-    [&mut mover, &mut guest.process, &mut server_here]
-        .into_iter()
-        .for_each(Process::kill);
+    server_there.wait_for("its image is open", TEST_TIMEOUT).expect("it takes it");
+    [&mut mover, &mut guest.process, &mut server_here].into_iter().for_each(Process::kill);
     here.boots().expect("its folder can be emptied");
     let server_here = serve(&here, &[]);
     works_for_a_round(&destination);
@@ -277,10 +262,7 @@ fn restarted_host_knows_whose_disk() {
 fn nbd_disk_has_one_writing_host() {
     let storage = temp_dir_on_disk();
     let file = storage.path().join("web.raw");
-    File::create(&file)
-        .expect("makes it")
-        .set_len(64 << 20)
-        .expect("makes room");
+    File::create(&file).expect("makes it").set_len(64 << 20).expect("makes room");
     let (socket, log) = (storage.path().join("nbd"), storage.path().join("log"));
     let mut export = killed_with_parent("nbdkit");
     export.args(["-f", "-U"]).arg(&socket).args(["--filter=log", "file"]);
@@ -292,14 +274,8 @@ fn nbd_disk_has_one_writing_host() {
     }
     let uri = format!("nbd+unix:///?socket={}", socket.display());
     let [here, there] = ["wb", "wt"].map(|mode| {
-        Host::new(
-            larder_path(),
-            (&uri, "raw"),
-            mode,
-            temp_dir_on_tmpfs(),
-            temp_dir_on_disk(),
-        )
-        .expect("its folders are there")
+        Host::new(larder_path(), (&uri, "raw"), mode, temp_dir_on_tmpfs(), temp_dir_on_disk())
+            .expect("its folders are there")
     });
     // QEMU 7.2 never notices again that a server has exited, once one has while QEMU waited for its VM.
     let machine = machine(Release::Debian13);
@@ -314,9 +290,7 @@ fn nbd_disk_has_one_writing_host() {
     mover.wait_for("round 1", TEST_TIMEOUT).expect("it has begun");
     server_here.kill();
     server_here = serve(&here, &[]);
-    server_here
-        .wait_for("its image is closed", TEST_TIMEOUT)
-        .expect("it leaves");
+    server_here.wait_for("its image is closed", TEST_TIMEOUT).expect("it leaves");
     mover.kill();
     server_there.kill();
     server_there = serve(&there, &[]);
@@ -402,18 +376,9 @@ fn postcopy_with_served_disk_is_refused() {
 #[test]
 fn disk_move_campaign_finds_no_loss() {
     let storage = temp_dir_on_disk();
-    let choice = DiskOptions {
-        format: Some(Format::Qcow2),
-        nbd: false,
-        folder: storage.path().to_owned(),
-    };
-    let faults = [
-        Fault::KillServer,
-        Fault::KillServerThere,
-        Fault::KillReceiver,
-        Fault::KillHost,
-        Fault::KillHostThere,
-    ];
+    let choice = DiskOptions { format: Some(Format::Qcow2), nbd: false, folder: storage.path().to_owned() };
+    let faults =
+        [Fault::KillServer, Fault::KillServerThere, Fault::KillReceiver, Fault::KillHost, Fault::KillHostThere];
     // With this seed most kills come while the disk is open nowhere, or just opened at the destination. QEMU's
     // multifd channels are not used, because QEMU 10 sometimes hangs with them when a move fails.
     let mut random = Random::new(7003);

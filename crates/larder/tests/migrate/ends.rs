@@ -73,11 +73,7 @@ impl Waiting {
         let incoming = UnixListener::bind(folder.path().join("qemu")).expect("a socket");
         incoming.set_nonblocking(true).expect("a socket");
         let receiver = Side::receiver(larder_path(), &folder.path().join("qemu"), words).expect("it listens");
-        Self {
-            folder,
-            incoming,
-            receiver,
-        }
+        Self { folder, incoming, receiver }
     }
 
     /// Starts a receiver that gives up root for this user, with further arguments. QEMU runs as the user if `is_his`
@@ -100,11 +96,7 @@ impl Waiting {
         let user = user.to_string();
         let words = [&["--user", &user], words].concat();
         let receiver = Side::receiver(larder_path(), &path, &words).expect("it listens");
-        Self {
-            folder,
-            incoming,
-            receiver,
-        }
+        Self { folder, incoming, receiver }
     }
 
     /// Returns true if no connection to QEMU was made.
@@ -120,12 +112,7 @@ impl Waiting {
     /// Returns the output of a sender with these arguments, which must be refused.
     pub(crate) fn refuses(&self, words: &[&str]) -> String {
         let to = self.receiver.address().to_string();
-        let (code, said) = run_command(send_command(
-            larder_path(),
-            &self.folder.path().join("refused"),
-            &to,
-            words,
-        ));
+        let (code, said) = run_command(send_command(larder_path(), &self.folder.path().join("refused"), &to, words));
         assert_eq!(code, Some(2), "{said}");
         assert!(!said.contains("ready to send"), "{said}");
         said
@@ -288,19 +275,13 @@ impl Received {
 
     /// Returns received data that consists of these bytes only.
     pub(crate) fn of(bytes: Vec<u8>) -> Self {
-        Self {
-            state: Arc::new((Mutex::new(bytes), Condvar::new())),
-            thread: std::thread::spawn(|| {}),
-        }
+        Self { state: Arc::new((Mutex::new(bytes), Condvar::new())), thread: std::thread::spawn(|| {}) }
     }
 
     /// Waits until this many bytes were received.
     pub(crate) fn wait_for(&self, count: usize) {
         let bytes = self.state.0.lock().expect("whole");
-        let waited = self
-            .state
-            .1
-            .wait_timeout_while(bytes, TEST_TIMEOUT, |bytes| bytes.len() < count);
+        let waited = self.state.1.wait_timeout_while(bytes, TEST_TIMEOUT, |bytes| bytes.len() < count);
         let (bytes, timeout) = waited.expect("whole");
         assert!(!timeout.timed_out(), "{} of {count} bytes came", bytes.len());
     }

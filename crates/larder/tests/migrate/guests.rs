@@ -45,20 +45,13 @@ impl Way {
         // Without patience, so that a failure is final.
         let words = [&["--lanes", "2", "--patience", "0"], words].concat();
         let sender = Side::sender(larder_path(), &machine.folder().join("sender"), relay.address(), &words);
-        Self {
-            destination,
-            receiver,
-            relay,
-            sender: sender.expect("it connects"),
-        }
+        Self { destination, receiver, relay, sender: sender.expect("it connects") }
     }
 
     /// Prepares a migration at this stage.
     fn at(stage: Stage, machine: &Machine, source: &mut Vm) -> Self {
-        let settings = Settings {
-            pause_before_switchover: matches!(stage, Stage::Stopped | Stage::Sent),
-            ..Settings::default()
-        };
+        let settings =
+            Settings { pause_before_switchover: matches!(stage, Stage::Stopped | Stage::Sent), ..Settings::default() };
         let way = Self::new(machine, source, &settings, &[]);
         match stage {
             Stage::Begun => way.relay.hold_at(1_000_000),
@@ -69,9 +62,7 @@ impl Way {
         match stage {
             Stage::Begun | Stage::Middle => way.relay.wait_until_held(TEST_TIMEOUT).expect("so much comes"),
             Stage::Stopped | Stage::Sent => {
-                source
-                    .wait_for_migration(&["pre-switchover"])
-                    .expect("it gets that far");
+                source.wait_for_migration(&["pre-switchover"]).expect("it gets that far");
             }
         }
         if stage == Stage::Sent {
@@ -92,9 +83,7 @@ impl Way {
             // already.
             let _ = source.ask("migrate-continue", &json!({"state": "pre-switchover"}));
         }
-        source
-            .wait_for_migration(&["failed", "cancelled"])
-            .expect("it gives up");
+        source.wait_for_migration(&["failed", "cancelled"]).expect("it gives up");
         source.works().expect("the guest goes on");
         assert_eq!(source.run_state().expect("answers"), "running");
         for side in [&mut self.sender, &mut self.receiver] {
@@ -102,10 +91,7 @@ impl Way {
             assert!(code.is_none_or(|code| code == 2), "{stage:?}: {code:?} {said}");
         }
         let console = self.destination.console();
-        assert!(
-            !console.contains("TICK"),
-            "{stage:?}: it ran at the destination: {console}"
-        );
+        assert!(!console.contains("TICK"), "{stage:?}: it ran at the destination: {console}");
         if let Ok(state) = self.destination.run_state() {
             assert_ne!(state, "running", "{stage:?}");
         }
@@ -201,10 +187,7 @@ fn guest_never_runs_from_partial_state() {
 fn interrupted_postcopy_resumes_through_new_pair() {
     let machine = Machine::new(Release::Debian13, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
-    let settings = Settings {
-        postcopy: true,
-        ..Settings::default()
-    };
+    let settings = Settings { postcopy: true, ..Settings::default() };
     let mut way = Way::new(&machine, &mut source, &settings, &["--bandwidth", "16MiB"]);
     source.migrate(&machine.folder().join("sender")).expect("QEMU begins");
     source.wait_for_migration(&["active"]).expect("it goes on");
@@ -217,20 +200,14 @@ fn interrupted_postcopy_resumes_through_new_pair() {
         assert_eq!(code, Some(2), "{said}");
     }
     source.wait_for_migration(&["postcopy-paused"]).expect("it waits");
-    way.destination
-        .wait_for_migration(&["postcopy-paused"])
-        .expect("it waits");
+    way.destination.wait_for_migration(&["postcopy-paused"]).expect("it waits");
     assert_ne!(source.run_state().expect("answers"), "running");
     let (again, sender) = (machine.folder().join("again"), machine.folder().join("sender"));
     let uri = |path: &std::path::Path| format!("unix:{}", path.display());
-    way.destination
-        .ask("migrate-recover", &json!({"uri": uri(&again)}))
-        .expect("it may");
+    way.destination.ask("migrate-recover", &json!({"uri": uri(&again)})).expect("it may");
     let mut receiver = Side::receiver(larder_path(), &again, &[]).expect("it listens");
     let mut other = Side::sender(larder_path(), &sender, receiver.address(), &[]).expect("it connects");
-    source
-        .ask("migrate", &json!({"uri": uri(&sender), "resume": true}))
-        .expect("it may");
+    source.ask("migrate", &json!({"uri": uri(&sender), "resume": true})).expect("it may");
     source.wait_for_migration(&["completed"]).expect("it moves");
     way.destination.verifies().expect("its memory is right");
     for side in [&mut other, &mut receiver] {

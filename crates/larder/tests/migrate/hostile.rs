@@ -77,10 +77,7 @@ fn bad_sender(text: &str, does: impl Fn(&Sender)) {
     }
     drop(sender);
     let (code, said) = waiting.receiver.end().expect("it ends");
-    assert!(
-        code == Some(2) && said.contains(text),
-        "not '{text}', but {code:?}:\n{said}"
-    );
+    assert!(code == Some(2) && said.contains(text), "not '{text}', but {code:?}:\n{said}");
     assert_eq!(received.end(), FIRST, "{text}");
 }
 
@@ -106,10 +103,7 @@ fn frames_outside_window_are_refused() {
         sender.send(0, &Frame::literal(2, 100, b"behind a gap"));
     });
     bad_sender("the sender sent data of channel 4", |sender| {
-        let frame = Frame {
-            channel: 4,
-            ..next(1, b"of no channel")
-        };
+        let frame = Frame { channel: 4, ..next(1, b"of no channel") };
         sender.send(0, &frame);
     });
     bad_sender("of channel 0, of which it may send up to ", |sender| {
@@ -122,24 +116,16 @@ fn frames_outside_window_are_refused() {
 #[test]
 fn frames_out_of_order_are_refused() {
     for (number, lane) in [(0, 0), (0, 1), (1 << 40, 0), (u64::MAX, 1)] {
-        bad_sender(&format!("frame {number} is out of order"), |sender| {
-            sender.send(lane, &next(number, b"again"))
-        });
+        bad_sender(&format!("frame {number} is out of order"), |sender| sender.send(lane, &next(number, b"again")));
     }
     bad_sender("frame 3 is out of order", |sender| {
         sender.send(0, &Frame::literal(5, 100, b"behind a gap"));
         sender.send(0, &Frame::literal(3, 200, b"behind a gap"));
     });
-    bad_sender(
-        "a frame's header: the order is 1, and may be that of a frame of at least one byte",
-        |sender| {
-            let frame = Frame {
-                after: 2,
-                ..next(1, b"after a later one")
-            };
-            sender.send(0, &frame);
-        },
-    );
+    bad_sender("a frame's header: the order is 1, and may be that of a frame of at least one byte", |sender| {
+        let frame = Frame { after: 2, ..next(1, b"after a later one") };
+        sender.send(0, &frame);
+    });
 }
 
 #[test]
@@ -155,41 +141,11 @@ fn frames_that_decode_wrongly_are_refused() {
         ..next(1, b"")
     };
     let wrong: [(&str, Frame); 9] = [
-        (
-            "frame 1: the decoded data has the checksum ",
-            Frame {
-                raw_crc: 5,
-                ..next(1, b"changed")
-            },
-        ),
-        (
-            "frame 1: the decoded data has the checksum ",
-            Frame {
-                raw_crc: crc32c(&[8; 4096]),
-                ..stored.clone()
-            },
-        ),
-        (
-            "frame 1: ",
-            Frame {
-                raw: 9,
-                ..next(1, b"shorter")
-            },
-        ),
-        (
-            "frame 1: ",
-            Frame {
-                operations: vec![1, 99],
-                ..next(1, b"longer")
-            },
-        ),
-        (
-            "frame 1: ",
-            Frame {
-                operations: vec![0x55],
-                ..next(1, b"unknown")
-            },
-        ),
+        ("frame 1: the decoded data has the checksum ", Frame { raw_crc: 5, ..next(1, b"changed") }),
+        ("frame 1: the decoded data has the checksum ", Frame { raw_crc: crc32c(&[8; 4096]), ..stored.clone() }),
+        ("frame 1: ", Frame { raw: 9, ..next(1, b"shorter") }),
+        ("frame 1: ", Frame { operations: vec![1, 99], ..next(1, b"longer") }),
+        ("frame 1: ", Frame { operations: vec![0x55], ..next(1, b"unknown") }),
         (
             "frame 1: ",
             Frame {
@@ -197,30 +153,10 @@ fn frames_that_decode_wrongly_are_refused() {
                 ..next(1, b"endless")
             },
         ),
-        (
-            "frame 1: unknown method number 77",
-            Frame {
-                method: 77,
-                ..stored.clone()
-            },
-        ),
+        ("frame 1: unknown method number 77", Frame { method: 77, ..stored.clone() }),
         // With 1 MiB of delta memory there are 256 slots.
-        (
-            "frame 1: ",
-            Frame {
-                operations: vec![4, 1, 0x80, 4],
-                ..stored.clone()
-            },
-        ),
-        (
-            "frame 1: ",
-            Frame {
-                operations: vec![5, 1, 0],
-                pages: Vec::new(),
-                deltas: vec![0xff; 9],
-                ..stored.clone()
-            },
-        ),
+        ("frame 1: ", Frame { operations: vec![4, 1, 0x80, 4], ..stored.clone() }),
+        ("frame 1: ", Frame { operations: vec![5, 1, 0], pages: Vec::new(), deltas: vec![0xff; 9], ..stored.clone() }),
     ];
     for (text, frame) in &wrong {
         bad_sender(text, |sender| sender.send(0, frame));
@@ -240,34 +176,25 @@ fn frames_that_decode_wrongly_are_refused() {
             say(&sender.lanes[0], &bytes);
         });
     }
-    bad_sender("a frame's header: the order is 1", |sender| {
-        sender.send(0, &next(1, b""))
-    });
+    bad_sender("a frame's header: the order is 1", |sender| sender.send(0, &next(1, b"")));
 }
 
 #[test]
 fn invalid_sender_messages_are_refused() {
     let whole = FIRST.len() as u64;
-    bad_sender(
-        "the sender sent Open of channel 0 with 0 and 0 bytes, which violates the protocol",
-        |sender| sender.tell(OPEN, 0),
-    );
-    bad_sender("the end of channel 0 at 13 bytes", |sender| {
-        sender.tell(CLOSE, whole - 1)
+    bad_sender("the sender sent Open of channel 0 with 0 and 0 bytes, which violates the protocol", |sender| {
+        sender.tell(OPEN, 0)
     });
+    bad_sender("the end of channel 0 at 13 bytes", |sender| sender.tell(CLOSE, whole - 1));
     bad_sender("the end of channel 0 at 14 bytes", |sender| {
         sender.tell(CLOSE, whole);
         sender.tell(CLOSE, whole);
     });
-    bad_sender("the sender sent END while channel 0 is open", |sender| {
-        sender.tell(END, 0)
-    });
+    bad_sender("the sender sent END while channel 0 is open", |sender| sender.tell(END, 0));
     for kind in [DELIVERED, RETURN, CLOSED, RECEIVED] {
         bad_sender(", which violates the protocol", |sender| sender.tell(kind, 1));
     }
-    bad_sender("the sender sent data of channel 4", |sender| {
-        say(&sender.control, &message(OPEN, 4, 0, b""))
-    });
+    bad_sender("the sender sent data of channel 4", |sender| say(&sender.control, &message(OPEN, 4, 0, b"")));
     bad_sender("larder: the sender: it \u{fffd} says so [2J", |sender| {
         say(&sender.control, &message(FAILED, 0, 0, b"it \xff says so\x1b[2J"));
     });
@@ -275,9 +202,7 @@ fn invalid_sender_messages_are_refused() {
 
 #[test]
 fn malformed_messages_are_refused() {
-    bad_sender("a control message: the magic is ", |sender| {
-        say(&sender.control, &[0x20; 24])
-    });
+    bad_sender("a control message: the magic is ", |sender| say(&sender.control, &[0x20; 24]));
     bad_sender("a control message: the kind is 11", |sender| sender.tell(11, 0));
     bad_sender("a control message: its checksum is ", |sender| {
         let mut bytes = message(NOTE, 0, 0, b"a note");
@@ -320,41 +245,13 @@ fn invalid_receiver_greetings_are_refused() {
         }
     };
     for (at, value, text) in [
-        (
-            0,
-            &b"HTTP/1.1"[..],
-            "the answer of the receiver: the other side does not speak Larder's migration protocol",
-        ),
-        (
-            8,
-            &[2],
-            "the other side speaks version 2 of Larder's migration protocol, this one 1",
-        ),
-        (
-            40,
-            &[0; 4],
-            "the answer of the receiver: the window is 0, and may be at least a frame (278528)",
-        ),
-        (
-            44,
-            &[0; 2],
-            "the answer of the receiver: the number of lanes is 0, and may be 1 to 64",
-        ),
-        (
-            44,
-            &[65, 0],
-            "the answer of the receiver: the number of lanes is 65, and may be 1 to 64",
-        ),
-        (
-            46,
-            &[0; 2],
-            "the answer of the receiver: the number of channels is 0, and may be 1 to 256",
-        ),
-        (
-            46,
-            &[1, 1],
-            "the answer of the receiver: the number of channels is 257, and may be 1 to 256",
-        ),
+        (0, &b"HTTP/1.1"[..], "the answer of the receiver: the other side does not speak Larder's migration protocol"),
+        (8, &[2], "the other side speaks version 2 of Larder's migration protocol, this one 1"),
+        (40, &[0; 4], "the answer of the receiver: the window is 0, and may be at least a frame (278528)"),
+        (44, &[0; 2], "the answer of the receiver: the number of lanes is 0, and may be 1 to 64"),
+        (44, &[65, 0], "the answer of the receiver: the number of lanes is 65, and may be 1 to 64"),
+        (46, &[0; 2], "the answer of the receiver: the number of channels is 0, and may be 1 to 256"),
+        (46, &[1, 1], "the answer of the receiver: the number of channels is 257, and may be 1 to 256"),
     ] {
         let said = greets(changed(at, value));
         assert!(said.contains(text), "not '{text}', but {said}");
@@ -371,15 +268,9 @@ fn invalid_receiver_greetings_are_refused() {
     let said = greets(refusal(9, b"no\x1b[2J\nok"));
     assert!(said.contains("larder: the receiver refuses: no [2J ok"), "{said:?}");
     let said = greets(refusal(1025, &[b'a'; 1025]));
-    assert!(
-        said.contains("the length of the reason is 1025, and may be at most 1024"),
-        "{said}"
-    );
+    assert!(said.contains("the length of the reason is 1025, and may be at most 1024"), "{said}");
     let said = greets(|| welcome()[..30].to_vec());
-    assert!(
-        said.contains("the answer of the receiver: the other side has closed the connection"),
-        "{said}"
-    );
+    assert!(said.contains("the answer of the receiver: the other side has closed the connection"), "{said}");
     let said = greets(|| {
         let mut bytes = welcome();
         bytes[20] ^= 1;
@@ -416,10 +307,7 @@ fn bad_receiver(text: &str, says: &[Vec<u8>]) {
     drop(sockets);
     let status = process.wait(TEST_TIMEOUT).expect("it ends");
     let said = process.output();
-    assert!(
-        status.code() == Some(2) && said.contains(text),
-        "not '{text}', but {status}: {said}"
-    );
+    assert!(status.code() == Some(2) && said.contains(text), "not '{text}', but {status}: {said}");
     assert!(was_closed(&source));
 }
 
@@ -449,14 +337,8 @@ fn invalid_receiver_messages_are_refused() {
         "the receiver confirms 0 frames of lane 1; the valid range is 0 to 0",
         &[message(RECEIVED, 1, 0, b"")],
     );
-    bad_receiver(
-        "the other side confirms 2 messages; the valid range is 0 to 1",
-        &[message(ALIVE, 0, 2, b"")],
-    );
+    bad_receiver("the other side confirms 2 messages; the valid range is 0 to 1", &[message(ALIVE, 0, 2, b"")]);
     bad_receiver("too many unread notes", &vec![message(NOTE, 0, 0, b"a note"); 100]);
-    bad_receiver(
-        "larder: the receiver: as it says",
-        &[message(FAILED, 0, 0, b"as it says")],
-    );
+    bad_receiver("larder: the receiver: as it says", &[message(FAILED, 0, 0, b"as it says")]);
     bad_receiver("a control message: the magic is ", &[vec![0x20; 24]]);
 }

@@ -115,10 +115,7 @@ fn stayed(mover: &mut Process, destination: &Vm) {
     }
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("the VM continues here"), "{said}");
-    assert!(
-        said.contains("QEMU does not know the position of its queue 0"),
-        "{said}"
-    );
+    assert!(said.contains("QEMU does not know the position of its queue 0"), "{said}");
 }
 
 /// Waits until some of the guest's writes are pending. On a busy machine that need not be all of them, because a
@@ -184,9 +181,7 @@ fn pause_during_server_restart_aborts_move() {
     for release in [Release::Host, Release::Debian13] {
         goes_on_at_the_source(release, |bed, source| {
             bed.server_here.kill();
-            source
-                .wait_for_migration(&["completed"])
-                .expect("it has sent all, and stands still");
+            source.wait_for_migration(&["completed"]).expect("it has sent all, and stands still");
         });
     }
 }

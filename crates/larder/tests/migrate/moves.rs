@@ -14,10 +14,7 @@ use crate::support::{TEST_TIMEOUT, larder_path};
 /// that the guest continues with its memory, and that each QEMU received exactly the other's stream. QEMU sends
 /// rounds until it begins round `until_round`, or as many as it likes. Returns the sender's statistics.
 fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&str], until_round: Option<u64>) -> Value {
-    let load = Load {
-        kind,
-        ..Load::default()
-    };
+    let load = Load { kind, ..Load::default() };
     let machine = Machine::new(release, MEMORY_MIB, &load).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
     let mut destination = machine.incoming().expect("QEMU starts");
@@ -70,9 +67,7 @@ fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&st
 
 /// Sets the maximum downtime, from which QEMU decides when to send no further round.
 fn may_pause_for(source: &mut Vm, milliseconds: u64) {
-    source
-        .ask("migrate-set-parameters", &json!({"downtime-limit": milliseconds}))
-        .expect("QEMU takes it");
+    source.ask("migrate-set-parameters", &json!({"downtime-limit": milliseconds})).expect("QEMU takes it");
 }
 
 /// Waits until QEMU begins that round.
@@ -111,51 +106,32 @@ fn host_qemu_moves_over_one_channel() {
 
 #[test]
 fn host_qemu_moves_with_multifd() {
-    let settings = Settings {
-        multifd: 2,
-        ..Settings::default()
-    };
+    let settings = Settings { multifd: 2, ..Settings::default() };
     let told = moves(Release::Host, "sequence", &settings, &SLOWER, Some(FOURTH));
     assert!(deltas(&told) > 0, "{told}");
 }
 
 #[test]
 fn host_qemu_moves_by_postcopy() {
-    let settings = Settings {
-        postcopy: true,
-        ..Settings::default()
-    };
+    let settings = Settings { postcopy: true, ..Settings::default() };
     moves(Release::Host, "random", &settings, &[], None);
 }
 
 #[test]
 fn qemu_10_moves_over_one_channel() {
-    let told = moves(
-        Release::Debian13,
-        "partial",
-        &Settings::default(),
-        &SLOWER,
-        Some(FOURTH),
-    );
+    let told = moves(Release::Debian13, "partial", &Settings::default(), &SLOWER, Some(FOURTH));
     assert!(deltas(&told) > 0, "{told}");
 }
 
 #[test]
 fn qemu_10_moves_with_multifd() {
-    let settings = Settings {
-        multifd: 2,
-        ..Settings::default()
-    };
+    let settings = Settings { multifd: 2, ..Settings::default() };
     moves(Release::Debian13, "mixed", &settings, &SLOW, None);
 }
 
 /// Post-copy with a separate channel for urgent pages works with QEMU 10.
 #[test]
 fn qemu_10_moves_by_preemptible_postcopy() {
-    let settings = Settings {
-        postcopy: true,
-        preempt: true,
-        ..Settings::default()
-    };
+    let settings = Settings { postcopy: true, preempt: true, ..Settings::default() };
     moves(Release::Debian13, "constant", &settings, &[], None);
 }

@@ -21,12 +21,7 @@ fn receiver(vm: &Vm) -> Side {
 
 fn post_copy(source: &Vm, receiver: &Side, words: &[&str]) -> Command {
     let to = receiver.address().to_string();
-    whole_move_command(
-        larder_path(),
-        source.external_qmp(),
-        &to,
-        &[&["--postcopy"], words].concat(),
-    )
+    whole_move_command(larder_path(), source.external_qmp(), &to, &[&["--postcopy"], words].concat())
 }
 
 /// A pager and a QEMU that receives a VM by post-copy need the page faults of the same memory: the second one is
@@ -44,18 +39,12 @@ fn postcopy_and_pager_exclude_each_other() {
     let mut pager = attach.start().expect("it attaches");
     let (code, output) = run_command(post_copy(&source, &waits, &[]));
     assert_eq!(code, Some(1), "{output}");
-    assert!(
-        output.contains("nothing was changed: a pager manages the memory"),
-        "{output}"
-    );
+    assert!(output.contains("nothing was changed: a pager manages the memory"), "{output}");
     source.works().expect("it runs");
     // A killed pager leaves its userfaultfd in QEMU.
     pager.process.kill();
     let (code, output) = run_command(post_copy(&source, &waits, &[]));
-    assert!(
-        code == Some(1) && output.contains("a pager manages the memory"),
-        "{output}"
-    );
+    assert!(code == Some(1) && output.contains("a pager manages the memory"), "{output}");
     let mut pager = attach.start().expect("it attaches");
     pager.detach().expect("it detaches");
 
@@ -64,10 +53,7 @@ fn postcopy_and_pager_exclude_each_other() {
     let (code, output) = run_command(attach.command());
     assert_eq!(code, Some(2), "{output}");
     assert!(output.contains("to receive a VM by post-copy"), "{output}");
-    let mut mover = Side {
-        process: mover,
-        address: None,
-    };
+    let mut mover = Side { process: mover, address: None };
     mover.process.signal(libc::SIGTERM);
     let (code, output) = mover.end().expect("it ends");
     assert_eq!(code, Some(1), "{output}");

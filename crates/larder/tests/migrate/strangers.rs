@@ -10,9 +10,7 @@ use crate::wire::{hello, say};
 const MANY: usize = 200;
 
 fn silent(to: SocketAddr, count: usize) -> Vec<TcpStream> {
-    (0..count)
-        .map(|_| TcpStream::connect(to).expect("it listens"))
-        .collect()
+    (0..count).map(|_| TcpStream::connect(to).expect("it listens")).collect()
 }
 
 /// Opens connections that send what no sender sends.
@@ -56,11 +54,7 @@ fn strangers_do_not_disturb_session() {
         "the other side speaks version 9 of Larder's migration protocol, this one 1: use the same version",
         "the greeting of a sender: its checksum is",
     ] {
-        between
-            .receiver
-            .process
-            .wait_for(text, TEST_TIMEOUT)
-            .expect("it says so");
+        between.receiver.process.wait_for(text, TEST_TIMEOUT).expect("it says so");
     }
     // Messages about so many connections are limited.
     others.extend(silent(to, MANY));
@@ -72,10 +66,7 @@ fn strangers_do_not_disturb_session() {
     );
     let (code, said) = run_command(second);
     assert_eq!(code, Some(2), "{said}");
-    assert!(
-        said.contains("larder: the receiver refuses: it is in the middle of a migration"),
-        "{said}"
-    );
+    assert!(said.contains("larder: the receiver refuses: it is in the middle of a migration"), "{said}");
     between.relay.release();
     carries_on(&mut between, &stream, || writer.join().expect("written"));
     drop(others);

@@ -45,20 +45,9 @@ impl Authority {
     fn fingerprint(&self, name: &str) -> String {
         let mut command = Command::new("openssl");
         command.current_dir(self.0.path());
-        command.args([
-            "x509",
-            "-noout",
-            "-fingerprint",
-            "-sha256",
-            "-in",
-            &format!("{name}-cert.pem"),
-        ]);
+        command.args(["x509", "-noout", "-fingerprint", "-sha256", "-in", &format!("{name}-cert.pem")]);
         let said = succeed(command);
-        said.trim()
-            .rsplit('=')
-            .next()
-            .expect("sha256 Fingerprint=...")
-            .to_owned()
+        said.trim().rsplit('=').next().expect("sha256 Fingerprint=...").to_owned()
     }
 
     /// Replaces the certificate of that name by one of another authority.
@@ -109,11 +98,7 @@ fn refused([sender, receiver]: [&[&str]; 2], [by_sender, by_receiver]: [&str; 2]
     let waiting = Waiting::start(receiver);
     let said = waiting.refuses(sender);
     assert!(said.contains(by_sender), "not '{by_sender}', but:\n{said}");
-    waiting
-        .receiver
-        .process
-        .wait_for(by_receiver, TEST_TIMEOUT)
-        .expect("it says so");
+    waiting.receiver.process.wait_for(by_receiver, TEST_TIMEOUT).expect("it says so");
     assert!(waiting.is_untouched());
     carries(&mut waiting.joined(right), 200);
 }
@@ -168,10 +153,7 @@ fn sender_without_certificate_is_refused() {
     command.arg(waiting.receiver.address().to_string());
     let (_, said) = run_command(command);
     assert!(said.contains("alert certificate required"), "{said}");
-    let said = waiting
-        .receiver
-        .process
-        .wait_for("the TLS handshake failed: peer sent no certificates", TEST_TIMEOUT);
+    let said = waiting.receiver.process.wait_for("the TLS handshake failed: peer sent no certificates", TEST_TIMEOUT);
     said.expect("it says so");
     carries(&mut waiting.joined(&right.words()), 200);
 }
@@ -200,10 +182,7 @@ fn receiver_with_wrong_name_is_refused() {
     let waiting = Waiting::start(&elsewhere.words());
     let said = waiting.refuses(&right.words());
     assert!(said.contains("certificate not valid for name \"127.0.0.1\""), "{said}");
-    let said = waiting
-        .receiver
-        .process
-        .wait_for("the TLS handshake failed: received fatal alert", TEST_TIMEOUT);
+    let said = waiting.receiver.process.wait_for("the TLS handshake failed: received fatal alert", TEST_TIMEOUT);
     said.expect("it says so");
     assert!(waiting.is_untouched());
 }
@@ -218,11 +197,7 @@ fn only_given_fingerprints_are_accepted() {
     let to_client = [tls, folder, "--peer", &client, "--peer", &wrong];
     let to_wrong = [tls, folder, "--peer", &wrong];
     let none = "which is none of the given ones";
-    refused(
-        [&to_wrong, &to_client],
-        [none, "the greeting of a sender: "],
-        &to_server,
-    );
+    refused([&to_wrong, &to_client], [none, "the greeting of a sender: "], &to_server);
     let waiting = Waiting::start(&to_wrong);
     let said = waiting.refuses(&to_server);
     let hex = client.replace(':', "").to_lowercase();
@@ -233,11 +208,7 @@ fn only_given_fingerprints_are_accepted() {
         )),
         "{said}"
     );
-    waiting
-        .receiver
-        .process
-        .wait_for(none, TEST_TIMEOUT)
-        .expect("it says so");
+    waiting.receiver.process.wait_for(none, TEST_TIMEOUT).expect("it says so");
     assert!(waiting.is_untouched());
 }
 
@@ -250,11 +221,7 @@ fn one_sided_tls_fails_both_sides() {
         ["the other side speaks TLS: use --tls", "the sender does not speak TLS"],
         &right.words(),
     );
-    refused(
-        [&right.words(), &[]],
-        ["does the receiver have --tls?", "the other side speaks TLS: use --tls"],
-        &[],
-    );
+    refused([&right.words(), &[]], ["does the receiver have --tls?", "the other side speaks TLS: use --tls"], &[]);
 }
 
 /// Each side remembers the key of the other one at the first move, and accepts it at the next one.
@@ -313,15 +280,8 @@ fn changed_certificate_is_refused_until_given() {
     let why = format!("your certificate has the public key {new}, and another one is recorded for 127.0.0.1");
     assert!(said.contains(&why), "{said}");
     assert!(!said.contains(&file.display().to_string()), "{said}");
-    let why = format!(
-        "{}:2 has {old} for it. If that host has a new key, give --peer {new} once",
-        file.display()
-    );
-    waiting
-        .receiver
-        .process
-        .wait_for(&why, TEST_TIMEOUT)
-        .expect("it says so");
+    let why = format!("{}:2 has {old} for it. If that host has a new key, give --peer {new} once", file.display());
+    waiting.receiver.process.wait_for(&why, TEST_TIMEOUT).expect("it says so");
     assert!(waiting.is_untouched());
     let [tls, folder] = destination.words();
     let waiting = Waiting::start(&[tls, folder, "--peer", &new]);
@@ -353,18 +313,12 @@ fn peer_is_accepted_by_certificate_name() {
     let to_client = [tls, folder, "--peer", "source.example"];
     refused(
         [&to_other, &to_client],
-        [
-            "and it is for none of the given names (--peer)",
-            "the greeting of a sender: ",
-        ],
+        ["and it is for none of the given names (--peer)", "the greeting of a sender: "],
         &to_server,
     );
     let waiting = Waiting::start(&to_other);
     let said = waiting.refuses(&to_server);
-    assert!(
-        said.contains("and it is for none of the given names (--peer)"),
-        "{said}"
-    );
+    assert!(said.contains("and it is for none of the given names (--peer)"), "{said}");
     assert!(waiting.is_untouched());
     for which in ["senders", "receivers"] {
         assert!(!right.remembered(which).exists(), "{which}");

@@ -20,23 +20,12 @@ fn receiver_drops_root_and_reaches_qemu() {
     let control = control.to_str().expect("UTF-8");
     let waiting = Waiting::start_as(USER, true, &["--control", control]);
     let process = waiting.receiver.process.id();
-    for entry in std::fs::read_dir(format!("/proc/{process}/task"))
-        .expect("it lives")
-        .flatten()
-    {
+    for entry in std::fs::read_dir(format!("/proc/{process}/task")).expect("it lives").flatten() {
         let status = std::fs::read_to_string(entry.path().join("status")).expect("it lives");
-        let of = |name: &str| {
-            status
-                .lines()
-                .find_map(|line| line.strip_prefix(name))
-                .unwrap_or_else(|| panic!("{name}"))
-        };
+        let of =
+            |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{name}"));
         for name in ["Uid:", "Gid:"] {
-            assert_eq!(
-                of(name).split_whitespace().collect::<Vec<_>>(),
-                ["65534"; 4],
-                "{status}"
-            );
+            assert_eq!(of(name).split_whitespace().collect::<Vec<_>>(), ["65534"; 4], "{status}");
         }
         assert_eq!(of("Groups:").trim(), "65534", "{status}");
         for name in ["CapPrm:", "CapEff:", "CapAmb:"] {
@@ -58,11 +47,7 @@ fn receiver_refuses_other_users_qemu() {
     let mut between = Waiting::start_as(USER, false, &[]).joined(&[]);
     let _source = between.source();
     let said = between.fail();
-    assert!(
-        said[1].contains("a process of a user other than QEMU's listens there"),
-        "{}",
-        said[1]
-    );
+    assert!(said[1].contains("a process of a user other than QEMU's listens there"), "{}", said[1]);
 }
 
 /// A receiver that gives up root remembers senders as its new user, in a directory that root has created for that.
@@ -84,10 +69,7 @@ fn receiver_without_root_remembers_senders() {
         let found = std::fs::metadata(&file).expect("a file");
         assert_eq!((found.uid(), found.mode() & 0o777), (USER, 0o600));
         let text = std::fs::read_to_string(&file).expect("a file");
-        assert!(
-            text.ends_with(&format!("127.0.0.1 {}\n", source.key("client"))),
-            "{text}"
-        );
+        assert!(text.ends_with(&format!("127.0.0.1 {}\n", source.key("client"))), "{text}");
         let above = std::fs::metadata(state.join("migrate")).expect("a folder");
         assert_eq!((above.uid(), above.mode() & 0o777), (0, 0o711));
     }

@@ -51,11 +51,7 @@ fn between(words: &[&str]) -> (Between, Sockets) {
     let (at_source, at_destination) = (text(&source), text(&destination));
     let words = [&["--control", &at_source], words].concat();
     let between = Waiting::start(&["--control", &at_destination]).joined(&words);
-    let sockets = Sockets {
-        _folder: folder,
-        source,
-        destination,
-    };
+    let sockets = Sockets { _folder: folder, source, destination };
     (between, sockets)
 }
 
@@ -82,45 +78,25 @@ fn move_reports_progress_and_obeys_limits() {
         assert!(code == Some(2) && said.contains("set these limits in QEMU"), "{said}");
     }
     let (code, said) = migrate(&["limit"], &sockets.destination, &["--bandwidth", "1GiB"]);
-    assert!(
-        code == Some(2) && said.contains("the source enforces the limits"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("the source enforces the limits"), "{said}");
     let (code, said) = migrate(&["limit"], &sockets.source, &["--cpu", "3.5", "--bandwidth", "1GiB"]);
-    assert!(
-        code == Some(0) && said.ends_with("limits: 1 GiB/s on the link, 3.5 CPUs"),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.ends_with("limits: 1 GiB/s on the link, 3.5 CPUs"), "{said}");
     let (code, said) = migrate(&["limit"], &sockets.source, &["--bandwidth", "0"]);
     assert!(code == Some(0) && said.ends_with("limits: 3.5 CPUs"), "{said}");
     carries_on(&mut between, &stream, || {
         let source = writer.join().expect("written");
-        let coming = state_when(&sockets.destination, "all has come", |state| {
-            state["delivered"]["raw_bytes"] == stream.len()
-        });
-        assert_eq!(
-            (&coming["direction"], &coming["phase"]),
-            (&"coming".into(), &"moving".into())
-        );
+        let coming =
+            state_when(&sockets.destination, "all has come", |state| state["delivered"]["raw_bytes"] == stream.len());
+        assert_eq!((&coming["direction"], &coming["phase"]), (&"coming".into(), &"moving".into()));
         assert_eq!((&coming["peer"], &coming["sent"]), (&"127.0.0.1".into(), &Value::Null));
         assert!(coming["rates"]["wire_bytes_per_s"].is_u64(), "{coming}");
-        assert!(
-            coming["rates"]["processors"].is_f64() && coming["rates"]["waiting"].is_null(),
-            "{coming}"
-        );
+        assert!(coming["rates"]["processors"].is_f64() && coming["rates"]["waiting"].is_null(), "{coming}");
         let cpu = |name: &str| coming["delivered"][name].as_f64().expect("a number");
-        assert!(
-            cpu("decode_cpu_seconds") > 0.0 && cpu("cpu_seconds") > cpu("decode_cpu_seconds"),
-            "{coming}"
-        );
+        assert!(cpu("decode_cpu_seconds") > 0.0 && cpu("cpu_seconds") > cpu("decode_cpu_seconds"), "{coming}");
         let (_, text) = migrate(&["status"], &sockets.destination, &[]);
-        assert!(
-            text.contains("CPU time:") && text.contains("of which decoding"),
-            "{text}"
-        );
-        let sent = state_when(&sockets.source, "all is there", |state| {
-            state["sent"]["delivered_bytes"] == stream.len()
-        });
+        assert!(text.contains("CPU time:") && text.contains("of which decoding"), "{text}");
+        let sent =
+            state_when(&sockets.source, "all is there", |state| state["sent"]["delivered_bytes"] == stream.len());
         let pages = |method: &str| {
             let ways = sent["sent"]["methods"].as_array().expect("a list");
             let way = ways.iter().find(|way| way["method"] == method).expect("it is told");
@@ -195,19 +171,8 @@ fn invalid_limit_requests_change_nothing() {
         ("{}", 200),
     ] {
         let socket = sockets.source.to_str().expect("UTF-8");
-        let words = [
-            "-sS",
-            "-o",
-            "/dev/null",
-            "-w",
-            "%{http_code}",
-            "--unix-socket",
-            socket,
-            "-X",
-            "PATCH",
-            "-d",
-            body,
-        ];
+        let words =
+            ["-sS", "-o", "/dev/null", "-w", "%{http_code}", "--unix-socket", socket, "-X", "PATCH", "-d", body];
         let said = crate::support::run_tool("curl", &[&words[..], &["http://x/v1/migration"]].concat());
         assert_eq!(said, status.to_string(), "{body}");
         assert_eq!(state(&sockets.source)["limits"], before, "{body}");

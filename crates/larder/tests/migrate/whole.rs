@@ -77,15 +77,8 @@ fn refusals_and_abort_precede_successful_move() {
     let (code, said) = moves(&source, &waits, &["--cpu", "0.04"]);
     assert_eq!(code, Some(0), "{said}");
     let told = verdict(&said).unwrap_or_else(|| panic!("no JSON: {said}"));
-    let number = |place: &str| {
-        told.pointer(place)
-            .and_then(Value::as_f64)
-            .unwrap_or_else(|| panic!("{place}: {told}"))
-    };
-    assert!(
-        number("/moved/downtime-ms") > 0.0 && number("/moved/rounds") >= 2.0,
-        "{told}"
-    );
+    let number = |place: &str| told.pointer(place).and_then(Value::as_f64).unwrap_or_else(|| panic!("{place}: {told}"));
+    assert!(number("/moved/downtime-ms") > 0.0 && number("/moved/rounds") >= 2.0, "{told}");
     // The lanes stay within the CPU limit, whatever else the host does.
     let processors = number("/sent/cpu_seconds") / number("/moved/seconds");
     println!("{processors} processors");
@@ -157,34 +150,16 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
     let to = waits.address().to_string();
     let mover =
         Process::start(whole_move_command(larder_path(), source.external_qmp(), &to, &words)).expect("larder starts");
-    let mut mover = Side {
-        process: mover,
-        address: None,
-    };
+    let mut mover = Side { process: mover, address: None };
     let state = state_when(at, "it moves", |state| {
         state["phase"] == "moving"
             && state["rates"]["wire_bytes_per_s"].as_u64() > Some(0)
             && state["course"]["remaining_bytes"].as_u64() > Some(0)
     });
     assert_eq!(state["course"]["round"], 1, "{state}");
-    assert_eq!(
-        (&state["whole"], &state["limits"]["downtime_ms"]),
-        (&true.into(), &300.into())
-    );
-    let (code, said) = ask(&[
-        "limit",
-        at,
-        "--downtime",
-        "700",
-        "--timeout",
-        "600",
-        "--bandwidth",
-        "2MiB",
-    ]);
-    assert!(
-        code == Some(0) && said.contains("2 MiB/s on the link, a downtime of 700 ms, 600 s in all"),
-        "{said}"
-    );
+    assert_eq!((&state["whole"], &state["limits"]["downtime_ms"]), (&true.into(), &300.into()));
+    let (code, said) = ask(&["limit", at, "--downtime", "700", "--timeout", "600", "--bandwidth", "2MiB"]);
+    assert!(code == Some(0) && said.contains("2 MiB/s on the link, a downtime of 700 ms, 600 s in all"), "{said}");
     state_when(at, "it keeps to them", |state| state["limits"]["downtime_ms"] == 700);
     // QEMU's own limit shows that Larder decides when the guest is paused.
     let set = source.ask("query-migrate-parameters", &json!({}));
@@ -195,10 +170,7 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
     assert_eq!(last["place"], "here", "{last}");
     let (code, said) = mover.end().expect("it ends");
     assert_eq!(code, Some(1), "{said}");
-    assert!(
-        said.contains("cancelled; the VM continues here") && !control.exists(),
-        "{said}"
-    );
+    assert!(said.contains("cancelled; the VM continues here") && !control.exists(), "{said}");
     source.works().expect("it goes on");
     destination.process.kill();
 }
@@ -227,9 +199,7 @@ fn unsuitable_destination_keeps_vm_here() {
         ("-device virtio-rng-pci", " 1af4:1005 is missing at the source"),
         ("-uuid 9a8b7c6d-0000-1111-2222-333344445555", "UUID (-uuid): "),
     ] {
-        let other = machine
-            .start_incoming_with_prefix(&words(&with(options)))
-            .expect("QEMU starts");
+        let other = machine.start_incoming_with_prefix(&words(&with(options))).expect("QEMU starts");
         let waits = receiver(&other);
         let (code, heard) = moves(&source, &waits, &[]);
         let is_told = heard.contains("the VM cannot be moved, and nothing was changed: ") && heard.contains(said);
@@ -239,24 +209,16 @@ fn unsuitable_destination_keeps_vm_here() {
     // A receiver of a stream alone and a sender of a complete move do not fit, nor the reverse.
     let stream_alone = Side::receiver(larder_path(), &machine.folder().join("nothing"), &[]).expect("it listens");
     let (code, heard) = moves(&source, &stream_alone, &[]);
-    assert!(
-        code == Some(1) && heard.contains("start it with --qmp instead of --connect"),
-        "{heard}"
-    );
+    assert!(code == Some(1) && heard.contains("start it with --qmp instead of --connect"), "{heard}");
     source.works().expect("it goes on");
     // A destination with additional CPU features is accepted.
-    let destination = machine
-        .start_incoming_with_prefix(&words(&with("-cpu max")))
-        .expect("QEMU starts");
+    let destination = machine.start_incoming_with_prefix(&words(&with("-cpu max"))).expect("QEMU starts");
     let mut waits = receiver(&destination);
     let sender = machine.folder().join("sender");
     let mut side = Side::sender(larder_path(), &sender, waits.address(), &[]).expect("it connects");
     let _qemu = UnixStream::connect(&sender).expect("it listens");
     let (code, heard) = side.end().expect("it ends");
-    assert!(
-        code == Some(2) && heard.contains("or send with larder migrate VM"),
-        "{heard}"
-    );
+    assert!(code == Some(2) && heard.contains("or send with larder migrate VM"), "{heard}");
     // The source cannot write its record of the move and gives up; the receiver waits for another source.
     let full = mount_tmpfs(&machine.folder().join("full"), "size=64k");
     std::fs::create_dir(full.0.join("migrations")).expect("a folder");
@@ -297,19 +259,12 @@ fn stays_paused(release: Release) {
     let (code, heard) = waits.end().expect("it ends");
     assert_eq!(code, Some(2), "{heard}");
     assert_eq!(source.run_state().expect("answers"), after, "{said}");
-    assert_eq!(
-        said.contains("QEMU calls this state 'postmigrate' now"),
-        after == "postmigrate",
-        "{said}"
-    );
+    assert_eq!(said.contains("QEMU calls this state 'postmigrate' now"), after == "postmigrate", "{said}");
     let destination = machine.start_incoming_with_prefix(&words(&more)).expect("QEMU starts");
     if after == "postmigrate" {
         let waits = receiver(&destination);
         let (code, said) = moves(&source, &waits, &[]);
-        assert!(
-            code == Some(1) && said.contains("'cont' lets it run, and 'stop' pauses it again"),
-            "{said}"
-        );
+        assert!(code == Some(1) && said.contains("'cont' lets it run, and 'stop' pauses it again"), "{said}");
         assert_eq!(source.console(), stood, "it has run");
         source.ask("cont", &json!({})).expect("it may");
         source.works().expect("it runs");
@@ -335,39 +290,25 @@ fn failed_move_keeps_qemu_10_paused() {
 
 #[test]
 fn both_hosts_report_postcopy_phase() {
-    let load = Load {
-        kind: "random",
-        rate: 0,
-        ..Load::default()
-    };
+    let load = Load { kind: "random", rate: 0, ..Load::default() };
     let machine = Machine::new(Release::Host, MEMORY_MIB, &load).expect("the test bed is set up");
     let source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
     let at = ["here", "there"].map(|name| machine.folder().join(name));
     let controls = at.each_ref().map(|path| path.to_str().expect("UTF-8"));
-    let command = whole_receive_command(
-        larder_path(),
-        "127.0.0.1:0",
-        destination.external_qmp(),
-        &["--control", controls[1]],
-    );
+    let command =
+        whole_receive_command(larder_path(), "127.0.0.1:0", destination.external_qmp(), &["--control", controls[1]]);
     let mut waits = Side::listening(command).expect("it listens");
     // Slow enough that the post-copy phase is seen while most of the memory is missing.
     let words = ["--bandwidth", "8MiB", "--postcopy", "--control", controls[0]];
     let to = waits.address().to_string();
     let mover =
         Process::start(whole_move_command(larder_path(), source.external_qmp(), &to, &words)).expect("larder starts");
-    let mut mover = Side {
-        process: mover,
-        address: None,
-    };
+    let mut mover = Side { process: mover, address: None };
     let there = state_when(controls[1], "it runs there", |state| state["phase"] == "post-copy");
     assert_eq!((&there["direction"], &there["whole"]), (&"coming".into(), &true.into()));
     let cpu = |name: &str| there["delivered"][name].as_f64().expect("a number");
-    assert!(
-        cpu("cpu_seconds") > cpu("decode_cpu_seconds") && cpu("decode_cpu_seconds") > 0.0,
-        "{there}"
-    );
+    assert!(cpu("cpu_seconds") > cpu("decode_cpu_seconds") && cpu("decode_cpu_seconds") > 0.0, "{there}");
     assert!(there["rates"]["processors"].is_f64(), "{there}");
     state_when(controls[0], "it runs there", |state| state["phase"] == "post-copy");
     let (code, said) = ask(&["limit", controls[0], "--bandwidth", "0"]);
@@ -420,12 +361,7 @@ fn killed_mover_needs_new_destination_qemu() {
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(waits.end().expect("it ends").0, Some(0));
     destination.works().expect("it runs there");
-    let other = Process::start(whole_receive_command(
-        larder_path(),
-        "127.0.0.1:0",
-        destination.external_qmp(),
-        &[],
-    ));
+    let other = Process::start(whole_receive_command(larder_path(), "127.0.0.1:0", destination.external_qmp(), &[]));
     let other = other.expect("larder starts");
     other.wait_for(" accepts no other: ", TEST_TIMEOUT).expect("it says so");
 }
@@ -439,16 +375,11 @@ fn killed_source_qemu_is_reported_lost() {
     let mut waits = receiver(&destination);
     let mover = slow_mover(&source, &waits);
     source.process.kill();
-    mover
-        .wait_for("whether it has all of the VM", TEST_TIMEOUT)
-        .expect("it asks");
+    mover.wait_for("whether it has all of the VM", TEST_TIMEOUT).expect("it asks");
     let (code, heard) = waits.end().expect("it ends");
     assert!(code == Some(2) && heard.contains("did not arrive"), "{heard}");
     mover.signal(libc::SIGTERM);
-    let mut mover = Side {
-        process: mover,
-        address: None,
-    };
+    let mut mover = Side { process: mover, address: None };
     let (code, said) = mover.end().expect("it ends");
     assert_eq!(code, Some(2), "{said}");
     assert_eq!(verdict(&said).expect("JSON")["vm"], "lost", "{said}");
@@ -457,18 +388,14 @@ fn killed_source_qemu_is_reported_lost() {
 /// A VM that its guest or its operator ends during a move cannot be asked for again, and the report names the cause.
 #[test]
 fn vm_ended_during_move_is_reported() {
-    for (command, cause) in [
-        ("system_reset", "QEMU received the command to reset"),
-        ("quit", "QEMU received the command to quit"),
-    ] {
+    for (command, cause) in
+        [("system_reset", "QEMU received the command to reset"), ("quit", "QEMU received the command to quit")]
+    {
         let machine = Machine::new(Release::Host, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
         let mut source = machine.boot().expect("the guest boots");
         let destination = machine.incoming().expect("QEMU starts");
         let mut waits = receiver(&destination);
-        let mut mover = Side {
-            process: slow_mover(&source, &waits),
-            address: None,
-        };
+        let mut mover = Side { process: slow_mover(&source, &waits), address: None };
         // QEMU may exit before it has answered.
         let _ = source.ask(command, &json!({}));
         let (code, said) = mover.end().expect("it ends");

@@ -15,10 +15,7 @@ const WRONG: [(&str, &str); 60] = [
         "send",
         "error: the following required arguments were not provided:\n  --listen <PATH>\n  --to <HOST[:PORT]>\n\nUsage: larder migrate send --listen <PATH> --to <HOST[:PORT]>",
     ),
-    (
-        "send --listen s",
-        "error: the following required arguments were not provided:\n  --to <HOST[:PORT]>\n",
-    ),
+    ("send --listen s", "error: the following required arguments were not provided:\n  --to <HOST[:PORT]>\n"),
     (
         "send --listen s --to 127.0.0.1:1",
         "larder: cannot connect to 127.0.0.1:1: Connection refused (os error 111); is 'larder migrate receive' listening there, and does a firewall allow the connection?",
@@ -27,10 +24,7 @@ const WRONG: [(&str, &str); 60] = [
         "send --listen s --to 127.0.0.1:port",
         "error: invalid value '127.0.0.1:port' for '--to <HOST[:PORT]>': 'port' is not a port; give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446",
     ),
-    (
-        "send --listen s --to nosuch.invalid:4446",
-        "larder: nosuch.invalid:4446: no such host: ",
-    ),
+    ("send --listen s --to nosuch.invalid:4446", "larder: nosuch.invalid:4446: no such host: "),
     (
         "send --listen s --to 192.0.2.1:4446",
         "larder: the memory would be sent over a network: give --tls DIR with certificates, or --insecure if everyone on that network may see and change the guest's memory",
@@ -55,10 +49,7 @@ const WRONG: [(&str, &str); 60] = [
         "send --listen LONG --to 127.0.0.1:1",
         " is 120 bytes long; the kernel accepts at most 107: choose a shorter one, for example in /run/larder",
     ),
-    (
-        "send --listen s --to 127.0.0.1:1 --lanes 65",
-        "error: invalid value '65' for '--lanes <N>': 65 is not in 1..=64",
-    ),
+    ("send --listen s --to 127.0.0.1:1 --lanes 65", "error: invalid value '65' for '--lanes <N>': 65 is not in 1..=64"),
     (
         "send --listen s --to 127.0.0.1:1 --bandwidth fast",
         "error: invalid value 'fast' for '--bandwidth <SIZE>': 'fast' is not a size: give a whole number and KiB, MiB, GiB or TiB, as in 64MiB",
@@ -75,10 +66,7 @@ const WRONG: [(&str, &str); 60] = [
         "send --listen s --to 127.0.0.1:1 --tls . --insecure",
         "error: the argument '--tls <DIR>' cannot be used with '--insecure'",
     ),
-    (
-        "receive --listen 127.0.0.1:0",
-        "error: the following required arguments were not provided:\n  --qmp <PATH>\n",
-    ),
+    ("receive --listen 127.0.0.1:0", "error: the following required arguments were not provided:\n  --qmp <PATH>\n"),
     (
         "receive --listen 127.0.0.1:PORT --connect q",
         "larder: cannot listen on 127.0.0.1:PORT: Address already in use (os error 98)",
@@ -156,18 +144,12 @@ const WRONG: [(&str, &str); 60] = [
         "receive --listen 127.0.0.1:0 --connect q --user nobody.at.all",
         "larder: --user nobody.at.all: no such user; give a name, or the number of an existing user",
     ),
-    (
-        "receive --listen 127.0.0.1:0 --qmp q --user nobody",
-        " cannot be used with '--",
-    ),
+    ("receive --listen 127.0.0.1:0 --qmp q --user nobody", " cannot be used with '--"),
     (
         "receive --listen 127.0.0.1:0 --qmp file",
         "larder: cannot connect to QEMU's QMP socket file: Connection refused (os error 111); it is no socket: give the path of -qmp unix:PATH,server=on,wait=off",
     ),
-    (
-        "--to 127.0.0.1:1",
-        "error: the following required arguments were not provided:\n  <VM>\n",
-    ),
+    ("--to 127.0.0.1:1", "error: the following required arguments were not provided:\n  <VM>\n"),
     (
         "--qmp nosuch --to 127.0.0.1:1",
         "larder: cannot connect to QEMU's QMP socket nosuch: No such file or directory (os error 2); is it the path of -qmp unix:PATH,server=on,wait=off?",
@@ -176,10 +158,7 @@ const WRONG: [(&str, &str); 60] = [
         "--qmp stale --to 127.0.0.1:1",
         "larder: cannot connect to QEMU's QMP socket stale: Connection refused (os error 111); no process listens there: has its QEMU exited?",
     ),
-    (
-        "--qmp LONG --to 127.0.0.1:1",
-        "; the kernel takes at most 107 bytes for the path of a socket",
-    ),
+    ("--qmp LONG --to 127.0.0.1:1", "; the kernel takes at most 107 bytes for the path of a socket"),
     (
         "--qmp silent --to 127.0.0.1:1",
         "larder: QEMU does not answer at its QMP socket silent: does it have another client? It serves one at a time; give it a second socket with another -qmp",
@@ -188,18 +167,9 @@ const WRONG: [(&str, &str); 60] = [
         "--qmp ssh --to 127.0.0.1:1",
         "larder: the data from the QMP socket ssh is no QMP: 'SSH-2.0-x'; is it the path of -qmp unix:PATH,server=on,wait=off?",
     ),
-    (
-        "--qmp json --to 127.0.0.1:1",
-        "larder: the data from the QMP socket json is no QMP: '{\\\"a\\\":1}'; is it",
-    ),
-    (
-        "--qmp escape --to 127.0.0.1:1",
-        "larder: the data from the QMP socket escape is no QMP: '\\u{1b}[2J'; is it",
-    ),
-    (
-        "--qmp q --to 127.0.0.1:1 --timeout 0",
-        "error: invalid value '0' for '--timeout <SECONDS>': 0 is not in 1..",
-    ),
+    ("--qmp json --to 127.0.0.1:1", "larder: the data from the QMP socket json is no QMP: '{\\\"a\\\":1}'; is it"),
+    ("--qmp escape --to 127.0.0.1:1", "larder: the data from the QMP socket escape is no QMP: '\\u{1b}[2J'; is it"),
+    ("--qmp q --to 127.0.0.1:1 --timeout 0", "error: invalid value '0' for '--timeout <SECONDS>': 0 is not in 1.."),
     (
         "--qmp q --to 127.0.0.1:1 --downtime 0",
         "error: invalid value '0' for '--downtime <MILLISECONDS>': 0 is not in 1..=2000000",
@@ -217,22 +187,10 @@ const WRONG: [(&str, &str); 60] = [
         "--take-back --qmp nosuch --to 127.0.0.1:1",
         "error: the argument '--take-back' cannot be used with '--to <HOST[:PORT]>'",
     ),
-    (
-        "statsu web",
-        "\n  tip: the subcommands are send, receive, status, limit and cancel\n",
-    ),
-    (
-        "status nosuch",
-        "larder: nosuch is not being moved by this user on this host: no process listens on ",
-    ),
-    (
-        "status ./file",
-        "larder: ./file is not a socket; give the path that the server was given with --control",
-    ),
-    (
-        "status a\u{1b}[2J",
-        "larder: a\\u001b[2J is not being moved by this user on this host",
-    ),
+    ("statsu web", "\n  tip: the subcommands are send, receive, status, limit and cancel\n"),
+    ("status nosuch", "larder: nosuch is not being moved by this user on this host: no process listens on "),
+    ("status ./file", "larder: ./file is not a socket; give the path that the server was given with --control"),
+    ("status a\u{1b}[2J", "larder: a\\u001b[2J is not being moved by this user on this host"),
     (
         "limit nosuch --bandwidth 1000",
         "error: invalid value '1000' for '--bandwidth <SIZE>': '1000' has no unit: give 1000MiB, 1000KiB or 1000B, or 0 for no limit",
@@ -256,10 +214,7 @@ fn full_monitor_backlog_is_not_awaited() {
         let mut command = Command::new(larder_path());
         command.arg("migrate").args(line.split(' ')).arg("--qmp").arg(&path);
         let (code, said) = run_command(command);
-        assert!(
-            code == Some(2) && said.contains("does it have another client?"),
-            "{line}: {said}"
-        );
+        assert!(code == Some(2) && said.contains("does it have another client?"), "{line}: {said}");
     }
 }
 
@@ -291,16 +246,9 @@ fn invalid_command_lines_are_explained() {
     for (line, text) in WRONG {
         let filled = |text: &str| text.replace("LONG", &"a".repeat(120)).replace("PORT", &number);
         // The word PORT is also part of the usage message.
-        let wanted = if line.contains(":PORT") {
-            filled(text)
-        } else {
-            text.to_owned()
-        };
+        let wanted = if line.contains(":PORT") { filled(text) } else { text.to_owned() };
         let mut command = Command::new(larder_path());
-        command
-            .current_dir(folder.path())
-            .arg("migrate")
-            .args(filled(line).split(' '));
+        command.current_dir(folder.path()).arg("migrate").args(filled(line).split(' '));
         let (code, said) = run_command(command);
         assert!(code == Some(2) && said.contains(&wanted), "{line}: {code:?} {said}");
         assert!(!folder.path().join("s").exists(), "{line}: a socket is left");

@@ -81,23 +81,14 @@ fn is_refused(image: &Path, says: &[&str]) {
     for text in says {
         assert!(said.contains(text), "'{text}' is missing: {said}");
     }
-    assert!(
-        fs::read(image).expect("reads") == before,
-        "the image has changed: {said}"
-    );
+    assert!(fs::read(image).expect("reads") == before, "the image has changed: {said}");
 }
 
 #[test]
 fn file_of_other_format_is_refused() {
     let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("image");
-    for bytes in [
-        vec![],
-        b"QFI".to_vec(),
-        vec![0; 511],
-        vec![0; 1 << 20],
-        b"KDMV".repeat(1000),
-    ] {
+    for bytes in [vec![], b"QFI".to_vec(), vec![0; 511], vec![0; 1 << 20], b"KDMV".repeat(1000)] {
         fs::write(&image, bytes).expect("writes");
         is_refused(&image, &[]);
     }
@@ -265,10 +256,7 @@ fn dirty_image_is_repaired_before_use() {
         Err(_) => {
             served.process.wait(TEST_TIMEOUT).expect("ends");
             let said = served.process.output();
-            assert!(
-                said.contains(text(&image)) && said.contains("refcounts may be wrong"),
-                "{said}"
-            );
+            assert!(said.contains(text(&image)) && said.contains("refcounts may be wrong"), "{said}");
         }
     }
 }
@@ -280,20 +268,7 @@ fn encrypted_images_are_refused() {
     for (format, more) in [("luks", ",encrypt.iter-time=10"), ("aes", "")] {
         let options = format!("encrypt.format={format},encrypt.key-secret=key{more}");
         let secret = "secret,id=key,data=any";
-        run_tool(
-            "qemu-img",
-            &[
-                "create",
-                "--object",
-                secret,
-                "-f",
-                "qcow2",
-                "-o",
-                &options,
-                text(&image),
-                "1M",
-            ],
-        );
+        run_tool("qemu-img", &["create", "--object", secret, "-f", "qcow2", "-o", &options, text(&image), "1M"]);
         is_refused(&image, &["encrypted", if format == "aes" { "AES" } else { "LUKS" }]);
         refused(&image, &["--read-only"]);
     }
@@ -304,21 +279,7 @@ fn unopenable_backing_files_are_named() {
     let folder = temp_dir_on_tmpfs();
     let front = folder.path().join("front.qcow2");
     let over = |base: &str, format: &str| {
-        run_tool(
-            "qemu-img",
-            &[
-                "create",
-                "-u",
-                "-f",
-                "qcow2",
-                "-b",
-                base,
-                "-F",
-                format,
-                text(&front),
-                "1M",
-            ],
-        );
+        run_tool("qemu-img", &["create", "-u", "-f", "qcow2", "-b", base, "-F", format, text(&front), "1M"]);
     };
     over("missing.qcow2", "qcow2");
     is_refused(&front, &["backing file 'missing.qcow2'", "No such file"]);
@@ -337,21 +298,7 @@ fn unopenable_backing_files_are_named() {
     // A loop of two images, and damage further down: the damaged file is named.
     let middle = folder.path().join("middle.qcow2");
     over("middle.qcow2", "qcow2");
-    run_tool(
-        "qemu-img",
-        &[
-            "create",
-            "-u",
-            "-f",
-            "qcow2",
-            "-b",
-            "front.qcow2",
-            "-F",
-            "qcow2",
-            text(&middle),
-            "1M",
-        ],
-    );
+    run_tool("qemu-img", &["create", "-u", "-f", "qcow2", "-b", "front.qcow2", "-F", "qcow2", text(&middle), "1M"]);
     is_refused(&front, &["middle.qcow2", "same chain"]);
     fs::write(&middle, b"QFI\xfb is all there is").expect("writes");
     is_refused(&front, &[text(&middle)]);
@@ -381,19 +328,12 @@ fn unopenable_data_files_are_named() {
     let image = folder.path().join("image.qcow2");
     let data = folder.path().join("image.data");
     let options = format!("data_file={}", text(&data));
-    run_tool(
-        "qemu-img",
-        &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"],
-    );
+    run_tool("qemu-img", &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"]);
     fs::remove_file(&data).expect("removes");
     is_refused(&image, &[text(&data), "external data file", "No such file"]);
     // The header does not name the data file.
     let mut bytes = Bytes::of(&image);
-    let at = bytes
-        .0
-        .windows(4)
-        .position(|word| word == b"DATA")
-        .expect("the extension");
+    let at = bytes.0.windows(4).position(|word| word == b"DATA").expect("the extension");
     bytes.put(at as u64, b"NADA");
     fs::write(&image, &bytes.0).expect("writes");
     is_refused(&image, &["external data file", "does not name"]);
@@ -406,16 +346,9 @@ fn short_data_file_beside_image_works() {
     let image = folder.path().join("image.qcow2");
     let data = folder.path().join("image.data");
     let options = format!("data_file={},data_file_raw=on", text(&data));
-    run_tool(
-        "qemu-img",
-        &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"],
-    );
+    run_tool("qemu-img", &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"]);
     assert!(qemu_io("qcow2", text(&image), &["write -P 3 0 1M"]).0);
-    fs::OpenOptions::new()
-        .write(true)
-        .open(&data)
-        .and_then(|file| file.set_len(100_000))
-        .expect("truncates");
+    fs::OpenOptions::new().write(true).open(&data).and_then(|file| file.set_len(100_000)).expect("truncates");
     run_tool("qemu-img", &["amend", "-o", "data_file=image.data", text(&image)]);
     let served = Served::new(&image, &[]);
     served.io(&[
@@ -437,26 +370,11 @@ fn empty_backing_or_data_file_works() {
     let at = |name: &str| folder.path().join(name);
     fs::write(at("base.raw"), []).expect("writes");
     let image = at("over.qcow2");
-    let over = [
-        "create",
-        "-q",
-        "-u",
-        "-f",
-        "qcow2",
-        "-b",
-        "base.raw",
-        "-F",
-        "raw",
-        text(&image),
-        "1M",
-    ];
+    let over = ["create", "-q", "-u", "-f", "qcow2", "-b", "base.raw", "-F", "raw", text(&image), "1M"];
     run_tool("qemu-img", &over);
     let split = at("split.qcow2");
     let options = format!("data_file={}", text(&at("split.data")));
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "qcow2", "-o", &options, text(&split), "1M"],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&split), "1M"]);
     fs::write(at("split.data"), []).expect("truncates");
     for image in [image, split] {
         let served = Served::new(&image, &[]);

@@ -62,10 +62,7 @@ fn invalid_l2_entry_is_an_error() {
     for (entry, says) in [
         (COPIED | 0x5_0200, "0x50200, which is no multiple of the cluster size"),
         (COPIED | 1 << 40, "0x10000000000, past the end of the file"),
-        (
-            COPIED | 0x00ff_ffff_ffff_0000,
-            "0xffffffffff0000, past the end of the file",
-        ),
+        (COPIED | 0x00ff_ffff_ffff_0000, "0xffffffffff0000, past the end of the file"),
     ] {
         let image = broken(&folder, |bytes| {
             let at = bytes.l2();
@@ -83,18 +80,7 @@ fn version_2_zero_flag_fails() {
         let folder = temp_dir_on_tmpfs();
         let (image, base) = (folder.path().join("old.qcow2"), folder.path().join("base.raw"));
         fs::write(&base, vec![66; 8 << 20]).expect("writes");
-        let backed = [
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-o",
-            "compat=0.10",
-            "-b",
-            text(&base),
-            "-F",
-            "raw",
-        ];
+        let backed = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-b", text(&base), "-F", "raw"];
         run_tool("qemu-img", &[&backed[..], &[text(&image)]].concat());
         let (success, said) = qemu_io("qcow2", text(&image), &["write -P 17 0 128k"]);
         assert!(success, "{said}");
@@ -119,12 +105,7 @@ fn version_2_zero_flag_fails() {
 fn data_entry_into_metadata_is_refused() {
     let folder = temp_dir_on_tmpfs();
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
-    for place in [
-        template.refcount_table(),
-        template.refcount_block(),
-        template.l1(),
-        template.l2(),
-    ] {
+    for place in [template.refcount_table(), template.refcount_block(), template.l1(), template.l2()] {
         let image = broken(&folder, |bytes| {
             let at = bytes.l2();
             bytes.put_u64(at, COPIED | place);
@@ -138,10 +119,7 @@ fn data_entry_into_metadata_is_refused() {
         assert!(!success, "{place:#x}: {said}");
         served.io(&["read -P 17 64k 64k", "write -P 17 64k 4k"]);
         let log = served.stop();
-        assert!(
-            log.contains(&format!("{place:#x}, which holds metadata")) && log.contains(text(&image)),
-            "{log}"
-        );
+        assert!(log.contains(&format!("{place:#x}, which holds metadata")) && log.contains(text(&image)), "{log}");
         assert!(fs::read(&image).expect("reads") == before, "{place:#x} was changed");
     }
 }
@@ -193,11 +171,7 @@ fn truncated_image_is_never_written() {
     let template = Bytes::of(&sound(&folder, "template.qcow2"));
     let data = template.u64_at(template.l2()) & !COPIED;
     for (end, lost, says) in [
-        (
-            template.l2(),
-            1,
-            "L1 entry 0 points to 0x40000, which is past the end of the file",
-        ),
+        (template.l2(), 1, "L1 entry 0 points to 0x40000, which is past the end of the file"),
         (data, 2, "past the end of the file"),
         (data + (64 << 10), 1, "entry 1 of L2 table 0"),
     ] {
@@ -246,10 +220,7 @@ fn legitimately_short_image_files_work() {
         "preallocation=metadata,cluster_size=512",
         "preallocation=metadata,compat=0.10",
     ] {
-        run_tool(
-            "qemu-img",
-            &["create", "-f", "qcow2", "-o", options, text(&image), "10M"],
-        );
+        run_tool("qemu-img", &["create", "-f", "qcow2", "-o", options, text(&image), "10M"]);
         let served = Served::new(&image, &[]);
         served.io(&["read -P 0 0 10M", "write -P 5 9M 1M", "read -P 5 9M 1M"]);
         served.stop();
@@ -261,12 +232,7 @@ fn legitimately_short_image_files_work() {
         bytes.0.truncate(len);
     });
     let served = Served::new(&image, &[]);
-    served.io(&[
-        "read -P 17 0 68k",
-        "read -P 0 68k 60k",
-        "write -P 1 1M 1M",
-        "read -P 0 68k 60k",
-    ]);
+    served.io(&["read -P 17 0 68k", "read -P 0 68k 60k", "write -P 1 1M 1M", "read -P 0 68k 60k"]);
     served.stop();
     assert_eq!(health(&image), Health::Clean);
     // Space after the end that was allocated before a power loss, and that no entry points to.
@@ -304,10 +270,7 @@ fn new_clusters_avoid_dangling_entry() {
             written += 1;
         }
         // Space is allocated several clusters at a time.
-        assert!(
-            written <= cluster_ahead,
-            "{written} clusters found room before {cluster_ahead}"
-        );
+        assert!(written <= cluster_ahead, "{written} clusters found room before {cluster_ahead}");
         for command in ["read 0 4k", "write -P 1 0 64k"] {
             assert!(!served.try_io(&[command]).0, "{command}");
         }
@@ -332,10 +295,7 @@ fn invalid_refcount_block_is_an_error() {
         let (success, said) = served.try_io(&["write -P 1 1M 4k"]);
         assert!(!success, "{said}");
         let log = served.stop();
-        assert!(
-            log.contains(&format!("{place:#x}")) && log.contains(text(&image)),
-            "{log}"
-        );
+        assert!(log.contains(&format!("{place:#x}")) && log.contains(text(&image)), "{log}");
     }
 }
 
@@ -364,30 +324,13 @@ fn broken_compressed_cluster_is_an_error() {
         fs::write(&raw, [[17; 64 << 10], [18; 64 << 10]].concat()).expect("writes");
         let image = folder.path().join("compressed.qcow2");
         let options = format!("compression_type={compression}");
-        run_tool(
-            "qemu-img",
-            &[
-                "convert",
-                "-c",
-                "-f",
-                "raw",
-                "-O",
-                "qcow2",
-                "-o",
-                &options,
-                text(&raw),
-                text(&image),
-            ],
-        );
+        run_tool("qemu-img", &["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options, text(&raw), text(&image)]);
         let sound = fs::read(&image).expect("reads");
         let entry = Bytes::of(&image).u64_at(Bytes::of(&image).l2());
         assert_ne!(entry & COMPRESSED, 0);
         let at = entry & ((1 << 54) - 1);
         for (change, says) in [
-            (
-                &(|bytes: &mut Bytes| bytes.put(at, &[0xff; 16])) as &dyn Fn(&mut Bytes),
-                "cannot be decompressed",
-            ),
+            (&(|bytes: &mut Bytes| bytes.put(at, &[0xff; 16])) as &dyn Fn(&mut Bytes), "cannot be decompressed"),
             (
                 &|bytes: &mut Bytes| {
                     let l2 = bytes.l2();
@@ -406,10 +349,7 @@ fn broken_compressed_cluster_is_an_error() {
             assert!(!success, "what the guest did not write would be lost: {said}");
             served.io(&["read -P 18 64k 64k", "write -P 18 64k 4k", "read -P 18 64k 64k"]);
             let log = served.stop();
-            assert!(
-                log.contains(says) && log.contains("guest offset 0x0") && log.contains(text(&image)),
-                "{log}"
-            );
+            assert!(log.contains(says) && log.contains("guest offset 0x0") && log.contains(text(&image)), "{log}");
         }
     }
 }
@@ -420,10 +360,7 @@ fn writing_repairs_broken_compressed_cluster() {
     let raw = folder.path().join("raw");
     fs::write(&raw, [17; 64 << 10]).expect("writes");
     let image = folder.path().join("compressed.qcow2");
-    run_tool(
-        "qemu-img",
-        &["convert", "-c", "-f", "raw", "-O", "qcow2", text(&raw), text(&image)],
-    );
+    run_tool("qemu-img", &["convert", "-c", "-f", "raw", "-O", "qcow2", text(&raw), text(&image)]);
     let mut bytes = Bytes::of(&image);
     let at = bytes.u64_at(bytes.l2()) & ((1 << 54) - 1);
     bytes.put(at, &[0xff; 16]);
@@ -442,25 +379,12 @@ fn random_damage_never_panics_or_hangs() {
     for seed in 0..images(DAMAGED) {
         let mut random = Random::new(5_000_000 + seed);
         let folder = temp_dir_on_tmpfs();
-        let kinds = [
-            Kind::Plain,
-            Kind::SmallClusters,
-            Kind::ExtendedL2,
-            Kind::Snapshots,
-            Kind::Compressed,
-        ];
+        let kinds = [Kind::Plain, Kind::SmallClusters, Kind::ExtendedL2, Kind::Snapshots, Kind::Compressed];
         let kind = kinds[random.below(kinds.len() as u64) as usize];
         let made = Spec::new(kind, &mut random).make(folder.path(), &mut random);
         let mut bytes = Bytes::of(&made.image);
         let cluster_len = 1u64 << u32::from(bytes.0[23]);
-        let tables = [
-            0,
-            bytes.l1(),
-            bytes.refcount_table(),
-            bytes.refcount_block(),
-            bytes.l2(),
-            bytes.l2(),
-        ];
+        let tables = [0, bytes.l1(), bytes.refcount_table(), bytes.refcount_block(), bytes.l2(), bytes.l2()];
         for _ in 0..1 + random.below(4) {
             let table = tables[random.below(tables.len() as u64) as usize];
             let most = if table == 0 { 120 } else { cluster_len.min(256) };
@@ -478,10 +402,6 @@ fn random_damage_never_panics_or_hangs() {
             served.process.signal(libc::SIGTERM);
         }
         let status = served.process.wait(TEST_TIMEOUT).expect("ends");
-        assert!(
-            matches!(status.code(), Some(0 | 2)),
-            "seed {seed}: {status}: {}",
-            served.process.output()
-        );
+        assert!(matches!(status.code(), Some(0 | 2)), "seed {seed}: {status}: {}", served.process.output());
     }
 }

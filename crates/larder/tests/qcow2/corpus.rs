@@ -24,20 +24,7 @@ pub(crate) fn images(default: u64) -> u64 {
 fn snapshot(made: &Made, name: &str) -> Vec<u8> {
     let into = made.image.with_extension("snapshot");
     let which = format!("snapshot.name={name}");
-    run_tool(
-        "qemu-img",
-        &[
-            "convert",
-            "-f",
-            "qcow2",
-            "-l",
-            &which,
-            "-O",
-            "raw",
-            text(&made.image),
-            text(&into),
-        ],
-    );
+    run_tool("qemu-img", &["convert", "-f", "qcow2", "-l", &which, "-O", "raw", text(&made.image), text(&into)]);
     fs::read(into).expect("reads")
 }
 
@@ -51,11 +38,7 @@ impl Kept {
     pub(crate) fn of(made: &Made) -> Self {
         Self {
             snapshots: made.snapshots.iter().map(|name| snapshot(made, name)).collect(),
-            backing_files: made
-                .backing_files
-                .iter()
-                .map(|file| fs::read(file).expect("reads"))
-                .collect(),
+            backing_files: made.backing_files.iter().map(|file| fs::read(file).expect("reads")).collect(),
         }
     }
 
@@ -64,11 +47,7 @@ impl Kept {
             assert!(snapshot(made, name) == *before, "{name} has changed");
         }
         for (file, before) in made.backing_files.iter().zip(&self.backing_files) {
-            assert!(
-                fs::read(file).expect("reads") == *before,
-                "{} has changed",
-                file.display()
-            );
+            assert!(fs::read(file).expect("reads") == *before, "{} has changed", file.display());
         }
     }
 }
@@ -87,11 +66,7 @@ pub(crate) fn options(random: &mut Random) -> Vec<&'static str> {
 fn check_image(kind: Kind, seed: u64) {
     let mut random = Random::new(seed);
     let spec = Spec::new(kind, &mut random);
-    let folder = Folder::new(if random.below(2) == 0 {
-        temp_dir_on_disk()
-    } else {
-        temp_dir_on_tmpfs()
-    });
+    let folder = Folder::new(if random.below(2) == 0 { temp_dir_on_disk() } else { temp_dir_on_tmpfs() });
     println!("{kind:?}, seed {seed}, in {}: {spec:#?}", folder.path().display());
     let made = spec.make(&folder.path(), &mut random);
     let image = text(&made.image);

@@ -22,23 +22,15 @@ impl Pair {
     fn new(folder: &Path, options: &str, cluster_len: u64) -> Self {
         let (image, data) = (folder.join("image.qcow2"), folder.join("image.data"));
         let options = format!("{options},cluster_size={cluster_len},data_file={}", text(&data));
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "32M"],
-        );
-        Self {
-            image,
-            data,
-            cluster_len,
-        }
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "32M"]);
+        Self { image, data, cluster_len }
     }
 
     /// Creates a file in which each cluster has its own byte, beginning with `first`.
     fn pattern(&self, first: u8) -> PathBuf {
         let path = self.image.with_file_name("pattern");
-        let bytes: Vec<u8> = (0..CLUSTERS as u8)
-            .flat_map(|cluster| vec![first + cluster; self.cluster_len as usize])
-            .collect();
+        let bytes: Vec<u8> =
+            (0..CLUSTERS as u8).flat_map(|cluster| vec![first + cluster; self.cluster_len as usize]).collect();
         fs::write(&path, bytes).expect("writes");
         path
     }
@@ -78,17 +70,11 @@ fn data_file_clusters_stay_in_place() {
         let folder = temp_dir_on_tmpfs();
         let pair = Pair::new(folder.path(), options, cluster_len);
         let all = CLUSTERS * cluster_len;
-        let (success, said) = qemu_io(
-            "qcow2",
-            text(&pair.image),
-            &[format!("write -P 99 0 {all}"), format!("discard 0 {all}")],
-        );
+        let (success, said) =
+            qemu_io("qcow2", text(&pair.image), &[format!("write -P 99 0 {all}"), format!("discard 0 {all}")]);
         assert!(success, "{options}: {said}");
         let served = Served::new(&pair.image, &[]);
-        served.io(&[
-            format!("write -s {} 0 {all}", text(&pair.pattern(1))),
-            "flush".to_owned(),
-        ]);
+        served.io(&[format!("write -s {} 0 {all}", text(&pair.pattern(1))), "flush".to_owned()]);
         served.io(&pair.reads(|cluster| cluster + 1));
         served.io(&[format!("write -P 200 {} {cluster_len}", 3 * cluster_len)]);
         let expected = |cluster| if cluster == 3 { 200 } else { cluster + 1 };
@@ -127,10 +113,7 @@ fn zeroes_cover_unallocated_subclusters() {
         if data_file {
             options += &format!(",data_file={}", text(&folder.path().join("image.data")));
         }
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "1M"],
-        );
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "1M"]);
         let served = Served::new(&image, &[]);
         // A cluster with allocated and then zero subclusters, and a request that ends within another cluster.
         served.io(&[
@@ -182,11 +165,7 @@ fn misplaced_data_file_entry_fails() {
                 let served = Served::new(&pair.image, options);
                 let io = |commands: &[&str]| qemu_io_with(mode, "raw", &served.uri(), commands);
                 let write = format!("write -P 9 {start} {cluster_len}");
-                let commands = if mode.is_empty() {
-                    vec![&read, &write]
-                } else {
-                    vec![&read]
-                };
+                let commands = if mode.is_empty() { vec![&read, &write] } else { vec![&read] };
                 for command in commands {
                     let (success, said) = io(&[command]);
                     assert!(!success, "{place:#x}, {command}: {said}");
@@ -195,15 +174,9 @@ fn misplaced_data_file_entry_fails() {
                 let (success, said) = io(&["read -P 1 0 512", &next]);
                 assert!(success, "{place:#x}: {said}");
                 let log = served.stop();
-                assert!(
-                    log.contains("of the data file, where only") && log.contains("larder disk check"),
-                    "{log}"
-                );
+                assert!(log.contains("of the data file, where only") && log.contains("larder disk check"), "{log}");
             }
-            assert!(
-                fs::read(&pair.data).expect("reads") == before,
-                "the data file has changed"
-            );
+            assert!(fs::read(&pair.data).expect("reads") == before, "the data file has changed");
 
             let (code, said) = check(&pair.image, &[]);
             assert_eq!(code, Some(1), "{place:#x}: {said}");

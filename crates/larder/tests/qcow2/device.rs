@@ -17,24 +17,10 @@ const MIB: u64 = 1 << 20;
 /// Creates a device of `size` bytes with an image of a disk of `disk` bytes, all of it mapped except `free`.
 fn nearly_full(folder: &Path, size: u64, disk: u64, free: &str) -> (LoopDevice, PathBuf) {
     let file = folder.join("device");
-    fs::File::create(&file)
-        .and_then(|file| file.set_len(size))
-        .expect("a file");
+    fs::File::create(&file).and_then(|file| file.set_len(size)).expect("a file");
     let device = LoopDevice::new(&file, 512);
     let (image, disk) = (text(&device.0), disk.to_string());
-    run_tool(
-        "qemu-img",
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-o",
-            "preallocation=metadata",
-            image,
-            &disk,
-        ],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata", image, &disk]);
     let discard = format!("discard {free}");
     run_tool("qemu-io", &["-f", "qcow2", "-d", "unmap", "-c", &discard, image]);
     (device, file)
@@ -84,13 +70,7 @@ fn full_export_finds_free_clusters_immediately() {
 fn full_device_takes_writes_after_discards() {
     let folder = temp_dir_on_disk();
     for (cluster_len, disk) in [(4096, 24 * MIB), (8192, 48 * MIB), (65536, 256 * MIB)] {
-        let case = Case {
-            size: disk,
-            cluster_len,
-            clusters_max: u64::MAX,
-            bytes_max: u64::MAX,
-            seed: cluster_len,
-        };
+        let case = Case { size: disk, cluster_len, clusters_max: u64::MAX, bytes_max: u64::MAX, seed: cluster_len };
         let filled = space::fill(crate::support::larder_path(), folder.path(), case).expect("it is filled");
         assert_eq!(filled.refused, 0, "{case:?}: {filled:?}");
     }
@@ -124,11 +104,7 @@ fn extended_device_never_shows_stale_bytes() {
     let folder = temp_dir_on_disk();
     let file = folder.path().join("device");
     fs::write(&file, vec![0x5e; 8 << 20]).expect("a file");
-    fs::File::options()
-        .write(true)
-        .open(&file)
-        .and_then(|file| file.set_len(MIB))
-        .expect("truncates");
+    fs::File::options().write(true).open(&file).and_then(|file| file.set_len(MIB)).expect("truncates");
     let device = LoopDevice::new(&file, 512);
     run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&device.0), "64M"]);
     let served = Served::new(&device.0, &["--format", "qcow2"]);
@@ -138,17 +114,7 @@ fn extended_device_never_shows_stale_bytes() {
     fs::write(folder.path().join("old"), vec![0x5e; 3 << 20]).expect("a file");
     let (old, to) = (folder.path().join("old"), text(&file));
     let old = format!("if={}", old.display());
-    run_tool(
-        "dd",
-        &[
-            "status=none",
-            "conv=notrunc",
-            "bs=1M",
-            "seek=1",
-            &old,
-            &format!("of={to}"),
-        ],
-    );
+    run_tool("dd", &["status=none", "conv=notrunc", "bs=1M", "seek=1", &old, &format!("of={to}")]);
     run_tool("losetup", &["--set-capacity", text(&device.0)]);
     // The server polls the size from time to time.
     let mut tries = 0;

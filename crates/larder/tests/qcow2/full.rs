@@ -77,9 +77,7 @@ fn prepare(image: &Path, elsewhere: &Path, shape: &str, before: Before, span: u6
     let backing = elsewhere.join("backing");
     let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", shape];
     if before == Before::Backed {
-        fs::File::create(&backing)
-            .and_then(|file| file.set_len(tables * span))
-            .expect("a file");
+        fs::File::create(&backing).and_then(|file| file.set_len(tables * span)).expect("a file");
         // Data to be copied, around the first write.
         let write = format!("write -P 255 {} 1M", span / 2);
         run_tool("qemu-io", &["-f", "raw", "-c", &write, text(&backing)]);
@@ -90,9 +88,7 @@ fn prepare(image: &Path, elsewhere: &Path, shape: &str, before: Before, span: u6
     if matches!(before, Before::Empty | Before::Backed) {
         return;
     }
-    let commands: Vec<String> = (0..tables / 2)
-        .map(|table| format!("write {} 512", table * span))
-        .collect();
+    let commands: Vec<String> = (0..tables / 2).map(|table| format!("write {} 512", table * span)).collect();
     assert!(qemu_io("qcow2", text(image), &commands).0);
     if before == Before::Snapshot {
         run_tool("qemu-img", &["snapshot", "-c", "before", text(image)]);
@@ -182,10 +178,7 @@ fn failed_commit_names_journal_and_advice() {
     let (file, ballast) = (mount.0.join("image"), mount.0.join("ballast"));
     let (made, data) = (folder.path().join("made.qcow2"), folder.path().join("data"));
     let options = format!("data_file={}", text(&data));
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "qcow2", "-o", &options, text(&made), "256M"],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&made), "256M"]);
     // Allocates a table, whose part for the rest of the disk becomes a hole.
     assert!(qemu_io("qcow2", text(&made), &["write -P 1 0 64k"]).0);
     run_tool("cp", &["--sparse=always", text(&made), text(&file)]);
@@ -200,9 +193,7 @@ fn failed_commit_names_journal_and_advice() {
     let status = served.process.wait(TEST_TIMEOUT).expect("ends");
     let said = served.process.output();
     assert_eq!(status.code(), Some(2), "{said}");
-    let journal = said
-        .split_once("in the journal ")
-        .and_then(|(_, rest)| rest.split_once(' '));
+    let journal = said.split_once("in the journal ").and_then(|(_, rest)| rest.split_once(' '));
     let (journal, _) = journal.unwrap_or_else(|| panic!("no journal is named: {said}"));
     assert!(Path::new(journal).exists(), "{said}");
     assert!(said.contains("do not move or copy the image"), "{said}");
@@ -224,10 +215,7 @@ fn discarded_space_is_reusable_when_full() {
         let mount = mount_tmpfs(&folder.path().join("mounted"), "size=8M");
         let image = mount.0.join("image.qcow2");
         let options = format!("cluster_size={cluster_size}");
-        run_tool(
-            "qemu-img",
-            &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "16M"],
-        );
+        run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "16M"]);
         let served = Served::new(&image, &[]);
         let fill: Vec<String> = (0..256).map(|step| format!("write -P 1 {} 64k", step << 16)).collect();
         assert!(!try_writes(&served, &fill).0, "it is not full");

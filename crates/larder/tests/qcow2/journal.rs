@@ -61,28 +61,18 @@ impl Who<'_> {
         fs::set_permissions(folder.path(), Permissions::from_mode(0o777)).expect("a folder for all");
         let uri = format!("nbd+unix:///?socket={}/socket", folder.path().display());
         let process = Process::start(self.command(&["disk", "serve", text(image), "--nbd", &uri])).expect("starts");
-        Server {
-            process,
-            uri,
-            _folder: folder,
-        }
+        Server { process, uri, _folder: folder }
     }
 
     /// Asserts that the server fails; returns its output.
     fn is_refused(self, image: &Path) -> String {
         let before = fs::read(image).expect("reads");
         let mut server = self.serve(image);
-        assert!(
-            server.process.wait_for("serving", TEST_TIMEOUT).is_err(),
-            "it is served"
-        );
+        assert!(server.process.wait_for("serving", TEST_TIMEOUT).is_err(), "it is served");
         let status = server.process.wait(TEST_TIMEOUT).expect("ends");
         let said = server.process.output();
         assert_eq!(status.code(), Some(2), "{said}");
-        assert!(
-            fs::read(image).expect("reads") == before,
-            "the image has changed: {said}"
-        );
+        assert!(fs::read(image).expect("reads") == before, "the image has changed: {said}");
         said
     }
 }
@@ -179,20 +169,8 @@ fn journal_is_found_in_any_environment() {
         }
         let without = Who { user, ..Who::default() };
         kill_unflushed(without, &image);
-        is_all_there(
-            Who {
-                user,
-                runtime,
-                ..Who::default()
-            }
-            .serve(&image),
-            &image,
-        );
-        let with = Who {
-            user,
-            runtime,
-            ..Who::default()
-        };
+        is_all_there(Who { user, runtime, ..Who::default() }.serve(&image), &image);
+        let with = Who { user, runtime, ..Who::default() };
         kill_unflushed(with, &image);
         is_all_there(with.serve(&image), &image);
     }
@@ -262,16 +240,7 @@ fn overlay_reports_backing_files_journal() {
     kill_unflushed(Who::default(), &base);
     let journal = journal_of(&base);
     let overlay = folder.path().join("overlay.qcow2");
-    let create = [
-        "create",
-        "-f",
-        "qcow2",
-        "-b",
-        text(&base),
-        "-F",
-        "qcow2",
-        text(&overlay),
-    ];
+    let create = ["create", "-f", "qcow2", "-b", text(&base), "-F", "qcow2", text(&overlay)];
     run_tool("qemu-img", &create);
     let is_told = |state: &str, words: &str| {
         let (code, said) = disk(&["info", "--backing-chain"], &overlay);
@@ -389,10 +358,7 @@ fn journal_is_found_across_boot_ids() {
     let image = image(&folder);
     let id = folder.path().join("boot_id");
     fs::write(&id, "01234567-89ab-cdef-0123-456789abcdef\n").expect("writes");
-    let contained = Who {
-        boot_id: Some(&id),
-        ..Who::default()
-    };
+    let contained = Who { boot_id: Some(&id), ..Who::default() };
     kill_unflushed(contained, &image);
     is_all_there(Who::default().serve(&image), &image);
     kill_unflushed(Who::default(), &image);
@@ -425,10 +391,7 @@ fn journal_can_be_discarded() {
     kill_unflushed(Who::default(), &image);
     let journal = journal_of(&image);
     let (_, said) = disk(&["info"], &image);
-    assert!(
-        said.contains("state:            incomplete without its journal"),
-        "{said}"
-    );
+    assert!(said.contains("state:            incomplete without its journal"), "{said}");
     let (code, said) = disk(&["check", "--discard-journal", "--repair"], &image);
     assert_eq!(code, Some(0), "{said}");
     assert!(!journal.exists(), "{said}");
@@ -463,10 +426,7 @@ fn journal_is_not_needed_after_reboot() {
     let server = Who::default().serve(&image).serving();
     server.io(&LOST);
     let said = server.stop();
-    assert!(
-        said.contains("WARN") && said.contains("its journal is missing"),
-        "{said}"
-    );
+    assert!(said.contains("WARN") && said.contains("its journal is missing"), "{said}");
 }
 
 #[test]
@@ -474,10 +434,7 @@ fn root_resumes_image_owners_journal() {
     require_root("to take up what another user has left");
     let folder = temp_dir_on_disk();
     let image = image(&folder);
-    let nobody = Who {
-        user: Some(NOBODY),
-        ..Who::default()
-    };
+    let nobody = Who { user: Some(NOBODY), ..Who::default() };
     kill_unflushed(nobody, &image);
     // A journal of a user who does not own the image is not trusted.
     let said = Who::default().is_refused(&image);
@@ -493,10 +450,7 @@ fn user_cannot_resume_roots_journal() {
     require_root("to take up what another user has left");
     let folder = temp_dir_on_disk();
     let image = image(&folder);
-    let nobody = Who {
-        user: Some(NOBODY),
-        ..Who::default()
-    };
+    let nobody = Who { user: Some(NOBODY), ..Who::default() };
     kill_unflushed(Who::default(), &image);
     let said = nobody.is_refused(&image);
     assert!(said.contains("ermission denied") && said.contains("as root"), "{said}");
@@ -542,11 +496,8 @@ fn read_only_server_reads_foreign_journal() {
     let folder = temp_dir_on_tmpfs();
     let uri = format!("nbd+unix:///?socket={}/socket", folder.path().display());
     let arguments = ["disk", "serve", text(&image), "--read-only", "--nbd", &uri];
-    let server = Server {
-        process: Process::start(Who::default().command(&arguments)).expect("starts"),
-        uri,
-        _folder: folder,
-    };
+    let server =
+        Server { process: Process::start(Who::default().command(&arguments)).expect("starts"), uri, _folder: folder };
     let server = server.serving();
     let mut reads = vec!["-r"];
     READS.iter().for_each(|read| reads.extend(["-c", read]));
@@ -570,27 +521,12 @@ fn overlay_sees_backing_files_journal() {
     kill_unflushed(who, &base);
     let before = fs::read(&base).expect("reads");
     let overlay = folder.path().join("overlay.qcow2");
-    run_tool(
-        "qemu-img",
-        &[
-            "create",
-            "-f",
-            "qcow2",
-            "-F",
-            "qcow2",
-            "-b",
-            text(&base),
-            text(&overlay),
-        ],
-    );
+    run_tool("qemu-img", &["create", "-f", "qcow2", "-F", "qcow2", "-b", text(&base), text(&overlay)]);
     let server = who.serve(&overlay).serving();
     server.io(&READS);
     server.io(&["write -P 9 48k 512", "flush"]);
     server.stop();
-    assert!(
-        fs::read(&base).expect("reads") == before,
-        "the backing file has changed"
-    );
+    assert!(fs::read(&base).expect("reads") == before, "the backing file has changed");
     let after = ["read -P 9 48k 512", "read -P 2 49k 47k", "read -P 3 20M 300k"];
     // The data is the same once it is in the backing file.
     let journal = journal_of(&base);
@@ -605,10 +541,7 @@ fn overlay_sees_backing_files_journal() {
     assert!(journal.exists());
     fs::remove_file(&journal).expect("removes");
     let said = who.is_refused(&overlay);
-    assert!(
-        said.contains(text(&base)) && said.contains("--discard-journal"),
-        "{said}"
-    );
+    assert!(said.contains(text(&base)) && said.contains("--discard-journal"), "{said}");
 }
 
 #[test]
@@ -632,16 +565,9 @@ fn only_orphaned_journals_are_removed() {
     run_tool("qemu-img", &["create", "-f", "qcow2", text(&beside), "1M"]);
     who.serve(&beside).serving().stop();
     // An image that gets the inode of a removed one does not get its journal.
-    assert!(
-        !of_gone.exists() || of_gone == own_journal(&other),
-        "{} is left",
-        of_gone.display()
-    );
+    assert!(!of_gone.exists() || of_gone == own_journal(&other), "{} is left", of_gone.display());
     assert!(of_kept.exists(), "{} is swept away", of_kept.display());
-    assert!(
-        own_journal(&other).exists(),
-        "the journal of a running server is swept away"
-    );
+    assert!(own_journal(&other).exists(), "the journal of a running server is swept away");
     let said = server.stop();
     assert!(!said.contains("WARN"), "{said}");
     is_all_there(who.serve(&renamed), &renamed);
@@ -653,10 +579,7 @@ fn own_journal(image: &Path) -> PathBuf {
     let found = image.metadata().expect("it is there");
     let name = format!("qcow2-{:x}-{:x}.journal", found.dev(), found.ino());
     let places = ["/run/larder/journals", "/dev/shm/larder-0"].map(|folder| Path::new(folder).join(&name));
-    places
-        .into_iter()
-        .find(|path| path.exists())
-        .unwrap_or_else(|| name.into())
+    places.into_iter().find(|path| path.exists()).unwrap_or_else(|| name.into())
 }
 
 /// A journal that is half full is committed without a flush, so that writes need not wait for space in it.
@@ -667,10 +590,7 @@ fn half_full_journal_commits_without_flush() {
     const FIRST_VALID: usize = 48;
     let folder = temp_dir_on_disk();
     let image = folder.path().join("image.qcow2");
-    run_tool(
-        "qemu-img",
-        &["create", "-f", "qcow2", "-o", "cluster_size=512", text(&image), "16M"],
-    );
+    run_tool("qemu-img", &["create", "-f", "qcow2", "-o", "cluster_size=512", text(&image), "16M"]);
     let who = Who::default();
     let mut server = who.serve(&image).serving();
     let clusters: Vec<u64> = (0..HALF + 100).map(|number| number * 2 * CLUSTER).collect();
@@ -685,9 +605,7 @@ fn half_full_journal_commits_without_flush() {
         let word = bytes[FIRST_VALID..].first_chunk().expect("a journal");
         u64::from_ne_bytes(*word)
     };
-    wait_until("the journal is half full and nothing is committed", || {
-        first_valid() >= HALF
-    });
+    wait_until("the journal is half full and nothing is committed", || first_valid() >= HALF);
     server.process.kill();
     drop(client);
     await_release(&image);

@@ -42,11 +42,7 @@ fn reused_compressed_cluster_survives_kill() {
         let folder = temp_dir_on_tmpfs();
         let image = folder.path().join("image.qcow2");
         run_tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "4M"]);
-        let packed = [
-            "write -c -P 11 0 64k",
-            "write -c -P 22 64k 64k",
-            "write -c -P 33 128k 64k",
-        ];
+        let packed = ["write -c -P 11 0 64k", "write -c -P 22 64k 64k", "write -c -P 33 128k 64k"];
         assert!(qemu_io("qcow2", text(&image), &packed).0);
         let served = Served::new(&image, &[]);
         let rewrite = ["write -P 1 0 64k", "write -P 2 64k 64k", "write -P 3 128k 64k", "flush"];
@@ -56,12 +52,7 @@ fn reused_compressed_cluster_survives_kill() {
         served.kill();
         drop(client);
         let served = Served::new(&image, &[]);
-        let kept = [
-            "read -P 1 0 64k",
-            "read -P 2 64k 64k",
-            "read -P 3 128k 64k",
-            "read -P 4 1152k 256k",
-        ];
+        let kept = ["read -P 1 0 64k", "read -P 2 64k 64k", "read -P 3 128k 64k", "read -P 4 1152k 256k"];
         served.io(&kept);
         served.stop();
         health(&image);
@@ -72,11 +63,7 @@ fn reused_compressed_cluster_survives_kill() {
 fn kill_under_load(kind: Kind, seed: u64) {
     let mut random = Random::new(seed);
     let spec = Spec::new(kind, &mut random);
-    let folder = Folder::new(if random.below(2) == 0 {
-        temp_dir_on_disk()
-    } else {
-        temp_dir_on_tmpfs()
-    });
+    let folder = Folder::new(if random.below(2) == 0 { temp_dir_on_disk() } else { temp_dir_on_tmpfs() });
     println!("{kind:?}, seed {seed}, in {}: {spec:#?}", folder.path().display());
     let made = spec.make(&folder.path(), &mut random);
     let into = folder.path().join("dump");
@@ -96,11 +83,7 @@ fn kill_under_load(kind: Kind, seed: u64) {
         // The server is killed after some answers, while other requests are in flight.
         let unsure = made.disk.operations(&mut random, 40);
         model.apply(&unsure);
-        println!(
-            "{}\n---\n{}",
-            commands(&flushed).join("\n"),
-            commands(&unsure).join("\n")
-        );
+        println!("{}\n---\n{}", commands(&flushed).join("\n"), commands(&unsure).join("\n"));
         // Each operation prints two lines.
         let answers = 2 * unsure.iter().filter(|operation| operation.len > 0).count() as u64;
         let client = client(&served, &flushed, &unsure);

@@ -27,10 +27,7 @@ fn overlay(folder: &TempDir, name: &str) -> PathBuf {
 
 /// Runs `qemu-img`; the error is its output.
 fn qemu_img(arguments: &[&str]) -> Result<(), String> {
-    let output = Command::new("qemu-img")
-        .args(arguments)
-        .output()
-        .expect("qemu-img is there");
+    let output = Command::new("qemu-img").args(arguments).output().expect("qemu-img is there");
     match output.status.success() {
         true => Ok(()),
         false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
@@ -113,10 +110,7 @@ fn data_file_serves_one_image() {
     let data = folder.path().join("data");
     let options = format!("data_file={}", text(&data));
     let image = folder.path().join("image.qcow2");
-    run_tool(
-        "qemu-img",
-        &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"],
-    );
+    run_tool("qemu-img", &["create", "-f", "qcow2", "-o", &options, text(&image), "1M"]);
     let served = Served::new(&image, &[]);
     is_locked(match qemu_io("raw", text(&data), &["write -P 9 0 64k"]) {
         (true, _) => Ok(()),
@@ -145,18 +139,7 @@ fn image_in_use_by_qemu_refused() {
 fn overlay_of(image: &Path) -> PathBuf {
     let top = image.with_file_name("top.qcow2");
     let name = image.file_name().and_then(|name| name.to_str()).expect("UTF-8");
-    let arguments = [
-        "create",
-        "-u",
-        "-f",
-        "qcow2",
-        "-b",
-        name,
-        "-F",
-        "qcow2",
-        text(&top),
-        "1M",
-    ];
+    let arguments = ["create", "-u", "-f", "qcow2", "-b", name, "-F", "qcow2", text(&top), "1M"];
     run_tool("qemu-img", &arguments);
     top
 }

@@ -58,11 +58,7 @@ impl Model {
     /// Creates the model of a disk that durably holds `base`.
     pub(crate) fn new(base: Vec<u8>) -> Self {
         let sectors = Sectors(vec![vec![Content::Base]; base.len() / SECTOR as usize]);
-        Self {
-            base,
-            now: sectors.clone(),
-            durable: sectors,
-        }
+        Self { base, now: sectors.clone(), durable: sectors }
     }
 
     pub(crate) fn size(&self) -> u64 {

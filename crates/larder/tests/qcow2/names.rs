@@ -14,19 +14,7 @@ const NAME_LEN_AT: usize = 16;
 
 fn overlay(image: &Path, backing: &str, format: &str) {
     let _ = fs::remove_file(image);
-    let words = [
-        "create",
-        "-q",
-        "-u",
-        "-f",
-        "qcow2",
-        "-b",
-        backing,
-        "-F",
-        format,
-        text(image),
-        "1M",
-    ];
+    let words = ["create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", format, text(image), "1M"];
     run_tool("qemu-img", &words);
 }
 
@@ -137,10 +125,7 @@ fn names_of_other_protocols_are_explained() {
     let folder = temp_dir_on_tmpfs();
     let image = folder.path().join("over.qcow2");
     for (name, words) in [
-        (
-            "rbd:pool/base",
-            "an image in a Ceph cluster, which Larder does not open: map it with `rbd map`",
-        ),
+        ("rbd:pool/base", "an image in a Ceph cluster, which Larder does not open: map it with `rbd map`"),
         ("ssh://host/base", "a file on another host"),
         ("https://host.invalid/base", "a file on a web server"),
         ("iscsi://host/target/0", "a disk of an iSCSI target"),
@@ -154,32 +139,13 @@ fn names_of_other_protocols_are_explained() {
         let said = info(text(&image));
         assert!(said.contains(words), "{said}");
     }
-    let data = [
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-o",
-        "data_file=data.raw",
-        text(&image),
-        "1M",
-    ];
+    let data = ["create", "-q", "-f", "qcow2", "-o", "data_file=data.raw", text(&image), "1M"];
     fs::remove_file(&image).expect("is there");
-    std::process::Command::new("qemu-img")
-        .args(data)
-        .current_dir(folder.path())
-        .status()
-        .expect("qemu-img is there");
+    std::process::Command::new("qemu-img").args(data).current_dir(folder.path()).status().expect("qemu-img is there");
     let mut bytes = fs::read(&image).expect("reads");
-    let at = bytes
-        .windows(8)
-        .position(|found| found == b"data.raw")
-        .expect("is there");
+    let at = bytes.windows(8).position(|found| found == b"data.raw").expect("is there");
     bytes[at..at + 8].copy_from_slice(b"rbd:a/bc");
     fs::write(&image, bytes).expect("writes");
     let said = refused(&image, &[]);
-    assert!(
-        said.contains("its external data file 'rbd:a/bc'") && said.contains("a Ceph cluster"),
-        "{said}"
-    );
+    assert!(said.contains("its external data file 'rbd:a/bc'") && said.contains("a Ceph cluster"), "{said}");
 }

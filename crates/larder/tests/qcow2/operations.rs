@@ -179,21 +179,14 @@ impl Disk {
             7 => Action::WriteZeroes { unmap: true },
             _ => Action::Discard,
         };
-        Operation {
-            action,
-            later: random.below(2) == 0,
-            start,
-            len,
-        }
+        Operation { action, later: random.below(2) == 0, start, len }
     }
 
     /// Returns compressed writes of some clusters, each only once, because QEMU cannot overwrite a cluster that way.
     pub(crate) fn compressed(&self, random: &mut Random) -> Vec<Operation> {
         let clusters = self.size.div_ceil(self.cluster_len);
         let step = 1 + random.below(clusters.div_ceil(10));
-        let starts = (0..clusters)
-            .step_by(step as usize)
-            .map(|cluster| cluster * self.cluster_len);
+        let starts = (0..clusters).step_by(step as usize).map(|cluster| cluster * self.cluster_len);
         let operation = |start: u64| Operation {
             action: Action::WriteCompressed(Fill::random(random)),
             later: false,
@@ -207,12 +200,7 @@ impl Disk {
     pub(crate) fn operations(&self, random: &mut Random, count: usize) -> Vec<Operation> {
         let mut all = Vec::new();
         let mut under_way: Vec<(u64, u64)> = Vec::new();
-        let bare = |action| Operation {
-            action,
-            later: false,
-            start: 0,
-            len: 0,
-        };
+        let bare = |action| Operation { action, later: false, start: 0, len: 0 };
         while all.len() < count {
             if random.below(8) == 0 {
                 all.push(bare(Action::Flush));
@@ -220,10 +208,7 @@ impl Disk {
             }
             let operation = self.operation(random);
             let end = operation.start + operation.len;
-            if under_way
-                .iter()
-                .any(|(start, until)| operation.start < *until && *start < end)
-            {
+            if under_way.iter().any(|(start, until)| operation.start < *until && *start < end) {
                 all.push(bare(Action::Settle));
                 under_way.clear();
             }

@@ -34,11 +34,7 @@ impl Served {
         let mut arguments = vec![text(image), "--nbd", &uri];
         arguments.extend(options);
         let process = Process::start(disk_serve_command(&arguments)).expect("starts");
-        Self {
-            process,
-            image: image.to_owned(),
-            folder,
-        }
+        Self { process, image: image.to_owned(), folder }
     }
 
     pub(crate) fn new(image: &Path, options: &[&str]) -> Self {
@@ -97,11 +93,7 @@ impl Served {
 /// directory that the image refers to.
 pub(crate) fn refused(image: &Path, options: &[&str]) -> String {
     let mut served = Served::unchecked(image, options);
-    assert!(
-        served.process.wait_for("serving", TEST_TIMEOUT).is_err(),
-        "{} is served",
-        image.display()
-    );
+    assert!(served.process.wait_for("serving", TEST_TIMEOUT).is_err(), "{} is served", image.display());
     let status = served.process.wait(TEST_TIMEOUT).expect("ends");
     let said = served.process.output();
     assert_eq!(status.code(), Some(2), "{said}");
@@ -116,9 +108,7 @@ pub(crate) fn await_release(image: &Path) {
     let give_up = Instant::now() + TEST_TIMEOUT;
     loop {
         // This opens a data file, too.
-        let output = Command::new("qemu-img")
-            .args(["check", "-f", "qcow2", text(image)])
-            .output();
+        let output = Command::new("qemu-img").args(["check", "-f", "qcow2", text(image)]).output();
         let said = String::from_utf8_lossy(&output.expect("qemu-img is there").stderr).into_owned();
         if !said.contains("Failed to get") {
             return;
@@ -175,10 +165,8 @@ pub(crate) enum Health {
 
 /// Checks an image with `qemu-img check`; errors fail the test.
 pub(crate) fn health(image: &Path) -> Health {
-    let output = Command::new("qemu-img")
-        .args(["check", "-f", "qcow2", text(image)])
-        .output()
-        .expect("qemu-img is there");
+    let output =
+        Command::new("qemu-img").args(["check", "-f", "qcow2", text(image)]).output().expect("qemu-img is there");
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     match output.status.code() {
         Some(0) => Health::Clean,

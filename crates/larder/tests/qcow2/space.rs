@@ -11,10 +11,7 @@ const MIB: u64 = 1 << 20;
 fn a_full_file_system(mounted: &Path, options: &str) {
     let image = mounted.join("image.qcow2");
     let ballast = mounted.join("ballast");
-    run_tool(
-        "qemu-img",
-        &["create", "-f", "qcow2", "-o", options, text(&image), "64M"],
-    );
+    run_tool("qemu-img", &["create", "-f", "qcow2", "-o", options, text(&image), "64M"]);
     let served = Served::new(&image, &[]);
     served.io(&["write -P 1 0 1M", "flush"]);
     fill_file_system(&ballast);
@@ -60,9 +57,7 @@ fn a_full_file_system(mounted: &Path, options: &str) {
 
 pub(crate) fn ext4(folder: &Path, at: &Path) -> Mount {
     let device: PathBuf = folder.join("ext4");
-    fs::File::create(&device)
-        .and_then(|file| file.set_len(24 * MIB))
-        .expect("a file");
+    fs::File::create(&device).and_then(|file| file.set_len(24 * MIB)).expect("a file");
     run_tool("mkfs.ext4", &["-q", text(&device)]);
     Mount::new(at, &["-o", "loop", text(&device)])
 }
@@ -108,15 +103,9 @@ fn stop_on_full_disk_is_safe() {
         let status = served.process.wait(crate::support::TEST_TIMEOUT).expect("ends");
         let said = served.process.output();
         // Either everything is in the image, or the server reports that it is not.
-        assert!(
-            status.code() == Some(0) || said.contains("the last writes may not be on the disk"),
-            "{said}"
-        );
+        assert!(status.code() == Some(0) || said.contains("the last writes may not be on the disk"), "{said}");
         health(&image);
         let is = dump("qcow2", text(&image), &folder.path().join("dump"));
-        assert!(
-            is[..MIB as usize].iter().all(|byte| *byte == 1),
-            "what was flushed is lost"
-        );
+        assert!(is[..MIB as usize].iter().all(|byte| *byte == 1), "what was flushed is lost");
     }
 }

@@ -184,10 +184,7 @@ impl Spec {
     }
 
     fn disk(&self) -> Disk {
-        Disk {
-            size: self.size,
-            cluster_len: 1 << self.cluster_bits,
-        }
+        Disk { size: self.size, cluster_len: 1 << self.cluster_bits }
     }
 
     /// Creates the image and its other files in `folder`.
@@ -197,12 +194,8 @@ impl Spec {
 
     fn make_as(&self, folder: &Path, name: &str, random: &mut Random) -> Made {
         let image = folder.join(format!("{name}.qcow2"));
-        let mut made = Made {
-            image: image.clone(),
-            disk: self.disk(),
-            snapshots: Vec::new(),
-            backing_files: Vec::new(),
-        };
+        let mut made =
+            Made { image: image.clone(), disk: self.disk(), snapshots: Vec::new(), backing_files: Vec::new() };
         let mut options = self.options();
         let backing = self.backing.as_ref().map(|backing| {
             let (name, format) = backing.make(folder, name, random, &mut made.backing_files);
@@ -220,10 +213,7 @@ impl Spec {
             self.convert(folder, name, &options, random);
         } else {
             let size = self.size.to_string();
-            run_tool(
-                "qemu-img",
-                &["create", "-f", "qcow2", "-o", &options, text(&image), &size],
-            );
+            run_tool("qemu-img", &["create", "-f", "qcow2", "-o", &options, text(&image), &size]);
             if self.compressed == Compressed::Some {
                 use_it("qcow2", &image, &self.disk().compressed(random));
             }
@@ -248,18 +238,7 @@ impl Spec {
         let options = options.replace(&format!(",preallocation={}", self.preallocation), "");
         run_tool(
             "qemu-img",
-            &[
-                "convert",
-                "-c",
-                "-f",
-                "raw",
-                "-O",
-                "qcow2",
-                "-o",
-                &options,
-                text(&source),
-                text(&image),
-            ],
+            &["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options, text(&source), text(&image)],
         );
         std::fs::remove_file(source).expect("removes");
     }
@@ -272,13 +251,8 @@ fn use_it(format: &str, image: &Path, operations: &[Operation]) {
 }
 
 fn make_raw(path: &Path, bytes: u64, random: &mut Random) {
-    std::fs::File::create(path)
-        .and_then(|file| file.set_len(bytes))
-        .expect("a raw file");
-    let disk = Disk {
-        size: bytes / SECTOR * SECTOR,
-        cluster_len: 64 << 10,
-    };
+    std::fs::File::create(path).and_then(|file| file.set_len(bytes)).expect("a raw file");
+    let disk = Disk { size: bytes / SECTOR * SECTOR, cluster_len: 64 << 10 };
     if disk.size > 0 {
         use_it("raw", path, &disk.operations(random, 12));
     }
@@ -297,14 +271,7 @@ impl Backing {
         }
         let kind = one_of(
             random,
-            &[
-                Kind::Plain,
-                Kind::Plain,
-                Kind::Version2,
-                Kind::Compressed,
-                Kind::ExtendedL2,
-                Kind::Snapshots,
-            ],
+            &[Kind::Plain, Kind::Plain, Kind::Version2, Kind::Compressed, Kind::ExtendedL2, Kind::Snapshots],
         );
         let mut spec = Spec::new(kind, random);
         if random.below(2) == 0 {

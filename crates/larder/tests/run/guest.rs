@@ -30,9 +30,7 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) fn new(name: &str) -> Self {
         // The directory is on a disk, not on tmpfs, and its path is short enough for sockets.
-        let folder = tempfile::Builder::new()
-            .prefix("run-")
-            .tempdir_in(env!("CARGO_TARGET_TMPDIR"));
+        let folder = tempfile::Builder::new().prefix("run-").tempdir_in(env!("CARGO_TARGET_TMPDIR"));
         let folder = folder.expect("a folder in the target directory");
         fs::create_dir(folder.path().join("runtime")).expect("a folder");
         let name = format!("{name}_{}", std::process::id());
@@ -54,12 +52,7 @@ impl Place {
     /// Returns `larder run OPTIONS -- QEMU`, with a name for the guest.
     pub(crate) fn larder_run(&self, options: &[&str], qemu: &Path) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_larder"));
-        command
-            .arg("run")
-            .args(options)
-            .arg("--")
-            .arg(qemu)
-            .args(["-name", &self.name]);
+        command.arg("run").args(options).arg("--").arg(qemu).args(["-name", &self.name]);
         command
             .env("XDG_RUNTIME_DIR", self.path("runtime"))
             .env("STATE_DIRECTORY", self.path("state"))
@@ -77,10 +70,7 @@ impl Place {
             format!("/dev/shm/larder-{user}").into(),
             "/dev/shm".into(),
         ];
-        let all = places
-            .iter()
-            .filter(|place| place.exists())
-            .flat_map(|place| entries(place));
+        let all = places.iter().filter(|place| place.exists()).flat_map(|place| entries(place));
         all.filter(|path| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             name.starts_with(&format!("larder-{}-", self.name))
@@ -98,10 +88,7 @@ impl Place {
     /// Returns a program that runs QEMU 10, from the test bed's Debian 13.
     pub(crate) fn qemu_10(&self) -> PathBuf {
         let script = testbed("debian13.sh");
-        self.program(&format!(
-            "#!/bin/sh\nexec {} qemu-system-x86_64 \"$@\"\n",
-            script.display()
-        ))
+        self.program(&format!("#!/bin/sh\nexec {} qemu-system-x86_64 \"$@\"\n", script.display()))
     }
 
     fn program(&self, text: &str) -> PathBuf {
@@ -135,15 +122,8 @@ pub(crate) fn built(name: &str) -> PathBuf {
 
 /// Runs a script of the test bed, and returns its output.
 fn call(script: &str, arguments: &[&Path]) -> String {
-    let output = Command::new(testbed(script))
-        .args(arguments)
-        .output()
-        .expect("runs the script");
-    assert!(
-        output.status.success(),
-        "{script}: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    let output = Command::new(testbed(script)).args(arguments).output().expect("runs the script");
+    assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
@@ -199,24 +179,8 @@ impl Guest {
         let accel = call("accel.sh", &[]);
         let mut command = place.larder_run(options, qemu);
         command
-            .args([
-                "-accel",
-                &accel,
-                "-m",
-                "512",
-                "-smp",
-                "2",
-                "-nodefaults",
-                "-display",
-                "none",
-            ])
-            .args([
-                "-serial",
-                "stdio",
-                "-no-reboot",
-                "-append",
-                &format!("{KERNEL_ARGUMENTS} {kernel}"),
-            ])
+            .args(["-accel", &accel, "-m", "512", "-smp", "2", "-nodefaults", "-display", "none"])
+            .args(["-serial", "stdio", "-no-reboot", "-append", &format!("{KERNEL_ARGUMENTS} {kernel}")])
             .arg("-kernel")
             .arg(built("vmlinuz"))
             .arg("-initrd")
@@ -230,12 +194,8 @@ impl Guest {
 
     /// Starts larder with the QEMU of the command.
     pub(crate) fn start(mut command: Command) -> Self {
-        let mut larder = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("starts larder");
+        let mut larder =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("starts larder");
         let (sender, lines) = channel();
         let output = larder.stdout.take().expect("is piped");
         let errors = larder.stderr.take().expect("is piped");
@@ -249,13 +209,7 @@ impl Guest {
                 }
             });
         }
-        Self {
-            stdin: larder.stdin.take(),
-            larder,
-            lines,
-            seen: Vec::new(),
-            deadline: Instant::now() + PATIENCE,
-        }
+        Self { stdin: larder.stdin.take(), larder, lines, seen: Vec::new(), deadline: Instant::now() + PATIENCE }
     }
 
     /// Waits for a line that begins with `start`, on the guest's console or among larder's messages.
@@ -348,11 +302,7 @@ impl Guest {
     }
 
     fn pause(&self, problem: &str) {
-        assert!(
-            Instant::now() < self.deadline,
-            "{problem}; the lines so far:\n{}",
-            self.seen.join("\n")
-        );
+        assert!(Instant::now() < self.deadline, "{problem}; the lines so far:\n{}", self.seen.join("\n"));
         std::thread::sleep(Duration::from_millis(5));
     }
 
@@ -367,10 +317,7 @@ impl Guest {
         };
         self.seen.extend(self.lines.iter());
         let code = status.code().or_else(|| status.signal().map(|signal| 1000 + signal));
-        (
-            code.expect("it ended by either"),
-            std::mem::take(&mut self.seen).join("\n"),
-        )
+        (code.expect("it ended by either"), std::mem::take(&mut self.seen).join("\n"))
     }
 }
 
@@ -396,8 +343,7 @@ pub(crate) fn command_line(pid: Pid) -> String {
 /// Returns true if the process exists and is no zombie.
 pub(crate) fn is_alive(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ")
-        .is_some_and(|(_, behind)| !behind.starts_with(['Z', 'X']))
+    stat.rsplit_once(") ").is_some_and(|(_, behind)| !behind.starts_with(['Z', 'X']))
 }
 
 /// Returns true if a server listens: its PID file then has its PID.
@@ -431,12 +377,6 @@ pub(crate) fn lock_byte(file: &fs::File, byte: i64, kind: libc::c_int) {
     lock.l_start = byte;
     lock.l_len = 1;
     // SAFETY: the file is open, and `lock` is a valid structure.
-    let result = unsafe {
-        libc::fcntl(
-            std::os::fd::AsRawFd::as_raw_fd(file),
-            libc::F_OFD_SETLKW,
-            &raw const lock,
-        )
-    };
+    let result = unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(file), libc::F_OFD_SETLKW, &raw const lock) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }

@@ -78,17 +78,9 @@ fn image_stays_locked_while_server_restarts() {
     };
     qemu_img(&[], &base, &["8M"]);
     let data_option = format!("data_file={}", data.display());
-    qemu_img(
-        &["-b", "base.qcow2", "-F", "qcow2", "-o", &data_option],
-        &overlay,
-        &["8M"],
-    );
-    let files: [(&str, PathBuf); 4] = [
-        ("raw", raw.clone()),
-        ("qcow2", overlay.clone()),
-        ("raw", data),
-        ("qcow2", base),
-    ];
+    qemu_img(&["-b", "base.qcow2", "-F", "qcow2", "-o", &data_option], &overlay, &["8M"]);
+    let files: [(&str, PathBuf); 4] =
+        [("raw", raw.clone()), ("qcow2", overlay.clone()), ("raw", data), ("qcow2", base)];
     let overlay_drive = format!("file={},if=virtio,format=qcow2", overlay.display());
     let guest = idle(&place, &[], &[&drive(&raw, ""), &overlay_drive]);
 
@@ -121,11 +113,7 @@ fn image_stays_locked_while_server_restarts() {
     files.iter().for_each(|(format, file)| is_locked(format, file));
     let socket = place.path("socket");
     let mut second_server = Command::new(env!("CARGO_BIN_EXE_larder"));
-    second_server
-        .args(["disk", "serve"])
-        .arg(&raw)
-        .arg("--socket")
-        .arg(&socket);
+    second_server.args(["disk", "serve"]).arg(&raw).arg("--socket").arg(&socket);
     let mut second_run = place.larder_run(&[], &place.idle_qemu());
     second_run.args(["-drive", &drive(&raw, "")]);
     for command in [&mut second_server, &mut second_run] {
@@ -181,10 +169,7 @@ fn server_never_starts_on_replaced_image() {
     kill_server(&guest, &image);
     assert_eq!(
         guest.line(&waits),
-        format!(
-            "{waits} no longer leads to the guest's file: put {} back there",
-            elsewhere.display()
-        )
+        format!("{waits} no longer leads to the guest's file: put {} back there", elsewhere.display())
     );
     assert!(guest.children("disk serve").is_empty());
     write("raw", &other).expect("nobody uses it");
@@ -208,29 +193,18 @@ fn every_disk_kind_gets_next_server() {
     let place = Place::new("kinds");
     let memory = tempfile::tempdir_in("/dev/shm").expect("a folder");
     let read = memory.path().join("read.raw");
-    File::create(&read)
-        .and_then(|file| file.set_len(8 << 20))
-        .expect("an image");
+    File::create(&read).and_then(|file| file.set_len(8 << 20)).expect("an image");
     let shared = place.image("shared.raw", 8);
     let device = LoopDevice::new(&place.image("device.raw", 8), 512);
     let (base, socket) = (place.image("base.raw", 8), place.path("nbd"));
     let mut command = Command::new("qemu-nbd");
-    command
-        .args(["-f", "raw", "-r", "-t", "-e", "8", "-k"])
-        .arg(&socket)
-        .arg(&base);
+    command.args(["-f", "raw", "-r", "-t", "-e", "8", "-k"]).arg(&socket).arg(&base);
     let _theirs = Process::start(command).expect("qemu-nbd is there");
     let over_nbd = place.path("over-nbd.qcow2");
     let mut make = Command::new("qemu-img");
     make.args(["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b"]);
     make.arg(format!("nbd+unix:///?socket={}", socket.display()));
-    assert!(
-        make.arg(&over_nbd)
-            .arg("8M")
-            .status()
-            .expect("qemu-img is there")
-            .success()
-    );
+    assert!(make.arg(&over_nbd).arg("8M").status().expect("qemu-img is there").success());
     wait_until("qemu-nbd listens", || socket.exists());
 
     let shared_disk = format!("{},format=raw,share=on", shared.display());
@@ -264,18 +238,12 @@ fn printed_commands_inherit_no_locks() {
     let server = guest.child_when("disk serve", |_| true);
     assert!(command_line(server).contains(" --inherit-locks "));
     let output = end(guest);
-    assert!(
-        output.contains(" disk serve ") && !output.contains("--inherit-locks"),
-        "{output}"
-    );
+    assert!(output.contains(" disk serve ") && !output.contains("--inherit-locks"), "{output}");
 
     let mut server = Command::new(env!("CARGO_BIN_EXE_larder"));
     server.args(["disk", "serve", "--inherit-locks"]).arg(&image);
     let output = server.arg("--socket").arg(place.path("socket")).output().expect("runs");
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(
-        said.contains("not the file that the parent process has locked"),
-        "{said}"
-    );
+    assert!(said.contains("not the file that the parent process has locked"), "{said}");
 }

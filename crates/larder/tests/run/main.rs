@@ -48,15 +48,9 @@ fn guest_writes_reach_the_images() {
     ];
     let mut guest = Guest::boot(&place, qemu(), &["--disk", &option], &drives, script);
 
-    for (image, name) in [
-        (&by_device, "vda (was -device"),
-        (&by_drive, "vdb (was -drive"),
-        (&by_option, "vdc (added"),
-    ] {
-        guest.line(&format!(
-            "larder: disk {}: served over vhost-user-blk as {name}",
-            image.display()
-        ));
+    for (image, name) in [(&by_device, "vda (was -device"), (&by_drive, "vdb (was -drive"), (&by_option, "vdc (added")]
+    {
+        guest.line(&format!("larder: disk {}: served over vhost-user-blk as {name}", image.display()));
     }
     assert_eq!(guest.line("vda "), "vda 131072 0 f9160a20-70c7-38f4-a");
     assert_eq!(guest.line("vdb "), "vdb 32768 0");
@@ -76,10 +70,7 @@ fn guest_writes_reach_the_images() {
 
 /// Returns the digest of a file, from an independent program.
 pub(crate) fn sha256(file: &std::path::Path) -> String {
-    let output = Command::new("sha256sum")
-        .arg(file)
-        .output()
-        .expect("sha256sum is there");
+    let output = Command::new("sha256sum").arg(file).output().expect("sha256sum is there");
     let line = String::from_utf8_lossy(&output.stdout).into_owned();
     line.split(' ').next().unwrap_or_default().to_owned()
 }
@@ -96,10 +87,7 @@ fn guest_with_small_cache_survives_kills() {
     let cache = place.path("cache");
     let options = format!(",cache={},cache-size=8M", cache.display());
     kill_servers_under(&place, qemu(), 3, &options);
-    let said = support::run_tool(
-        env!("CARGO_BIN_EXE_larder"),
-        &["disk", "cache", "info", &cache.to_string_lossy()],
-    );
+    let said = support::run_tool(env!("CARGO_BIN_EXE_larder"), &["disk", "cache", "info", &cache.to_string_lossy()]);
     assert!(said.contains("state:            closed"), "{said}");
 }
 
@@ -142,10 +130,7 @@ fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize, optio
     assert_eq!(guest.line("LARDER-GUEST-EXIT"), "LARDER-GUEST-EXIT 0");
     let (code, output) = guest.end();
     assert_eq!(code, 0, "{output}");
-    let died = format!(
-        "larder: disk {}: its server died (signal: 9 (SIGKILL)) and is restarted",
-        image.display()
-    );
+    let died = format!("larder: disk {}: its server died (signal: 9 (SIGKILL)) and is restarted", image.display());
     assert_eq!(output.matches(&died).count(), kills, "{output}");
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
@@ -310,11 +295,7 @@ fn killed_run_is_cleaned_up_later() {
     assert_eq!(guest.end().0, 1009);
     assert_eq!(place.leftovers().len(), 2, "it had no chance to remove them");
 
-    let next = place
-        .larder_run(&[], qemu())
-        .args(["-device", "no-such-device"])
-        .output()
-        .expect("runs");
+    let next = place.larder_run(&[], qemu()).args(["-device", "no-such-device"]).output().expect("runs");
     assert_eq!(next.status.code(), Some(1), "{next:?}");
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }

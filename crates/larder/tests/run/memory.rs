@@ -26,10 +26,7 @@ const ROUNDS: &str = r#"
     exit 0"#;
 
 fn state(control: &str) -> Value {
-    let said = support::run_tool(
-        env!("CARGO_BIN_EXE_larder"),
-        &["memory", "status", control, "--output", "json"],
-    );
+    let said = support::run_tool(env!("CARGO_BIN_EXE_larder"), &["memory", "status", control, "--output", "json"]);
     serde_json::from_str(&said).expect("JSON")
 }
 
@@ -80,11 +77,7 @@ fn guest_within_budget_survives_pager_kills() {
     assert_eq!(code, 0, "{output}");
     assert!(!output.contains("ERROR"), "{output}");
     assert!(!pager.into_iter().any(super::is_alive), "its pager is left");
-    assert!(
-        place.leftovers().is_empty() && !swap.exists(),
-        "{:?}",
-        place.leftovers()
-    );
+    assert!(place.leftovers().is_empty() && !swap.exists(), "{:?}", place.leftovers());
 }
 
 /// Guest script that does the same with a disk, with and without the guest's page cache.
@@ -142,11 +135,7 @@ fn served_guest_survives_both_kinds_killed() {
     guest.type_line("enough");
     assert_eq!(guest.line("LARDER-GUEST-EXIT"), "LARDER-GUEST-EXIT 0");
     assert_eq!(guest.end().0, 0);
-    assert!(
-        place.leftovers().is_empty() && !swap.exists(),
-        "{:?}",
-        place.leftovers()
-    );
+    assert!(place.leftovers().is_empty() && !swap.exists(), "{:?}", place.leftovers());
 }
 
 #[test]

@@ -88,21 +88,12 @@ fn debian_on_overlay_survives_reset() {
     let guessed = place.image("guessed.raw", 8);
     let base_before = sha256(&base);
 
-    let root = format!(
-        "file={},if=virtio,format=qcow2,discard=unmap,l2-cache-size=1M",
-        overlay.display()
-    );
+    let root = format!("file={},if=virtio,format=qcow2,discard=unmap,l2-cache-size=1M", overlay.display());
     let second = format!("file={},if=virtio", guessed.display());
     let drives = ["-drive", &root, "-drive", &second, "-action", "reboot=reset"];
     let mut guest = Guest::boot_debian(&place, &drives, WORK);
-    let told = guest.line(&format!(
-        "larder: disk {}: served over vhost-user-blk as vda",
-        overlay.display()
-    ));
-    assert!(
-        told.contains("ignored, because Larder does not need them: l2-cache-size"),
-        "{told}"
-    );
+    let told = guest.line(&format!("larder: disk {}: served over vhost-user-blk as vda", overlay.display()));
+    assert!(told.contains("ignored, because Larder does not need them: l2-cache-size"), "{told}");
     guest.line("WORKED");
     let used = fs::metadata(&overlay).expect("is there").blocks() * 512;
     for (arguments, image) in [
@@ -119,10 +110,7 @@ fn debian_on_overlay_survives_reset() {
         }
         let refused = command.output().expect("qemu-img is there");
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert!(
-            !refused.status.success() && said.contains("lock"),
-            "{arguments:?}: {refused:?}"
-        );
+        assert!(!refused.status.success() && said.contains("lock"), "{arguments:?}: {refused:?}");
     }
     guest.type_line("go on");
 
@@ -131,10 +119,7 @@ fn debian_on_overlay_survives_reset() {
     let (code, output) = guest.end();
     assert_eq!(code, 0, "{output}");
     assert!(!output.contains("IT IS WRITTEN"), "{output}");
-    let refused = format!(
-        "{}: a write that would give the disk the header of a qcow2 image",
-        guessed.display()
-    );
+    let refused = format!("{}: a write that would give the disk the header of a qcow2 image", guessed.display());
     assert_eq!(output.matches(&refused).count(), 1, "{output}");
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 
@@ -146,17 +131,7 @@ fn debian_on_overlay_survives_reset() {
     let first = fs::read(&guessed).expect("is there");
     assert!(first.starts_with(b"anything else\0"));
     let copy = place.path("copy.raw");
-    let made = qemu_img(
-        &[
-            "convert",
-            "-f",
-            "qcow2",
-            "-O",
-            "raw",
-            overlay.to_str().expect("is text"),
-        ],
-        &copy,
-    );
+    let made = qemu_img(&["convert", "-f", "qcow2", "-O", "raw", overlay.to_str().expect("is text")], &copy);
     assert!(made.status.success(), "{made:?}");
     let check = Command::new("e2fsck").args(["-f", "-n"]).arg(&copy).output();
     let check = check.expect("e2fsck is there");

@@ -34,42 +34,21 @@ fn impossible_run_is_refused_before_start() {
         (&[][..], &["-drive", &missing][..], "cannot open"),
         (&[], &["-daemonize"], "-daemonize: larder run stays in the foreground"),
         (&[], &["-drive", &served, "-m", "1000T"], "does not fit in /dev/shm"),
-        (
-            &[],
-            &["-drive", &served, "-m", "much"],
-            "cannot determine the size of the guest's RAM",
-        ),
-        (
-            &[],
-            &["-drive", &served, "-object", &private, "-M", "memory-backend=r"],
-            "which is not a directory",
-        ),
+        (&[], &["-drive", &served, "-m", "much"], "cannot determine the size of the guest's RAM"),
+        (&[], &["-drive", &served, "-object", &private, "-M", "memory-backend=r"], "which is not a directory"),
         (&["--disk", "/a,sreial=x"], &[], "did you mean 'serial'?"),
-        (
-            &["--disk", "/a,share=on,prefetch=8M"],
-            &[],
-            "--disk /a: prefetch cannot be combined with share",
-        ),
+        (&["--disk", "/a,share=on,prefetch=8M"], &[], "--disk /a: prefetch cannot be combined with share"),
         (
             &["--memory-budget", "17MiB"],
             &["-m", "1G"],
             "--memory-budget: a budget of 17 MiB is too small: memory of 1 GiB needs at least 23 MiB",
         ),
         (
-            &[
-                "--memory-budget",
-                "1G",
-                "--memory-swap-cache",
-                image.to_str().expect("UTF-8"),
-            ],
+            &["--memory-budget", "1G", "--memory-swap-cache", image.to_str().expect("UTF-8")],
             &[],
             "memory: swap cache /",
         ),
-        (
-            &["--disk", &control(&image), "--disk", &control(&other)],
-            &[],
-            "have the same control=",
-        ),
+        (&["--disk", &control(&image), "--disk", &control(&other)], &[], "have the same control="),
     ] {
         let output = output(&place, options, qemu(), arguments);
         let said = text(&output.stderr);
@@ -89,11 +68,7 @@ fn advice_names_the_right_option() {
     fs::write(place.path("other.vmdk"), b"KDMV0000").expect("writes");
     fs::write(place.path("luks.qcow2"), encrypted_qcow2()).expect("writes");
     let used = place.image("used.raw", 1);
-    let holder = fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open(&used)
-        .expect("opens");
+    let holder = fs::OpenOptions::new().read(true).write(true).open(&used).expect("opens");
     // A lock like QEMU's when no other process may write.
     lock_byte(&holder, 201, libc::F_RDLCK);
     let used_drive = drive(&used, "");
@@ -109,20 +84,13 @@ fn advice_names_the_right_option() {
         (Some(&used), &[], "share=on"),
         (Some(&shared), &[], "the other process must share it too"),
         (None, &["-drive", &used_drive], "-device virtio-blk-pci,share-rw=on"),
-        (
-            None,
-            &["-drive", &used_for_device, "-device", "virtio-blk-pci,drive=x"],
-            "add share-rw=on to its -device",
-        ),
+        (None, &["-drive", &used_for_device, "-device", "virtio-blk-pci,drive=x"], "add share-rw=on to its -device"),
     ] {
         let options: Vec<&str> = disk.map(|disk| ["--disk", disk]).into_iter().flatten().collect();
         let output = output(&place, &options, qemu(), arguments);
         let said = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{said}");
-        let line = said
-            .lines()
-            .rfind(|line| line.starts_with("larder: "))
-            .unwrap_or_default();
+        let line = said.lines().rfind(|line| line.starts_with("larder: ")).unwrap_or_default();
         assert!(line.contains(message), "{message}: {said}");
         assert!(!said.contains("--format") && !said.contains("--share"), "{said}");
         assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
@@ -133,10 +101,7 @@ fn advice_names_the_right_option() {
 fn quits(mut command: Command, arguments: &[&str]) -> (Option<i32>, String) {
     command.args(["-accel", "tcg", "-m", "64", "-nodefaults", "-display", "none", "-S"]);
     command.args(["-monitor", "stdio"]).args(arguments);
-    command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("runs");
     // A command that has exited does not read it.
     let _ = child.stdin.take().expect("a pipe").write_all(b"quit\n");
@@ -153,20 +118,14 @@ fn odd_disk_starts_as_under_qemu() {
     place.image("disk.raw", 1);
     fs::write(place.path("part.raw"), vec![0; (1 << 20) + 512]).expect("writes");
     fs::write(place.path("empty.raw"), "").expect("writes");
-    let made = Command::new("qemu-img")
-        .args(["create", "-q", "-f", "qcow2", &path("disk.qcow2"), "1M"])
-        .status();
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &path("disk.qcow2"), "1M"]).status();
     assert!(made.expect("qemu-img is there").success());
     let long = "serial=f9160a20-70c7-38f4-a980-29f0c16f0155";
     let [disk, part, empty, qcow2] =
         ["disk.raw", "part.raw", "empty.raw", "disk.qcow2"].map(|name| format!("format=raw,file={}", path(name)));
     let qcow2 = qcow2.replace("format=raw", "format=qcow2");
     for (drive, device, message) in [
-        (
-            &disk,
-            long,
-            "the guest sees the first 20, as with QEMU: 'f9160a20-70c7-38f4-a'",
-        ),
+        (&disk, long, "the guest sees the first 20, as with QEMU: 'f9160a20-70c7-38f4-a'"),
         (&disk, "num-queues=65", "stays with QEMU: queues 65: a disk has 1 to 64"),
         (&disk, "num-queues=65535", "served over vhost-user-blk"),
         (&disk, "num-queues=0x10", "served over vhost-user-blk"),
@@ -184,11 +143,7 @@ fn odd_disk_starts_as_under_qemu() {
         ),
         (&qcow2, "share-rw=on", "stays with QEMU: "),
         (&empty, "bootindex=1", "stays with QEMU: "),
-        (
-            &"format=raw,file=/dev/zero".to_owned(),
-            "bootindex=1",
-            "stays with QEMU: /dev/zero is a ",
-        ),
+        (&"format=raw,file=/dev/zero".to_owned(), "bootindex=1", "stays with QEMU: /dev/zero is a "),
     ] {
         let drive = format!("if=none,id=x,{drive}");
         let device = format!("virtio-blk-pci,drive=x,{device}");
@@ -228,10 +183,7 @@ fn image_only_qemu_reads_stays_there() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{said}");
     for message in [
-        format!(
-            "disk {}: stays with QEMU: it looks like a VMDK image",
-            path("other.vmdk")
-        ),
+        format!("disk {}: stays with QEMU: it looks like a VMDK image", path("other.vmdk")),
         format!("disk {}: stays with QEMU: ", path("luks.qcow2")),
         "it is encrypted".to_owned(),
         format!("disk {}: served over vhost-user-blk as vdc", path("raw")),
@@ -261,17 +213,7 @@ fn backing_files_are_checked_too() {
         assert_eq!(dry.status.code(), Some(0), "{}", text(&dry.stderr));
     }
     let rebased = Command::new("qemu-img")
-        .args([
-            "rebase",
-            "-q",
-            "-u",
-            "-f",
-            "qcow2",
-            "-F",
-            "raw",
-            "-b",
-            "nbd+unix:///?socket=/no/such",
-        ])
+        .args(["rebase", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", "nbd+unix:///?socket=/no/such"])
         .arg(&overlay)
         .status();
     assert!(rebased.expect("qemu-img is there").success());
@@ -293,10 +235,7 @@ fn backing_files_are_checked_too() {
     assert_eq!(dry.status.code(), Some(1), "{said}");
     assert!(said.contains("its backing file 'base.raw' cannot be opened"), "{said}");
     let commands = text(&dry.stdout);
-    assert!(
-        commands.contains(" --format qcow2 --metadata-memory 1048576 "),
-        "{commands}"
-    );
+    assert!(commands.contains(" --format qcow2 --metadata-memory 1048576 "), "{commands}");
 }
 
 #[test]
@@ -307,10 +246,7 @@ fn missing_separator_is_explained() {
         .expect("runs");
     assert_eq!(output.status.code(), Some(2));
     let said = text(&output.stderr);
-    assert!(
-        said.contains("tip: put -- before the QEMU command: larder run -- qemu-system-x86_64"),
-        "{said}"
-    );
+    assert!(said.contains("tip: put -- before the QEMU command: larder run -- qemu-system-x86_64"), "{said}");
 }
 
 #[test]
@@ -328,21 +264,12 @@ fn dry_run_prints_shell_commands_only() {
         panic!("four commands were expected: {lines:?}");
     };
     assert!(folder.starts_with("(umask 022; mkdir -p -m 700 /"), "{folder}");
-    assert!(
-        ram.starts_with("(umask 077; truncate -s 134217728 /dev/shm/larder-dry_"),
-        "{ram}"
-    );
+    assert!(ram.starts_with("(umask 077; truncate -s 134217728 /dev/shm/larder-dry_"), "{ram}");
     let serve = format!("larder disk serve {} --socket ", image.display());
     assert!(server.contains(&serve) && server.ends_with(" &"), "{server}");
     assert!(guest.starts_with("qemu-system-x86_64 -name dry_"), "{guest}");
-    assert!(
-        guest.contains(r"-append 'a '\''b'\''' -chardev socket,id=larder-chr-0,"),
-        "{guest}"
-    );
-    assert!(
-        said.contains(&format!("larder: disk {}: served", image.display())),
-        "{said}"
-    );
+    assert!(guest.contains(r"-append 'a '\''b'\''' -chardev socket,id=larder-chr-0,"), "{guest}");
+    assert!(said.contains(&format!("larder: disk {}: served", image.display())), "{said}");
     let name = ram.rsplit('/').next().unwrap_or_default().trim_end_matches(')');
     assert!(said.contains(&format!("larder: {name} stands for a name")), "{said}");
     let again = output(&place, &["--dry-run"], qemu(), &["-drive", &served]);
@@ -355,27 +282,12 @@ fn dry_run_commands_work_when_pasted() {
     let place = Place::new("paste");
     let image = place.image("disk.raw", 8);
     let served = drive(&image, "");
-    let arguments = [
-        "-nodefaults",
-        "-display",
-        "none",
-        "-S",
-        "-monitor",
-        "stdio",
-        "-drive",
-        &served,
-    ];
+    let arguments = ["-nodefaults", "-display", "none", "-S", "-monitor", "stdio", "-drive", &served];
     let printed = output(&place, &["--dry-run"], qemu(), &arguments).stdout;
     let printed = text(&printed);
-    let ram = printed
-        .split("mem-path=")
-        .nth(1)
-        .and_then(|text| text.split([' ', ',']).next());
+    let ram = printed.split("mem-path=").nth(1).and_then(|text| text.split([' ', ',']).next());
     let ram = ram.expect("the RAM is a file");
-    let folder = printed
-        .split("mkdir -p -m 700 ")
-        .nth(1)
-        .and_then(|text| text.split(')').next());
+    let folder = printed.split("mkdir -p -m 700 ").nth(1).and_then(|text| text.split(')').next());
     let folder = folder.expect("the sockets have a folder");
     // Without its disk's server QEMU would wait for it, and its monitor would not answer.
     let script = format!("{printed}code=$?; kill $!; wait $!; echo SERVER $?; rm -r {ram} {folder}; exit $code");
@@ -393,10 +305,7 @@ fn dry_run_commands_work_when_pasted() {
     let output = shell.wait_with_output().expect("ends");
     let said = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
-    assert!(
-        said.contains("dev: vhost-user-blk-pci") && said.contains("SERVER 0"),
-        "{said}"
-    );
+    assert!(said.contains("dev: vhost-user-blk-pci") && said.contains("SERVER 0"), "{said}");
 }
 
 /// The commands of a dry run with a budget start the pager, and work in a shell.
@@ -407,18 +316,12 @@ fn dry_run_includes_the_pager() {
     let arguments = ["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"];
     let Output { status, stdout, stderr } = output(&place, &options, qemu(), &arguments);
     let said = text(&stderr);
-    assert!(
-        status.success() && said.contains("larder: memory: kept within 64 MiB; "),
-        "{said}"
-    );
+    assert!(status.success() && said.contains("larder: memory: kept within 64 MiB; "), "{said}");
     let printed = text(&stdout);
     let [folder, ram, run] = printed.lines().collect::<Vec<_>>()[..] else {
         panic!("three commands were expected: {printed}");
     };
-    let folder = folder
-        .split("mkdir -p -m 700 ")
-        .nth(1)
-        .and_then(|text| text.split(')').next());
+    let folder = folder.split("mkdir -p -m 700 ").nth(1).and_then(|text| text.split(')').next());
     let folder = folder.expect("the sockets have a folder");
     let ram = ram.rsplit(' ').next().expect("a path").trim_end_matches(')');
     let attach = format!(" memory attach --pid $$ --wait --budget=67108864 --control {folder}/memory.sock & exec ");
@@ -436,10 +339,7 @@ fn dry_run_includes_the_pager() {
         .spawn()
         .expect("a shell");
     let mut errors = BufReader::new(shell.stderr.take().expect("is piped")).lines();
-    let attached = errors
-        .by_ref()
-        .map_while(Result::ok)
-        .find(|line| line.contains(ATTACHED_TEXT));
+    let attached = errors.by_ref().map_while(Result::ok).find(|line| line.contains(ATTACHED_TEXT));
     assert!(attached.is_some(), "it has not attached");
     let mut monitor = shell.stdin.take().expect("is piped");
     writeln!(monitor, "quit").expect("QEMU reads");
@@ -454,9 +354,7 @@ fn run_survives_closed_stderr() {
     let image = place.image("disk.raw", 8);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let mut command = place.larder_run(&["-v"], qemu());
-    command
-        .args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"])
-        .args(["-drive", &drive(&image, "")]);
+    command.args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"]).args(["-drive", &drive(&image, "")]);
     // Without its disk's server QEMU would wait for it, and its monitor would not answer.
     let mut run = Command::new("timeout")
         .args(["--kill-after=5", "60"])
@@ -513,9 +411,8 @@ fn backing_file_as_disk_is_refused() {
     let place = Place::new("behind");
     let base = place.image("base.raw", 8).display().to_string();
     let overlay = place.path("overlay.qcow2").display().to_string();
-    let made = Command::new("qemu-img")
-        .args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base, &overlay])
-        .status();
+    let made =
+        Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base, &overlay]).status();
     assert!(made.expect("qemu-img is there").success());
     let output = output(&place, &["--disk", &overlay, "--disk", &base], qemu(), &[]);
     let said = text(&output.stderr);
@@ -568,13 +465,10 @@ fn servers_are_distinguishable_and_deaths_reported() {
         let server = guest.child_when(&format!("larder disk serve {} ", image.display()), |_| true);
         assert_eq!(short_name(server), "larder");
         signal(server, Signal::KILL);
-        guest.line(&format!(
-            "larder: disk {}: its server died (signal: 9 (SIGKILL)) and is restarted",
-            image.display()
-        ));
-        let next = guest.child_when("disk serve", |pid| {
-            pid != server && command_line(pid).contains(&image.display().to_string())
-        });
+        guest
+            .line(&format!("larder: disk {}: its server died (signal: 9 (SIGKILL)) and is restarted", image.display()));
+        let next = guest
+            .child_when("disk serve", |pid| pid != server && command_line(pid).contains(&image.display().to_string()));
         assert_ne!(next, server);
     }
     signal(guest.pid(), Signal::TERM);

@@ -39,9 +39,7 @@ pub fn temp_dir_on_tmpfs() -> TempDir {
 /// Creates an image of zeros.
 pub fn create_image(directory: &Path, bytes: u64) -> PathBuf {
     let path = directory.join("disk.raw");
-    File::create(&path)
-        .and_then(|file| file.set_len(bytes))
-        .expect("creating the image");
+    File::create(&path).and_then(|file| file.set_len(bytes)).expect("creating the image");
     path
 }
 
@@ -54,16 +52,7 @@ pub fn start_server(image: &Path, directory: &Path, options: &[&str]) -> Server 
 pub fn assert_io_works(guest: &mut FrontEnd, seed: u64) {
     let (data, bytes) = (guest.data(), test_pattern(seed, 4096));
     guest.memory.write(data, &bytes);
-    let (out, into) = (
-        [Buffer {
-            address: data,
-            len: 4096,
-        }],
-        [Buffer {
-            address: data + 4096,
-            len: 4096,
-        }],
-    );
+    let (out, into) = ([Buffer { address: data, len: 4096 }], [Buffer { address: data + 4096, len: 4096 }]);
     assert_eq!(guest.queue().run(&Request::write(8, &out)).expect("writes").status, 0);
     assert_eq!(guest.queue().run(&Request::read(8, &into)).expect("reads").status, 0);
     assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
@@ -73,19 +62,14 @@ pub fn assert_io_works(guest: &mut FrontEnd, seed: u64) {
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + TEST_TIMEOUT;
     while !condition() {
-        assert!(
-            Instant::now() < deadline,
-            "still not true after {TEST_TIMEOUT:?}: {what}"
-        );
+        assert!(Instant::now() < deadline, "still not true after {TEST_TIMEOUT:?}: {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 /// Waits until a server listens on a unix socket.
 pub fn wait_until_listening(socket: &Path) {
-    wait_until(&format!("a server listens on {}", socket.display()), || {
-        UnixStream::connect(socket).is_ok()
-    });
+    wait_until(&format!("a server listens on {}", socket.display()), || UnixStream::connect(socket).is_ok());
 }
 
 /// Runs a command to its end; returns the exit status and the output.
@@ -114,20 +98,13 @@ pub fn run_tool(program: &str, arguments: &[&str]) -> String {
         command.args(["--kill-after=10", &TEST_TIMEOUT.as_secs().to_string(), program]);
         let output = command.args(arguments).output().expect("timeout(1) is installed");
         let is_missing = output.status.code() == Some(127);
-        assert!(
-            !is_missing,
-            "{program} is missing: testbed/setup.sh installs what the tests need"
-        );
+        assert!(!is_missing, "{program} is missing: testbed/setup.sh installs what the tests need");
         let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         attempts += 1;
         if attempts < 20 && !output.status.success() && text.contains(CPU_MEASUREMENT_ERROR) {
             continue;
         }
-        assert!(
-            output.status.success(),
-            "{program} {arguments:?}: {}: {text}",
-            output.status
-        );
+        assert!(output.status.success(), "{program} {arguments:?}: {}: {text}", output.status);
         return text.trim().to_owned();
     }
 }
@@ -156,16 +133,7 @@ impl LoopDevice {
     pub fn new(file: &Path, sector_bytes: u32) -> Self {
         require_root("to make a loop device");
         let sector = sector_bytes.to_string();
-        let path = run_tool(
-            "losetup",
-            &[
-                "--find",
-                "--show",
-                "--sector-size",
-                &sector,
-                file.to_str().expect("UTF-8"),
-            ],
-        );
+        let path = run_tool("losetup", &["--find", "--show", "--sector-size", &sector, file.to_str().expect("UTF-8")]);
         Self(path.into())
     }
 
@@ -242,9 +210,7 @@ pub fn fill_file_system(path: &Path) {
 
 /// Returns the number of a process's open descriptors.
 pub fn open_descriptor_count(process: u32) -> usize {
-    std::fs::read_dir(format!("/proc/{process}/fd"))
-        .expect("procfs")
-        .count()
+    std::fs::read_dir(format!("/proc/{process}/fd")).expect("procfs").count()
 }
 
 /// A command of qemu-io, and text of its output, which marks that the commands before it have ended.
@@ -260,9 +226,7 @@ pub fn start_io_without_flush<S: AsRef<str>>(uri: &str, commands: &[S]) -> Proce
     }
     command.args(["-c", QEMU_IO_MARKER.0, "-c", "sleep 1000000", uri]);
     let client = Process::start(command).expect("starts");
-    client
-        .wait_for(QEMU_IO_MARKER.1, TEST_TIMEOUT)
-        .expect("the commands complete");
+    client.wait_for(QEMU_IO_MARKER.1, TEST_TIMEOUT).expect("the commands complete");
     let output = client.output();
     assert!(!output.contains("failed"), "{output}");
     client

@@ -42,10 +42,7 @@ impl Victim {
         let (start, end) = (address(start), address(end));
         let code = read(process as i32, start, (end - start) as usize);
         let at = code.windows(2).position(|two| two == [0x0f, 0x05]);
-        Self {
-            process,
-            instruction: start + at.expect("the C library makes system calls") as u64,
-        }
+        Self { process, instruction: start + at.expect("the C library makes system calls") as u64 }
     }
 
     /// Returns the threads with their names, except the kernel's own threads, which cannot be taken over.
@@ -73,14 +70,7 @@ impl Victim {
                 }
             };
         }
-        [
-            registers.rdi,
-            registers.rsi,
-            registers.rdx,
-            registers.r10,
-            registers.r8,
-            registers.r9,
-        ] = values;
+        [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = values;
         registers.rax = call as u64;
         registers.rip = self.instruction;
         // Prevents the restart of an interrupted system call until the thread continues normally.
@@ -151,10 +141,7 @@ impl Drop for Stopped {
 }
 
 fn vectors(here: *mut u8, there: u64, len: usize) -> (libc::iovec, libc::iovec) {
-    let vector = |base: *mut c_void| libc::iovec {
-        iov_base: base,
-        iov_len: len,
-    };
+    let vector = |base: *mut c_void| libc::iovec { iov_base: base, iov_len: len };
     (vector(here.cast()), vector(there as *mut c_void))
 }
 

@@ -60,9 +60,7 @@ fn incoming_guest_waits_for_its_disk() {
     std::thread::scope(|scope| {
         let guest = scope.spawn(|| assert_io_works(&mut guest, 1));
         // By then its queue is started, and a request is pending.
-        process
-            .wait_for("front-end connected", TEST_TIMEOUT)
-            .expect("it connects");
+        process.wait_for("front-end connected", TEST_TIMEOUT).expect("it connects");
         assert!(is_away(&vm) && !is_open(&vm));
         assert_eq!(vm.disks()[0]["requests"]["write"]["count"], 0);
         says(&vm, "--take");
@@ -130,10 +128,7 @@ fn returning_device_gets_empty_cache() {
 fn first_byte(vm: &Vm) -> u8 {
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     let into = guest.data();
-    let buffers = [Buffer {
-        address: into,
-        len: 4096,
-    }];
+    let buffers = [Buffer { address: into, len: 4096 }];
     let read = guest.queue().run(&Request::read(0, &buffers)).expect("reads");
     assert_eq!(read.status, 0);
     guest.memory.read_vec(into, 4096)[0]
@@ -183,10 +178,7 @@ fn killed_servers_cache_is_stale_elsewhere() {
     drop(guest);
     process.kill();
     let (code, said) = run_command(vm.command(&["--incoming"]));
-    assert!(
-        code == Some(2) && said.contains("may have data that was never written to the disk"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("may have data that was never written to the disk"), "{said}");
 }
 
 #[test]
@@ -194,9 +186,7 @@ fn confined_server_reopens_arriving_disks() {
     let vm = one();
     let process = start(&vm, &["--incoming", "--confine"]);
     let is_confined = |process: &Process| {
-        threads(process.id())
-            .iter()
-            .all(|(thread, _)| status(process.id(), *thread, "Seccomp") == "2")
+        threads(process.id()).iter().all(|(thread, _)| status(process.id(), *thread, "Seccomp") == "2")
     };
     assert!(is_confined(&process), "before it has read anything of the image");
     says(&vm, "--take");

@@ -49,9 +49,7 @@ fn all_of(process: u32, thread: i32) -> String {
 /// Returns one field of a thread's status.
 pub(crate) fn status(process: u32, thread: i32, field: &str) -> String {
     let all = all_of(process, thread);
-    let value = all
-        .lines()
-        .find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
+    let value = all.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
     value.unwrap_or_else(|| panic!("no {field}")).to_owned()
 }
 
@@ -90,9 +88,7 @@ fn confined_reload_finds_relative_file() {
     let command = |options: &[&str]| {
         let mut command = std::process::Command::new(crate::support::larder_path());
         command.arg("vm").arg("./web.toml").args(options);
-        command
-            .current_dir(vm.folder.path())
-            .env("STATE_DIRECTORY", vm.path("state"));
+        command.current_dir(vm.folder.path()).env("STATE_DIRECTORY", vm.path("state"));
         command
     };
     let process = Process::start(command(CONFINED)).expect("larder starts");
@@ -112,13 +108,7 @@ fn every_thread_has_dropped_its_rights() {
     assert_io_works(&mut guest, 1);
     data_io(&vm, &["write -P 9 0 1M", "flush"]);
     let all = threads(process.id());
-    for name in [
-        "larder",
-        "larder-disk",
-        "larder-control",
-        "larder-signals",
-        "larder-notify",
-    ] {
+    for name in ["larder", "larder-disk", "larder-control", "larder-signals", "larder-notify"] {
         assert!(all.iter().any(|(_, it)| it == name), "{name}: {all:?}");
     }
     for (thread, name) in all {
@@ -132,10 +122,7 @@ fn every_thread_has_dropped_its_rights() {
             let sets = all_of(process.id(), thread);
             let sets: Vec<&str> = sets.lines().filter(|line| line.starts_with("Cap")).collect();
             assert_eq!(sets.len(), 5, "{sets:?}");
-            assert!(
-                sets.iter().all(|set| set.ends_with(":\t0000000000000000")),
-                "{name}: {sets:?}"
-            );
+            assert!(sets.iter().all(|set| set.ends_with(":\t0000000000000000")), "{name}: {sets:?}");
         }
     }
     drop(guest);
@@ -162,9 +149,7 @@ mod taken_over {
         command.env("STATE_DIRECTORY", state);
         let process = Process::start(command).expect("larder starts");
         process.wait_for(" ready ", TEST_TIMEOUT).expect("it serves");
-        let notes = fs::read_dir(own_folder(state).join("caches"))
-            .expect("a folder")
-            .flatten();
+        let notes = fs::read_dir(own_folder(state).join("caches")).expect("a folder").flatten();
         let note = notes.map(|note| note.path()).find(|path| path.extension().is_none());
         let maps = fs::read_to_string(format!("/proc/{}/maps", process.id())).expect("it runs");
         let journal = maps.split_whitespace().find(|word| word.ends_with(".journal"));
@@ -182,11 +167,7 @@ mod taken_over {
         let id = other.process.id();
         let open = |place: &str, flags: i32| vec![number(libc::AT_FDCWD), path(place), number(flags)];
         let read = |place: &Path| open(text(place), libc::O_RDONLY);
-        let memory = vec![
-            number(libc::AT_FDCWD),
-            path(&format!("/proc/{id}/mem")),
-            number(libc::O_RDWR),
-        ];
+        let memory = vec![number(libc::AT_FDCWD), path(&format!("/proc/{id}/mem")), number(libc::O_RDWR)];
         let socket = |family: i32, kind: i32| vec![number(family), number(kind), number(0)];
         let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let executable = libc::PROT_READ | libc::PROT_EXEC;
@@ -196,11 +177,7 @@ mod taken_over {
             ("another VM's note", libc::SYS_openat, read(&other.note)),
             ("another VM's journal", libc::SYS_openat, read(&other.journal)),
             ("a file of the host", libc::SYS_openat, read(Path::new("/etc/passwd"))),
-            (
-                "the list of files",
-                libc::SYS_openat,
-                open("/", libc::O_RDONLY | libc::O_DIRECTORY),
-            ),
+            ("the list of files", libc::SYS_openat, open("/", libc::O_RDONLY | libc::O_DIRECTORY)),
             ("a new file", libc::SYS_openat, {
                 let mut new = open("/tmp", libc::O_TMPFILE | libc::O_RDWR);
                 new.push(number(0o600));
@@ -208,57 +185,23 @@ mod taken_over {
             }),
             ("another VM's memory", libc::SYS_openat, memory),
             ("a signal to another VM", libc::SYS_kill, vec![number(id), number(0)]),
-            (
-                "a signal to its thread",
-                libc::SYS_tgkill,
-                vec![number(id), number(id), number(0)],
-            ),
+            ("a signal to its thread", libc::SYS_tgkill, vec![number(id), number(id), number(0)]),
             ("netlink", libc::SYS_socket, socket(libc::AF_NETLINK, libc::SOCK_RAW)),
             ("packets", libc::SYS_socket, socket(libc::AF_PACKET, libc::SOCK_RAW)),
-            (
-                "the sockets of other VMs",
-                libc::SYS_socket,
-                socket(libc::AF_UNIX, libc::SOCK_STREAM),
-            ),
-            (
-                "the network",
-                libc::SYS_socket,
-                socket(libc::AF_INET, libc::SOCK_STREAM),
-            ),
+            ("the sockets of other VMs", libc::SYS_socket, socket(libc::AF_UNIX, libc::SOCK_STREAM)),
+            ("the network", libc::SYS_socket, socket(libc::AF_INET, libc::SOCK_STREAM)),
             (
                 "code",
                 libc::SYS_mmap,
-                vec![
-                    number(0),
-                    number(4096),
-                    number(executable),
-                    number(anonymous),
-                    number(-1),
-                    number(0),
-                ],
+                vec![number(0), number(4096), number(executable), number(anonymous), number(-1), number(0)],
             ),
-            (
-                "the kernel's log",
-                libc::SYS_syslog,
-                vec![number(10), number(0), number(0)],
-            ),
+            ("the kernel's log", libc::SYS_syslog, vec![number(10), number(0), number(0)]),
             ("a new namespace's check", libc::SYS_unshare, vec![number(0)]),
-            (
-                "io_uring",
-                libc::SYS_io_uring_setup,
-                vec![number(1), Argument::Bytes(vec![0; 120])],
-            ),
+            ("io_uring", libc::SYS_io_uring_setup, vec![number(1), Argument::Bytes(vec![0; 120])]),
             (
                 "another VM's memory at once",
                 libc::SYS_process_vm_readv,
-                vec![
-                    number(id),
-                    nothing.clone(),
-                    number(0),
-                    nothing.clone(),
-                    number(0),
-                    number(0),
-                ],
+                vec![number(id), nothing.clone(), number(0), nothing.clone(), number(0), number(0)],
             ),
         ];
         calls.to_vec()
@@ -286,12 +229,7 @@ mod taken_over {
             answers.push((format!("a program, from {name}"), if is_refused { execve } else { 0 }));
         }
         // Only one thread tries this, since a traced process cannot be traced again.
-        let seize = [
-            number(libc::PTRACE_SEIZE),
-            number(other.process.id()),
-            number(0),
-            number(0),
-        ];
+        let seize = [number(libc::PTRACE_SEIZE), number(other.process.id()), number(0), number(0)];
         let traced = victim.call(process.id() as i32, libc::SYS_ptrace, &seize);
         let traced = traced.expect("its first thread stays");
         answers.push(("tracing".to_owned(), traced));
@@ -410,19 +348,13 @@ impl NbdServer {
         let taken = TcpListener::bind("127.0.0.1:0").expect("binds");
         let port = taken.local_addr().expect("has one").port();
         drop(taken);
-        Self {
-            process: Self::start(image, port),
-            image: image.to_owned(),
-            port,
-        }
+        Self { process: Self::start(image, port), image: image.to_owned(), port }
     }
 
     fn start(image: &Path, port: u16) -> Process {
         let mut command = killed_with_parent("qemu-nbd");
         let port = port.to_string();
-        command
-            .args(["-t", "-f", "raw", "-b", "127.0.0.1", "-p", &port, "-e", "8"])
-            .arg(image);
+        command.args(["-t", "-f", "raw", "-b", "127.0.0.1", "-p", &port, "-e", "8"]).arg(image);
         let process = Process::start(command).expect("qemu-nbd starts; testbed/setup.sh installs what the tests need");
         let port = port.parse().expect("a number");
         while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
@@ -531,10 +463,7 @@ fn start_opens_nothing_of_other_vms() {
 /// Asserts that a guest reads the data that [`assert_io_works`] has written.
 fn holds(guest: &mut FrontEnd, seed: u64) {
     let data = guest.data();
-    let into = [Buffer {
-        address: data,
-        len: 4096,
-    }];
+    let into = [Buffer { address: data, len: 4096 }];
     assert_eq!(guest.queue().run(&Request::read(8, &into)).expect("reads").status, 0);
     assert_eq!(guest.memory.read_vec(data, 4096), test_pattern(seed, 4096));
 }
@@ -594,10 +523,7 @@ fn unnamed_dirty_cache_is_explained() {
         let flush = format!("`larder disk cache flush {}`", text(&unnamed));
         let key = format!("(add cache = \"{}\" to the VM's file)", text(&unnamed));
         let (code, said) = run_command(vm.command(CONFINED));
-        assert!(
-            code == Some(2) && said.contains(&flush) && said.contains(&key),
-            "{said}"
-        );
+        assert!(code == Some(2) && said.contains(&flush) && said.contains(&key), "{said}");
         assert!(!said.contains("is not there now"), "{said}");
         let (code, said) = run_command(vm.command(&["--check"]));
         assert!(code == Some(2) && said.contains(&flush), "{said}");
@@ -638,20 +564,14 @@ fn confined_server_reloads_its_file() {
     let vm = two();
     let (process, next) = start_as_a_service_with(&vm, CONFINED);
     assert!(next().starts_with("READY=1"));
-    assert_eq!(
-        reload(&vm),
-        (Some(0), "web: already as configured in its file".to_owned())
-    );
+    assert_eq!(reload(&vm), (Some(0), "web: already as configured in its file".to_owned()));
     assert!(next().starts_with("RELOADING=1") && next().starts_with("READY=1"));
 
     // A file that the VM's file does not name is not opened, whichever client asks.
     let new = vm.images.path().join("another.cache");
     let with = format!("{{\"with\":\"{}\"}}", text(&new));
     let (status, said) = curl(&vm, &["-X", "POST", "-d", &with, "http://x/v1/disks/vda/cache/replace"]);
-    assert!(
-        status == 409 && said.contains("the VM's file does not name it") && !new.exists(),
-        "{status} {said}"
-    );
+    assert!(status == 409 && said.contains("the VM's file does not name it") && !new.exists(), "{status} {said}");
 
     let more = "[[disk]]\nname = \"more\"\nimage = \"IMAGES/data.raw\"\nformat = \"raw\"\nsocket = \"more\"\n";
     let changed = TWO.replace("iops-total = 1000000", "iops-total = 5000");
@@ -674,9 +594,7 @@ fn confined_server_reloads_its_file() {
     // SIGHUP does the same.
     vm.write(&TWO.replace("system.cache", "another.cache"));
     process.signal(libc::SIGHUP);
-    process
-        .wait_for("the VM's file was reloaded: 1 changed", TEST_TIMEOUT)
-        .expect("it says so");
+    process.wait_for("the VM's file was reloaded: 1 changed", TEST_TIMEOUT).expect("it says so");
     // Clients cannot pass the names of files to open.
     let (status, said) = curl(&vm, &["-X", "POST", "-d", "[[disk]]", "http://x/v1/reload"]);
     assert!(status == 400 && said.contains("send no body"), "{status} {said}");
@@ -689,34 +607,19 @@ fn confined_server_reloads_its_file() {
 fn confined_reload_knows_socket_owners() {
     require_root("to give sockets to others");
     let vm = two();
-    vm.write(&TWO.replace(
-        "serial",
-        "socket-owner = \"nobody\"\nsocket-group = \"nogroup\"\nserial",
-    ));
+    vm.write(&TWO.replace("serial", "socket-owner = \"nobody\"\nsocket-group = \"nogroup\"\nserial"));
     let process = start(&vm);
-    assert_eq!(
-        reload(&vm),
-        (Some(0), "web: already as configured in its file".to_owned())
-    );
+    assert_eq!(reload(&vm), (Some(0), "web: already as configured in its file".to_owned()));
     ends(process);
 }
 
 /// Returns systemd's exposure level of a service, from 0 to 10.
 fn exposure(unit: &str) -> f64 {
-    let unit = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../packaging/systemd")
-        .join(unit);
-    let said = run_tool(
-        "systemd-analyze",
-        &["security", "--no-pager", "--offline=yes", text(&unit)],
-    );
-    let overall = said
-        .lines()
-        .find_map(|line| line.split_once("Overall exposure level for "));
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd").join(unit);
+    let said = run_tool("systemd-analyze", &["security", "--no-pager", "--offline=yes", text(&unit)]);
+    let overall = said.lines().find_map(|line| line.split_once("Overall exposure level for "));
     let level = overall.and_then(|(_, rest)| rest.split_whitespace().nth(1));
-    level
-        .and_then(|level| level.parse().ok())
-        .unwrap_or_else(|| panic!("no level: {said}"))
+    level.and_then(|level| level.parse().ok()).unwrap_or_else(|| panic!("no level: {said}"))
 }
 
 #[test]

@@ -62,11 +62,7 @@ impl State {
 
 /// Waits for a request up to `limit`; returns true if there is one.
 fn has_request(device: &File, limit: Duration) -> io::Result<bool> {
-    let mut wanted = libc::pollfd {
-        fd: device.as_raw_fd(),
-        events: libc::POLLIN,
-        revents: 0,
-    };
+    let mut wanted = libc::pollfd { fd: device.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: the pointer is to one structure, which outlives the call.
     let ready = unsafe { libc::poll(&raw mut wanted, 1, limit.as_millis() as i32) };
     match ready {
@@ -99,10 +95,7 @@ impl FileServer {
             )
         };
         assert_eq!(mounted, 0, "cannot mount: {}", io::Error::last_os_error());
-        let state = Arc::new(State {
-            is_hung: Mutex::new(false),
-            changed: Condvar::new(),
-        });
+        let state = Arc::new(State { is_hung: Mutex::new(false), changed: Condvar::new() });
         let (ours, theirs) = (Arc::clone(&device), Arc::clone(&state));
         std::thread::spawn(move || serve(&ours, &theirs));
         Self { folder, device, state }

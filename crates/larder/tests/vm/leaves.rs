@@ -59,11 +59,7 @@ fn refuses(vm: &Vm, queue: usize) {
 }
 
 fn options(queues: u16, packed: bool) -> Options {
-    Options {
-        queues,
-        packed,
-        ..Options::default()
-    }
+    Options { queues, packed, ..Options::default() }
 }
 
 fn connect(vm: &Vm, options: Options) -> FrontEnd {
@@ -94,10 +90,7 @@ fn stops(guest: &FrontEnd) {
 
 /// Requests this many writes, and then a read, which is completed before all writes but the first.
 fn asks_for_much(guest: &mut FrontEnd, writes: u64) {
-    let data = [Buffer {
-        address: guest.data(),
-        len: 4096,
-    }];
+    let data = [Buffer { address: guest.data(), len: 4096 }];
     for number in 0..writes {
         guest.queue().add(&Request::write(8 * number, &data));
         guest.queue().go();

@@ -48,10 +48,7 @@ struct Vm {
 impl Vm {
     /// Creates a VM with the file `web.toml`; `IMAGES` in it stands for the directory of the images.
     fn new(file: &str) -> Self {
-        let vm = Self {
-            images: temp_dir_on_disk(),
-            folder: temp_dir_on_tmpfs(),
-        };
+        let vm = Self { images: temp_dir_on_disk(), folder: temp_dir_on_tmpfs() };
         vm.write(file);
         vm
     }
@@ -90,10 +87,7 @@ impl Vm {
 
     /// Returns the state of all disks from the control socket.
     fn disks(&self) -> Vec<Value> {
-        let told = run_tool(
-            "curl",
-            &["-sS", "--unix-socket", text(&self.path("control")), "http://x/v1/disks"],
-        );
+        let told = run_tool("curl", &["-sS", "--unix-socket", text(&self.path("control")), "http://x/v1/disks"]);
         let told: Value = serde_json::from_str(&told).expect("it is JSON");
         told["disks"].as_array().expect("a list").clone()
     }
@@ -102,9 +96,7 @@ impl Vm {
     fn sockets(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.folder.path()).expect("a folder").flatten();
         let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));
-        let mut names: Vec<String> = sockets
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect();
+        let mut names: Vec<String> = sockets.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
         names.sort();
         names
     }
@@ -167,14 +159,7 @@ fn curl(vm: &Vm, arguments: &[&str]) -> (u32, String) {
 fn data_io(vm: &Vm, commands: &[&str]) -> String {
     let uri = format!("nbd+unix:///data?socket={}", text(&vm.path("data.nbd")));
     let commands = commands.iter().flat_map(|command| ["-c", command]);
-    run_tool(
-        "qemu-io",
-        &["-f", "raw"]
-            .into_iter()
-            .chain(commands)
-            .chain([uri.as_str()])
-            .collect::<Vec<_>>(),
-    )
+    run_tool("qemu-io", &["-f", "raw"].into_iter().chain(commands).chain([uri.as_str()]).collect::<Vec<_>>())
 }
 
 #[test]
@@ -190,10 +175,7 @@ fn one_process_serves_all_disks() {
     let disks = vm.disks();
     let names: Vec<&Value> = disks.iter().map(|disk| &disk["name"]).collect();
     assert_eq!(names, ["vda", "data"]);
-    assert_eq!(
-        (&disks[0]["format"], &disks[1]["format"]),
-        (&"qcow2".into(), &"raw".into())
-    );
+    assert_eq!((&disks[0]["format"], &disks[1]["format"]), (&"qcow2".into(), &"raw".into()));
     assert_eq!(disks[0]["cache"]["size"], 16 * MIB);
     assert_eq!(disks[1]["prefetch"]["memory_limit"], 0, "it is off");
     let (code, said) = run_command({
@@ -206,10 +188,7 @@ fn one_process_serves_all_disks() {
     drop(guest);
     ends(process);
     assert_eq!(vm.sockets(), [""; 0]);
-    run_tool(
-        "qemu-img",
-        &["check", "-q", text(&vm.images.path().join("system.qcow2"))],
-    );
+    run_tool("qemu-img", &["check", "-q", text(&vm.images.path().join("system.qcow2"))]);
 }
 
 #[test]
@@ -262,10 +241,7 @@ fn service_manager_gets_ready_and_stopping() {
     let vm = two();
     let (process, next) = start_as_a_service(&vm);
     let ready = next();
-    assert!(
-        ready.starts_with("READY=1\n") && ready.contains("STATUS=serving 2 disks"),
-        "{ready}"
-    );
+    assert!(ready.starts_with("READY=1\n") && ready.contains("STATUS=serving 2 disks"), "{ready}");
     // The server serves before it sends READY.
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     assert_io_works(&mut guest, 1);
@@ -299,15 +275,9 @@ fn with_sockets(vm: &Vm, sockets: &[&str]) -> Command {
     // The shell's PID becomes the program's by exec, so $LISTEN_PID is right.
     let mut command = Command::new("sh");
     let script = format!("export LISTEN_PID=$$ LISTEN_FDS={}; exec \"$0\" \"$@\"", sockets.len());
-    command
-        .args(["-c", &script])
-        .arg(larder_path())
-        .arg("vm")
-        .arg(vm.file());
+    command.args(["-c", &script]).arg(larder_path()).arg("vm").arg(vm.file());
     command.env("STATE_DIRECTORY", vm.path("state"));
-    let sockets = sockets
-        .iter()
-        .map(|name| UnixListener::bind(vm.path(name)).expect("binds").into());
+    let sockets = sockets.iter().map(|name| UnixListener::bind(vm.path(name)).expect("binds").into());
     hand_over(&mut command, sockets.collect());
     command
 }
@@ -324,11 +294,7 @@ fn inherited_sockets_are_served_and_kept() {
     assert_eq!(vm.disks().len(), 2);
     drop(guest);
     ends(process);
-    assert_eq!(
-        vm.sockets(),
-        ["control", "data.nbd", "vda"],
-        "they belong to who made them"
-    );
+    assert_eq!(vm.sockets(), ["control", "data.nbd", "vda"], "they belong to who made them");
 
     let vm = two();
     let mut other = Process::start(with_sockets(&vm, &["vdx"])).expect("starts");
@@ -342,9 +308,7 @@ fn inherited_sockets_are_served_and_kept() {
     let mut command = vm.command(&[]);
     command.env("LISTEN_FDS", "3").env("LISTEN_PID", "1");
     let process = Process::start(command).expect("starts");
-    process
-        .wait_for(" ready ", TEST_TIMEOUT)
-        .expect("those are another one's");
+    process.wait_for(" ready ", TEST_TIMEOUT).expect("those are another one's");
     ends(process);
 }
 
@@ -355,10 +319,8 @@ fn sockets_get_configured_permissions() {
         "control = \"control\"\n",
         "control = \"control\"\ncontrol-mode = 0o660\ncontrol-group = \"nogroup\"\n",
     );
-    let file = file.replace(
-        "socket = \"vda\"\n",
-        "socket = \"vda\"\nsocket-mode = \"0600\"\nsocket-owner = \"nobody\"\n",
-    );
+    let file =
+        file.replace("socket = \"vda\"\n", "socket = \"vda\"\nsocket-mode = \"0600\"\nsocket-owner = \"nobody\"\n");
     let vm = two();
     vm.write(&file);
     let process = vm.start();
@@ -411,10 +373,7 @@ fn all_disks_are_served_or_none() {
     std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
     let (code, said) = run_command(vm.command(&[]));
     assert_eq!(code, Some(2), "{said}");
-    assert!(
-        said.contains("disk data: ") && said.contains("data.raw: No such file"),
-        "{said}"
-    );
+    assert!(said.contains("disk data: ") && said.contains("data.raw: No such file"), "{said}");
     assert_eq!(vm.sockets(), [""; 0]);
     // The resources of the first disk were released.
     vm.raw("data.raw", 8);
@@ -451,10 +410,7 @@ fn check_covers_sockets_and_caches() {
         &TWO.replace("\"vda\"", "\"IMAGES/data.raw\"")
             .replace("data.nbd", "nowhere/data.nbd")
             .replace("system.cache", "nowhere/system.cache")
-            .replace(
-                "prefetch = \"off\"",
-                "cache = \"IMAGES/data.raw\"\ncache-size = \"1MiB\"",
-            ),
+            .replace("prefetch = \"off\"", "cache = \"IMAGES/data.raw\"\ncache-size = \"1MiB\""),
     );
     let (code, said) = run_command(vm.command(&["--check"]));
     assert_eq!(code, Some(2), "{said}");
@@ -510,10 +466,7 @@ fn check_covers_served_disks() {
     for (file, wanted) in [
         (TWO.to_owned(), "which the VM's file does not name"),
         (wrong_format, "the format raw, but the VM's file gives qcow2"),
-        (
-            right.replace("format = \"qcow2\"\n", ""),
-            "the VM's file does not give its format",
-        ),
+        (right.replace("format = \"qcow2\"\n", ""), "the VM's file does not give its format"),
         (right.replace("16MiB", "32MiB"), "it has 16 MiB, not 32 MiB"),
     ] {
         vm.write(&file);
@@ -545,43 +498,27 @@ fn cache_of_two_purposes_is_refused() {
     let mut content = vec![0; 8 * MIB as usize];
     content[2 * MIB as usize..].fill(7);
     std::fs::write(&data, &content).expect("writes");
-    run_tool(
-        "qemu-img",
-        &["create", "-q", "-f", "raw", text(&image("base.raw")), "64M"],
-    );
+    run_tool("qemu-img", &["create", "-q", "-f", "raw", text(&image("base.raw")), "64M"]);
     let (base, system) = (image("base.raw"), image("system.qcow2"));
     let backed = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
     run_tool("qemu-img", &[&backed[..], &[text(&base), text(&system)]].concat());
     let backing = "format = \"qcow2\"\nbacking = [{ image = \"IMAGES/base.raw\", format = \"raw\" }]";
     let right = TWO.replace("format = \"qcow2\"", backing);
     let at = |cache: &str| right.replace("cache = \"IMAGES/system.cache\"\ncache-size = \"16MiB\"", cache);
-    let twice = right.replace(
-        "prefetch = \"off\"",
-        "cache = \"IMAGES/../IMAGES/system.cache\"\ncache-size = \"16MiB\"",
-    );
-    let twice = twice.replace(
-        "/../IMAGES",
-        &format!("/../{}", text(Path::new(vm.images.path().file_name().expect("a name")))),
-    );
+    let twice =
+        right.replace("prefetch = \"off\"", "cache = \"IMAGES/../IMAGES/system.cache\"\ncache-size = \"16MiB\"");
+    let twice =
+        twice.replace("/../IMAGES", &format!("/../{}", text(Path::new(vm.images.path().file_name().expect("a name")))));
     let wrong = [
-        (
-            at("cache = \"IMAGES/data.raw\""),
-            "is the cache of disk vda and the image of disk data",
-        ),
-        (
-            at("cache = \"IMAGES/base.raw\""),
-            "is a backing file of disk vda and the cache of disk vda",
-        ),
+        (at("cache = \"IMAGES/data.raw\""), "is the cache of disk vda and the image of disk data"),
+        (at("cache = \"IMAGES/base.raw\""), "is a backing file of disk vda and the cache of disk vda"),
         (twice, "is the cache of disk vda and the cache of disk data"),
     ];
     let refused = |options: &[&str]| {
         for (file, wanted) in &wrong {
             vm.write(file);
             let (code, said) = run_command(vm.command(options));
-            assert!(
-                code == Some(2) && said.contains(wanted),
-                "{options:?}: {wanted}: {said}"
-            );
+            assert!(code == Some(2) && said.contains(wanted), "{options:?}: {wanted}: {said}");
             assert!(std::fs::read(&data).expect("reads") == content, "{options:?}: {wanted}");
             assert!(!image("system.cache").exists(), "{options:?}: {wanted}");
         }
@@ -610,9 +547,7 @@ fn status_lists_unserved_vms() {
         let mut command = Command::new("setpriv");
         command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
         command.arg(larder_path()).arg("status").args(arguments);
-        command
-            .env("XDG_CONFIG_HOME", folder.path())
-            .env_remove("XDG_RUNTIME_DIR");
+        command.env("XDG_CONFIG_HOME", folder.path()).env_remove("XDG_RUNTIME_DIR");
         run_command(command)
     };
     let (code, said) = status(&[]);

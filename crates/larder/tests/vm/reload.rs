@@ -20,10 +20,7 @@ fn reload_applies_changes_under_guest() {
     let process = vm.start();
     let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
     assert_io_works(&mut guest, 1);
-    assert_eq!(
-        reload(&vm),
-        (Some(0), "web: already as configured in its file".to_owned())
-    );
+    assert_eq!(reload(&vm), (Some(0), "web: already as configured in its file".to_owned()));
 
     let changed = TWO
         .replace(
@@ -44,15 +41,9 @@ fn reload_applies_changes_under_guest() {
     ] {
         assert!(said.contains(part), "{part}: {said}");
     }
-    let (vda, data) = (
-        disk(&vm, "vda").expect("it is there"),
-        disk(&vm, "data").expect("it is there"),
-    );
+    let (vda, data) = (disk(&vm, "vda").expect("it is there"), disk(&vm, "data").expect("it is there"));
     assert_eq!(vda["limits"], json!({"iops-read": 100_000}));
-    assert_eq!(
-        (&vda["cache"]["mode"], &vda["cache"]["endurance"]),
-        (&json!("wa"), &json!(1 << 30))
-    );
+    assert_eq!((&vda["cache"]["mode"], &vda["cache"]["endurance"]), (&json!("wa"), &json!(1 << 30)));
     assert_eq!(data["limits"], json!({}));
     assert_eq!(data["prefetch"]["memory_limit"], 1 << 20);
     assert_io_works(&mut guest, 2);
@@ -60,38 +51,20 @@ fn reload_applies_changes_under_guest() {
     // Another cache replaces the current one.
     vm.write(&changed.replace("system.cache", "other.cache"));
     let (code, said) = reload(&vm);
-    assert!(
-        code == Some(0) && said.contains("cache: ") && said.contains("other.cache"),
-        "{said}"
-    );
+    assert!(code == Some(0) && said.contains("cache: ") && said.contains("other.cache"), "{said}");
     assert_io_works(&mut guest, 3);
     let cache = disk(&vm, "vda").expect("it is there")["cache"].clone();
-    assert!(
-        cache["file"].as_str().expect("a path").ends_with("other.cache"),
-        "{cache}"
-    );
+    assert!(cache["file"].as_str().expect("a path").ends_with("other.cache"), "{cache}");
     assert_eq!(cache["size"], 16 << 20);
 
     // A reload reverts changes that were made by other means.
     let body = "{\"limits\":{\"iops-total\":7}}";
     crate::run_tool(
         "curl",
-        &[
-            "-sS",
-            "--unix-socket",
-            text(&vm.path("control")),
-            "-X",
-            "PATCH",
-            "-d",
-            body,
-            "http://x/v1/disks/vda",
-        ],
+        &["-sS", "--unix-socket", text(&vm.path("control")), "-X", "PATCH", "-d", body, "http://x/v1/disks/vda"],
     );
     let (code, said) = reload(&vm);
-    assert!(
-        code == Some(0) && said == "changed disk vda: limits: iops-read=100000",
-        "{said}"
-    );
+    assert!(code == Some(0) && said == "changed disk vda: limits: iops-read=100000", "{said}");
     drop(guest);
     ends(process);
 }
@@ -111,10 +84,7 @@ fn reload_adds_and_removes_disks() {
 
     vm.write(TWO);
     let (code, said) = reload(&vm);
-    assert!(
-        code == Some(1) && said.contains("pending disk third: it is in use"),
-        "{said}"
-    );
+    assert!(code == Some(1) && said.contains("pending disk third: it is in use"), "{said}");
     assert_io_works(&mut guest, 2);
     drop(guest);
     // The server notices the end of the guest when the socket closes.
@@ -124,16 +94,10 @@ fn reload_adds_and_removes_disks() {
             break (code, said);
         }
     };
-    assert_eq!(
-        gone,
-        (Some(0), "changed disk third: it is not served any more".to_owned())
-    );
+    assert_eq!(gone, (Some(0), "changed disk third: it is not served any more".to_owned()));
     assert_eq!(vm.sockets(), ["control", "data.nbd", "vda"]);
     // The removed disk's image and socket are free.
-    vm.write(&format!(
-        "{TWO}{}",
-        third.replace("\"third\"\nimage", "\"again\"\nimage")
-    ));
+    vm.write(&format!("{TWO}{}", third.replace("\"third\"\nimage", "\"again\"\nimage")));
     let (code, said) = reload(&vm);
     assert_eq!((code, said.as_str()), (Some(0), "changed disk again: it is served now"));
     let names: Vec<Value> = vm.disks().iter().map(|disk| disk["name"].clone()).collect();
@@ -169,10 +133,7 @@ fn reload_names_unchangeable_settings() {
         .replace("socket = \"vda\"", "socket = \"vda2\"")
         .replace("data.nbd", "data2.nbd")
         .replace("cache = \"IMAGES/system.cache\"\ncache-size = \"16MiB\"\n", "")
-        .replace(
-            "control = \"control\"",
-            "control = \"control\"\ncontrol-mode = \"0660\"",
-        );
+        .replace("control = \"control\"", "control = \"control\"\ncontrol-mode = \"0660\"");
     vm.write(&changed);
     let (code, said) = reload(&vm);
     assert_eq!(code, Some(1), "{said}");
@@ -187,15 +148,10 @@ fn reload_names_unchangeable_settings() {
 
     vm.write(&TWO.replace("iops-total = 1000000", "iops-totl = 1"));
     let (code, said) = reload(&vm);
-    assert!(
-        code == Some(2) && said.contains("web.toml:") && said.contains("iops-total"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("web.toml:") && said.contains("iops-total"), "{said}");
     // The same holds for a reload by signal.
     process.signal(libc::SIGHUP);
-    process
-        .wait_for("nothing has changed: ", TEST_TIMEOUT)
-        .expect("it says so");
+    process.wait_for("nothing has changed: ", TEST_TIMEOUT).expect("it says so");
     let of = |disks: &[Value], key: &str| disks.iter().map(|disk| disk[key].clone()).collect::<Vec<_>>();
     for key in ["limits", "exports"] {
         assert_eq!(of(&vm.disks(), key), of(&before, key));
@@ -232,14 +188,8 @@ fn reload_leaves_memory_to_pager() {
     vm.write(&format!("{}{memory}", TWO.replace("iops-total = 1000000\n", "")));
     let (code, said) = reload(&vm);
     let elsewhere = "pending memory: not managed by this server; `systemctl reload larder-memory@web`";
-    assert!(
-        code == Some(1) && said.contains(elsewhere) && said.contains("changed disk data: limits: none"),
-        "{said}"
-    );
-    assert_eq!(
-        reload(&vm),
-        (Some(0), "web: already as configured in its file".to_owned())
-    );
+    assert!(code == Some(1) && said.contains(elsewhere) && said.contains("changed disk data: limits: none"), "{said}");
+    assert_eq!(reload(&vm), (Some(0), "web: already as configured in its file".to_owned()));
     // A file without a disk would end the server.
     vm.write(&format!("control = \"control\"\n{memory}"));
     let (code, said) = reload(&vm);

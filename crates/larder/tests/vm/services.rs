@@ -102,9 +102,7 @@ impl Host {
             fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).expect("is ours");
         }
         let mut command = killed_with_parent("unshare");
-        command
-            .args(["--mount", "--propagation", "private", "sh", "-c", SET_UP, "sh"])
-            .arg(folder.path());
+        command.args(["--mount", "--propagation", "private", "sh", "-c", SET_UP, "sh"]).arg(folder.path());
         let namespace = Process::start(command).expect("a namespace");
         namespace.wait_for("SET-UP", TEST_TIMEOUT).expect("is set up");
         let init = namespace.id();
@@ -112,14 +110,7 @@ impl Host {
         opener
             .wait_for("Listening on", TEST_TIMEOUT)
             .expect("systemd-socket-activate listens; testbed/setup.sh installs what the tests need");
-        Self {
-            _namespace: namespace,
-            opener,
-            init,
-            folder,
-            images,
-            names: Vec::new(),
-        }
+        Self { _namespace: namespace, opener, init, folder, images, names: Vec::new() }
     }
 
     /// Returns the path by which this process reaches a path of the host.
@@ -181,9 +172,7 @@ impl Host {
 impl Drop for Host {
     fn drop(&mut self) {
         for name in &self.names {
-            let group = self.path(&format!(
-                "/run/groups/system.slice/system-larder.slice/larder@{name}.service"
-            ));
+            let group = self.path(&format!("/run/groups/system.slice/system-larder.slice/larder@{name}.service"));
             // A process that is just exiting may still be in the group.
             let _ = fs::remove_dir(group);
         }
@@ -218,33 +207,18 @@ fn unprivileged_service_serves_and_survives_kills() {
         drop(guest);
         service.process = host.start(&service.name, USERS[0]);
     }
-    assert!(
-        !service.process.output().contains("WARN"),
-        "{}",
-        service.process.output()
-    );
+    assert!(!service.process.output().contains("WARN"), "{}", service.process.output());
     // Journals and notes belong to the service, sockets to root.
-    let own: Vec<String> = ["/run/larder-vm", "/var/lib/larder-vm"]
-        .iter()
-        .flat_map(|it| host.files(it))
-        .collect();
+    let own: Vec<String> = ["/run/larder-vm", "/var/lib/larder-vm"].iter().flat_map(|it| host.files(it)).collect();
     assert!(own.iter().any(|it| it.ends_with(".journal")), "{own:?}");
     assert!(own.iter().any(|it| it.contains("/caches/")), "{own:?}");
     for path in &own {
-        assert_eq!(
-            host.path(path).symlink_metadata().expect("is there").uid(),
-            USERS[0],
-            "{path}"
-        );
+        assert_eq!(host.path(path).symlink_metadata().expect("is there").uid(), USERS[0], "{path}");
     }
     let socket = host.path(&format!("/run/larder/{}-vda.sock", service.name));
     assert_eq!(socket.symlink_metadata().expect("is there").uid(), 0);
     ends(service.process);
-    assert_eq!(
-        host.files("/run/larder"),
-        [""; 0],
-        "sockets and notes are gone with the server"
-    );
+    assert_eq!(host.files("/run/larder"), [""; 0], "sockets and notes are gone with the server");
 }
 
 /// The opener opens for a service only the files that its VM's file names, and only for the access that they need.
@@ -256,10 +230,7 @@ fn the_opener_opens_nothing_else() {
         let path = host.images.path().join(format!("{}.{what}", service.name));
         text(&path).to_owned()
     };
-    let own = [
-        format!("Write {}", image(&one, "raw")),
-        format!("Canonical {}", image(&one, "cache")),
-    ];
+    let own = [format!("Write {}", image(&one, "raw")), format!("Canonical {}", image(&one, "cache"))];
     let mut others = Vec::new();
     for path in [
         image(&two, "raw"),
@@ -272,18 +243,8 @@ fn the_opener_opens_nothing_else() {
         "/dev/mem".to_owned(),
         format!("{}/../{}.raw", host.images.path().display(), two.name),
     ] {
-        for access in [
-            "Look",
-            "Read",
-            "Write",
-            "Claim",
-            "Make",
-            "Remove",
-            "Connect",
-            "Canonical",
-            "Listen",
-            "MarkUsed",
-        ] {
+        for access in ["Look", "Read", "Write", "Claim", "Make", "Remove", "Connect", "Canonical", "Listen", "MarkUsed"]
+        {
             others.push(format!("{access} {path}"));
         }
     }
@@ -291,17 +252,11 @@ fn the_opener_opens_nothing_else() {
     others.push(format!("Remove {}", image(&one, "raw")));
     others.push(format!("Make {}", image(&one, "qcow2")));
     let ask = |wishes: &[String]| {
-        let words: Vec<&str> = [one.name.as_str()]
-            .into_iter()
-            .chain(wishes.iter().map(String::as_str))
-            .collect();
+        let words: Vec<&str> = [one.name.as_str()].into_iter().chain(wishes.iter().map(String::as_str)).collect();
         run_command(inside(host.init, ASK, &words))
     };
     let (code, said) = ask(&own);
-    assert!(
-        code == Some(0) && !said.contains("Failed"),
-        "nothing would be shown by a failure: {said}"
-    );
+    assert!(code == Some(0) && !said.contains("Failed"), "nothing would be shown by a failure: {said}");
     let (code, said) = ask(&others);
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(said.lines().count(), others.len(), "{said}");
@@ -311,10 +266,7 @@ fn the_opener_opens_nothing_else() {
     // A process that is no service gets nothing.
     let (code, said) = run_command(inside(
         host.init,
-        &ASK.replace(
-            "echo $$ >\"/run/groups/system.slice/system-larder.slice/larder@$1.service/cgroup.procs\"\n",
-            "",
-        ),
+        &ASK.replace("echo $$ >\"/run/groups/system.slice/system-larder.slice/larder@$1.service/cgroup.procs\"\n", ""),
         &["x", &own[0]],
     ));
     assert!(code != Some(0) || said.contains("closed"), "{said}");
@@ -377,22 +329,7 @@ fn opener_follows_no_foreign_link() {
     symlink(&secret, alice.join("of-root")).expect("a link");
     chown(&alice, Some(ALICE), Some(ALICE)).expect("root may");
     let top = at("top.qcow2");
-    crate::run_tool(
-        "qemu-img",
-        &[
-            "create",
-            "-q",
-            "-u",
-            "-f",
-            "qcow2",
-            "-b",
-            &at("base"),
-            "-F",
-            "raw",
-            &top,
-            "1M",
-        ],
-    );
+    crate::run_tool("qemu-img", &["create", "-q", "-u", "-f", "qcow2", "-b", &at("base"), "-F", "raw", &top, "1M"]);
     let disk =
         |name: &str, image: &str, lines: &str| format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\n{lines}\n");
     let disks = [
@@ -432,9 +369,7 @@ fn opener_follows_no_foreign_link() {
     let _ = fs::remove_dir_all(&journals.0);
     fs::create_dir(&journals.0).expect("a folder");
     let found = fs::metadata(&top).expect("is there");
-    let journal = journals
-        .0
-        .join(format!("qcow2-{:x}-{:x}.journal", found.dev(), found.ino()));
+    let journal = journals.0.join(format!("qcow2-{:x}-{:x}.journal", found.dev(), found.ino()));
     plant(&secret, &journal);
     chown(&journals.0, Some(ALICE), Some(ALICE)).expect("root may");
 
@@ -457,20 +392,14 @@ fn opener_follows_no_foreign_link() {
         assert!(line.contains("belongs to user 61003"), "{line}");
     }
     assert!(!host.images.path().join("d.sock").exists(), "nothing was created");
-    let of_root = [
-        format!("Read {}", at("of-root")),
-        format!("Read:by-header {}", at("of-root")),
-    ];
+    let of_root = [format!("Read {}", at("of-root")), format!("Read:by-header {}", at("of-root"))];
     for line in host.ask(&service, &of_root) {
         assert!(!line.contains("Failed"), "{line}");
     }
 
     // The server itself, with a backing file behind the link, and behind a link of root.
     service.process.kill();
-    let line = format!(
-        "format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]",
-        at("base")
-    );
+    let line = format!("format = \"qcow2\"\nbacking = [{{ image = \"{}\", format = \"raw\" }}]", at("base"));
     host.rewrite(&service, &disk("vda", &top, &line));
     let user = USERS[0].to_string();
     let (code, said) = run_command(inside(host.init, SERVICE, &[&service.name, &user]));
@@ -490,19 +419,14 @@ fn foreign_link_reaches_no_other_journal() {
     }
     let found = |folder: &str, what: &str| {
         let mut files = host.files(folder).into_iter();
-        files
-            .find(|path| path.contains(what))
-            .unwrap_or_else(|| panic!("no {what}"))
+        files.find(|path| path.contains(what)).unwrap_or_else(|| panic!("no {what}"))
     };
     let journal = found(&format!("/run/larder-vm/{}", two.name), ".journal");
     let note = found(&format!("/var/lib/larder-vm/{}", two.name), "/caches/");
     let alice = host.images.path().join("alice");
     fs::create_dir(&alice).expect("a folder");
     for what in ["raw", "qcow2"] {
-        plant(
-            &host.images.path().join(format!("{}.{what}", two.name)),
-            &alice.join(what),
-        );
+        plant(&host.images.path().join(format!("{}.{what}", two.name)), &alice.join(what));
     }
     let lines = ["raw", "qcow2"].map(|what| {
         let path = alice.join(what);
@@ -559,17 +483,9 @@ fn a_rewritten_header_leads_to_nothing() {
     let _tracer = Process::start(inside(host.init, &tracer, &[&opener])).expect("strace starts");
 
     let headers: [(&str, Vec<String>); 4] = [
-        (
-            "backing",
-            ["-b", &at("secret.raw"), "-F", "raw"].map(str::to_owned).to_vec(),
-        ),
+        ("backing", ["-b", &at("secret.raw"), "-F", "raw"].map(str::to_owned).to_vec()),
         ("backing", ["-b", &device, "-F", "raw"].map(str::to_owned).to_vec()),
-        (
-            "backing",
-            ["-b", &format!("nbd+unix:///?socket={socket}"), "-F", "raw"]
-                .map(str::to_owned)
-                .to_vec(),
-        ),
+        ("backing", ["-b", &format!("nbd+unix:///?socket={socket}"), "-F", "raw"].map(str::to_owned).to_vec()),
         ("data-file", Vec::new()),
     ];
     for (number, (key, words)) in headers.into_iter().enumerate() {
@@ -583,10 +499,7 @@ fn a_rewritten_header_leads_to_nothing() {
             }
             _ => {
                 let options = format!("data_file={},data_file_raw=on", at("secret.data"));
-                crate::run_tool(
-                    "qemu-img",
-                    &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "8M"],
-                );
+                crate::run_tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "8M"]);
             }
         }
         // A server that follows headers does open the file, which shows that the trace works.
@@ -640,10 +553,7 @@ mod taken_over {
         let mut all: Vec<Attack> = Vec::new();
         let find = |folder: &str, what: &str| {
             let files = host.files(folder);
-            files
-                .into_iter()
-                .find(|it| it.contains(what))
-                .unwrap_or_else(|| panic!("no {what}"))
+            files.into_iter().find(|it| it.contains(what)).unwrap_or_else(|| panic!("no {what}"))
         };
         let image = |what: &str| text(&host.images.path().join(format!("{}.{what}", other.name))).to_owned();
         let journal = find(&format!("/run/larder-vm/{}", other.name), ".journal");
@@ -656,11 +566,7 @@ mod taken_over {
         ];
         for file in own.iter().chain(&roots[..2]) {
             for (how, flags) in [("read", libc::O_RDONLY), ("write", libc::O_WRONLY)] {
-                all.push((
-                    format!("{how} {file}"),
-                    libc::SYS_openat,
-                    vec![at(), path(file), number(flags)],
-                ));
+                all.push((format!("{how} {file}"), libc::SYS_openat, vec![at(), path(file), number(flags)]));
             }
         }
         let made = libc::O_WRONLY | libc::O_CREAT;
@@ -679,18 +585,10 @@ mod taken_over {
             all.push((format!("list {folder}"), libc::SYS_openat, {
                 vec![at(), path(folder), number(libc::O_RDONLY | libc::O_DIRECTORY)]
             }));
-            all.push((
-                format!("make {new}"),
-                libc::SYS_openat,
-                vec![at(), path(&new), number(made), number(0o600)],
-            ));
+            all.push((format!("make {new}"), libc::SYS_openat, vec![at(), path(&new), number(made), number(0o600)]));
             let there = format!("{folder}/larder-there-{}", other.name);
             fs::write(host.path(&there), "here").expect("root may");
-            all.push((
-                format!("remove {there}"),
-                libc::SYS_unlinkat,
-                vec![at(), path(&there), number(0)],
-            ));
+            all.push((format!("remove {there}"), libc::SYS_unlinkat, vec![at(), path(&there), number(0)]));
             all.push((
                 format!("make folder {new}.d"),
                 libc::SYS_mkdirat,
@@ -702,11 +600,7 @@ mod taken_over {
         all.push(("truncate".to_owned(), libc::SYS_openat, {
             vec![at(), path(&victim("truncated")), number(libc::O_WRONLY | libc::O_TRUNC)]
         }));
-        all.push((
-            "remove".to_owned(),
-            libc::SYS_unlinkat,
-            vec![at(), path(&victim("removed")), number(0)],
-        ));
+        all.push(("remove".to_owned(), libc::SYS_unlinkat, vec![at(), path(&victim("removed")), number(0)]));
         all.push(("rename".to_owned(), libc::SYS_renameat, {
             vec![at(), path(&victim("renamed")), at(), path(&victim("renamed-to"))]
         }));
@@ -714,91 +608,34 @@ mod taken_over {
             vec![at(), path(&victim("touched")), number(0), number(0)]
         }));
         for (what, call, arguments) in [
-            (
-                "truncate by path",
-                libc::SYS_truncate,
-                vec![path(&victim("truncated")), number(0)],
-            ),
+            ("truncate by path", libc::SYS_truncate, vec![path(&victim("truncated")), number(0)]),
             ("give away", libc::SYS_fchownat, {
                 vec![at(), path(&victim("touched")), number(0), number(0), number(0)]
             }),
-            (
-                "change rights",
-                libc::SYS_fchmodat,
-                vec![at(), path(&victim("touched")), number(0o777)],
-            ),
+            ("change rights", libc::SYS_fchmodat, vec![at(), path(&victim("touched")), number(0o777)]),
             ("link", libc::SYS_linkat, {
-                vec![
-                    at(),
-                    path(&victim("linked")),
-                    at(),
-                    path(&victim("linked-to")),
-                    number(0),
-                ]
+                vec![at(), path(&victim("linked")), at(), path(&victim("linked-to")), number(0)]
             }),
-            (
-                "symbolic link",
-                libc::SYS_symlinkat,
-                vec![path("/etc"), at(), path(&victim("symlinked"))],
-            ),
+            ("symbolic link", libc::SYS_symlinkat, vec![path("/etc"), at(), path(&victim("symlinked"))]),
             ("FIFO", libc::SYS_mknodat, {
-                vec![
-                    at(),
-                    path(&victim("fifo")),
-                    number((libc::S_IFIFO | 0o600) as i64),
-                    number(0),
-                ]
+                vec![at(), path(&victim("fifo")), number((libc::S_IFIFO | 0o600) as i64), number(0)]
             }),
             ("watch", libc::SYS_inotify_init1, vec![number(0)]),
             ("signal", libc::SYS_kill, vec![number(id), number(0)]),
-            (
-                "signal a thread",
-                libc::SYS_tgkill,
-                vec![number(id), number(id), number(0)],
-            ),
+            ("signal a thread", libc::SYS_tgkill, vec![number(id), number(id), number(0)]),
             ("hold a process", libc::SYS_pidfd_open, vec![number(id), number(0)]),
-            ("memory", libc::SYS_openat, {
-                vec![at(), path(&format!("/proc/{id}/mem")), number(libc::O_RDWR)]
-            }),
+            ("memory", libc::SYS_openat, { vec![at(), path(&format!("/proc/{id}/mem")), number(libc::O_RDWR)] }),
             ("open files", libc::SYS_openat, {
-                vec![
-                    at(),
-                    path(&format!("/proc/{id}/fd")),
-                    number(libc::O_RDONLY | libc::O_DIRECTORY),
-                ]
+                vec![at(), path(&format!("/proc/{id}/fd")), number(libc::O_RDONLY | libc::O_DIRECTORY)]
             }),
-            (
-                "connect",
-                libc::SYS_socket,
-                vec![number(libc::AF_UNIX), number(libc::SOCK_STREAM), number(0)],
-            ),
-            (
-                "messages",
-                libc::SYS_socket,
-                vec![number(libc::AF_UNIX), number(libc::SOCK_SEQPACKET), number(0)],
-            ),
-            (
-                "datagrams",
-                libc::SYS_socket,
-                vec![number(libc::AF_UNIX), number(libc::SOCK_DGRAM), number(0)],
-            ),
-            (
-                "network",
-                libc::SYS_socket,
-                vec![number(libc::AF_INET), number(libc::SOCK_STREAM), number(0)],
-            ),
-            (
-                "netlink",
-                libc::SYS_socket,
-                vec![number(libc::AF_NETLINK), number(libc::SOCK_RAW), number(0)],
-            ),
+            ("connect", libc::SYS_socket, vec![number(libc::AF_UNIX), number(libc::SOCK_STREAM), number(0)]),
+            ("messages", libc::SYS_socket, vec![number(libc::AF_UNIX), number(libc::SOCK_SEQPACKET), number(0)]),
+            ("datagrams", libc::SYS_socket, vec![number(libc::AF_UNIX), number(libc::SOCK_DGRAM), number(0)]),
+            ("network", libc::SYS_socket, vec![number(libc::AF_INET), number(libc::SOCK_STREAM), number(0)]),
+            ("netlink", libc::SYS_socket, vec![number(libc::AF_NETLINK), number(libc::SOCK_RAW), number(0)]),
             ("namespace", libc::SYS_unshare, vec![number(0)]),
             ("user", libc::SYS_setresuid, vec![number(-1), number(-1), number(-1)]),
-            (
-                "ring",
-                libc::SYS_io_uring_setup,
-                vec![number(1), Argument::Bytes(vec![0; 120])],
-            ),
+            ("ring", libc::SYS_io_uring_setup, vec![number(1), Argument::Bytes(vec![0; 120])]),
             ("kernel's log", libc::SYS_syslog, vec![number(10), number(0), number(0)]),
         ] {
             all.push((what.to_owned(), call, arguments));

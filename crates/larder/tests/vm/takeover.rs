@@ -39,9 +39,7 @@ fn connect(vm: &Vm, options: Options) -> FrontEnd {
 /// Returns true if the server has closed the connection.
 fn is_closed(guest: &FrontEnd) -> bool {
     let mut stream = guest.wire.stream();
-    stream
-        .set_read_timeout(Some(Duration::from_millis(200)))
-        .expect("can be set");
+    stream.set_read_timeout(Some(Duration::from_millis(200))).expect("can be set");
     matches!(stream.read(&mut [0; 1]), Ok(0))
 }
 
@@ -58,11 +56,7 @@ fn connection_survives_stop_and_kill() {
     for packed in [false, true] {
         let vm = two();
         let mut service = start(&vm);
-        let options = Options {
-            queues: 2,
-            packed,
-            ..Options::default()
-        };
+        let options = Options { queues: 2, packed, ..Options::default() };
         let mut guest = connect(&vm, options);
         let size = guest.capacity().expect("is told");
         for round in 0..6 {
@@ -80,9 +74,7 @@ fn connection_survives_stop_and_kill() {
         }
         assert!(service.process.output().contains("connection continues"));
         drop(guest);
-        becomes("nothing is kept of a connection that has ended", || {
-            service.kept().expect("is known").is_empty()
-        });
+        becomes("nothing is kept of a connection that has ended", || service.kept().expect("is known").is_empty());
         let mut guest = connect(&vm, options);
         assert_io_works(&mut guest, 7);
         assert!(service.end(libc::SIGTERM).expect("ends").success());
@@ -112,13 +104,7 @@ fn disks_share_stored_guest_memory() {
     service.restart(libc::SIGTERM).expect("starts again");
     assert_eq!(other.capacity().expect("goes on"), 8 << 20);
     drop(other);
-    let is_kept = |name: &str| {
-        service
-            .kept()
-            .expect("is known")
-            .iter()
-            .any(|kept| kept.starts_with(name))
-    };
+    let is_kept = |name: &str| service.kept().expect("is known").iter().any(|kept| kept.starts_with(name));
     becomes("nothing is kept of it", || !is_kept("larder/data/"));
     let other = second();
     assert_io_works(&mut guest, 1);
@@ -145,10 +131,7 @@ fn next_server_answers_pending_requests() {
         let write = guest.queue().add(&Request::write(64, &piece(data)));
         guest.queue().go();
         // A message is pending in addition.
-        guest
-            .wire
-            .send_raw(&wire::Wire::encode(wire::GET_FEATURES, false, &[]), &[])
-            .expect("is sent");
+        guest.wire.send_raw(&wire::Wire::encode(wire::GET_FEATURES, false, &[]), &[]).expect("is sent");
         service.launch().expect("starts");
         assert_eq!(guest.queue().finish(write).expect("is answered").status, 0);
         assert_eq!(guest.wire.receive().expect("is answered").payload.len(), 8);
@@ -184,11 +167,7 @@ fn stalled_service_manager_is_tolerated() {
     process.wait_for(" ready ", TEST_TIMEOUT).expect("serves");
     let mut guest = connect(&vm, Options::default());
     assert_io_works(&mut guest, 1);
-    assert!(
-        process.output().contains("does not accept messages"),
-        "{}",
-        process.output()
-    );
+    assert!(process.output().contains("does not accept messages"), "{}", process.output());
     process.signal(libc::SIGTERM);
     assert!(process.wait(TEST_TIMEOUT).expect("ends").success());
     becomes("it is closed", || is_closed(&guest));
@@ -219,10 +198,7 @@ fn without_inflight_region_only_stop_resumes() {
     }
     service.restart(libc::SIGKILL).expect("starts again");
     becomes("it has to connect again", || is_closed(&guest));
-    service
-        .process
-        .wait_for("INFLIGHT_SHMFD", TEST_TIMEOUT)
-        .expect("it says why");
+    service.process.wait_for("INFLIGHT_SHMFD", TEST_TIMEOUT).expect("it says why");
     assert_io_works(&mut without_notes(&vm), 8);
 }
 
@@ -269,9 +245,7 @@ fn unresumable_connection_is_closed() {
         service.launch().expect("starts");
         becomes(why, || service.process.output().contains(why));
         becomes("it is closed", || is_closed(&guest));
-        guest
-            .reconnect(UnixStream::connect(vm.path("vda")).expect("connects"))
-            .expect("goes on");
+        guest.reconnect(UnixStream::connect(vm.path("vda")).expect("connects")).expect("goes on");
         assert_io_works(&mut guest, 2);
         // The new connection is stored, and nothing of the old one.
         service.restart(libc::SIGKILL).expect("starts again");
@@ -294,10 +268,7 @@ fn changed_disk_closes_connection() {
         // The disk has no cache, so that only the tested property changes.
         vm.write(&without_cache(TWO));
         let mut service = start(&vm);
-        let two_queues = Options {
-            queues: 2,
-            ..Options::default()
-        };
+        let two_queues = Options { queues: 2, ..Options::default() };
         let mut guest = connect(&vm, two_queues);
         assert_io_works(&mut guest, 1);
         vm.write(&without_cache(&TWO.replace(from, to)));
@@ -325,9 +296,7 @@ fn removed_disk_closes_connection() {
     service.restart(libc::SIGTERM).expect("starts again");
     becomes("it is closed", || is_closed(&guest));
     becomes("nothing is kept", || service.kept().expect("is known").is_empty());
-    becomes("it is told", || {
-        service.process.output().contains("the disk no longer exists")
-    });
+    becomes("it is told", || service.process.output().contains("the disk no longer exists"));
 }
 
 /// A guest whose QEMU cannot reconnect sees only pauses when its server is stopped or killed.
@@ -346,10 +315,7 @@ fn guest_boots_through_server_restarts() {
     let (folder, sockets) = (temp_dir_on_disk(), temp_dir_on_tmpfs());
     let words = restarts::vm(larder_path(), folder.path()).expect("an image");
     let mut service = Service::start(&words, &sockets.path().join("notify")).expect("starts");
-    let options = GuestOptions {
-        reconnects: false,
-        ..GuestOptions::default()
-    };
+    let options = GuestOptions { reconnects: false, ..GuestOptions::default() };
     let script = "dd if=/dev/vda of=/dev/null bs=1M count=16 && echo DONE\n";
     let guest = Guest::start(script, &folder.path().join("vda"), &options).expect("starts");
     let connected = service.process.wait_for("front-end connected", TEST_TIMEOUT);
@@ -359,9 +325,5 @@ fn guest_boots_through_server_restarts() {
         std::thread::sleep(Duration::from_millis(50));
     }
     let finished = guest.finish();
-    assert!(
-        finished.is_ok(),
-        "{finished:?}\nthe server: {}",
-        service.process.output()
-    );
+    assert!(finished.is_ok(), "{finished:?}\nthe server: {}", service.process.output());
 }

@@ -9,35 +9,17 @@ const WRONG: [(&str, &str); 40] = [
         "",
         "FILE:1:1: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\" and its format",
     ),
-    (
-        "disk = 3",
-        "FILE:1:8: disk: write [[disk]], with two brackets, above the keys of each disk",
-    ),
-    (
-        "[disk]\nimage = \"/a\"",
-        "FILE:1:1: disk: write [[disk]], with two brackets, above the keys of each disk",
-    ),
-    (
-        "[[disk]\nimage = \"/a\"",
-        "FILE:1:8: unclosed array table, expected `]`",
-    ),
-    (
-        "[[disk]]\nimage = /a",
-        "FILE:2:9: string values must be quoted, expected literal string",
-    ),
+    ("disk = 3", "FILE:1:8: disk: write [[disk]], with two brackets, above the keys of each disk"),
+    ("[disk]\nimage = \"/a\"", "FILE:1:1: disk: write [[disk]], with two brackets, above the keys of each disk"),
+    ("[[disk]\nimage = \"/a\"", "FILE:1:8: unclosed array table, expected `]`"),
+    ("[[disk]]\nimage = /a", "FILE:2:9: string values must be quoted, expected literal string"),
     ("[[disk]]\nimage = \"/a\"\nimage = \"/b\"", "FILE:3:1: duplicate key"),
-    (
-        "[[disk]]",
-        "FILE:1:1: this disk has no image; add image = \"/path/of/the/image\"",
-    ),
+    ("[[disk]]", "FILE:1:1: this disk has no image; add image = \"/path/of/the/image\""),
     (
         "[[disk]]\nimage = \"http://x/y\"",
         "FILE:2:9: image: 'http://x/y' is QEMU's name for a file on a web server, which Larder does not open: download it and name the file, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; for a path that begins like that, put ./ before it",
     ),
-    (
-        "[[disk]]\nimage = \"/a\"\nserail = \"x\"",
-        "FILE:3:1: unknown key 'serail' (did you mean 'serial'?)",
-    ),
+    ("[[disk]]\nimage = \"/a\"\nserail = \"x\"", "FILE:3:1: unknown key 'serail' (did you mean 'serial'?)"),
     (
         "serial = \"x\"\n[[disk]]\nimage = \"/a\"",
         "FILE:1:1: unknown key 'serial'; it is a key of a disk: write it below [[disk]]",
@@ -126,10 +108,7 @@ const WRONG: [(&str, &str); 40] = [
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nswap-cache = \"\"",
         "FILE:4:14: swap-cache: give a path or an NBD URI",
     ),
-    (
-        "[[disk]]\nimage = \"/a\"\nqueues = 65",
-        "FILE:3:10: queues = 65: give a number of virtqueues from 1 to 64",
-    ),
+    ("[[disk]]\nimage = \"/a\"\nqueues = 65", "FILE:3:10: queues = 65: give a number of virtqueues from 1 to 64"),
     (
         "[[disk]]\nimage = \"/a\"\nqueues = [1]",
         "FILE:3:10: queues: give a text in quotes, a number, or true or false; this is an array",
@@ -170,10 +149,7 @@ fn invalid_file_error_names_position() {
     let vm = two();
     for (file, wanted) in WRONG {
         vm.write(file);
-        let wanted = format!(
-            "larder: {}",
-            wanted.replace("FILE:", &format!("{}:", super::text(&vm.file())))
-        );
+        let wanted = format!("larder: {}", wanted.replace("FILE:", &format!("{}:", super::text(&vm.file()))));
         for options in [&[][..], &["--check"]] {
             let (code, said) = run_command(vm.command(options));
             assert_eq!((code, said.as_str()), (Some(2), wanted.as_str()), "{file}");
@@ -187,9 +163,7 @@ fn check_covers_memory() {
     let vm = two();
     let memory = |more: &str| format!("{}\n[memory]\nbudget = \"1GiB\"\nqmp = \"qmp\"\n{more}", super::TWO);
     let check = |vm: &Vm| run_command(vm.command(&["--check"]));
-    vm.write(&memory(
-        "swap-cache = \"IMAGES/swap\"\nswap-size = \"32MiB\"\nprefetch = false",
-    ));
+    vm.write(&memory("swap-cache = \"IMAGES/swap\"\nswap-size = \"32MiB\"\nprefetch = false"));
     let right = "web: 2 disks can be served\nweb: its memory can be managed, within 1 GiB";
     assert_eq!(check(&vm), (Some(0), right.to_owned()));
     for (more, wanted) in [
@@ -197,14 +171,8 @@ fn check_covers_memory() {
             "swap-cache = \"IMAGES/swap\"",
             "memory: swap cache IMAGES/swap: it does not exist; give its maximum size (--swap-size, swap-size in a VM's file)",
         ),
-        (
-            "swap-cache = \"IMAGES/data.raw\"",
-            "memory: IMAGES/data.raw is the image of disk data",
-        ),
-        (
-            "slow-store = \"IMAGES/system.cache\"",
-            "memory: IMAGES/system.cache is the cache of disk vda",
-        ),
+        ("swap-cache = \"IMAGES/data.raw\"", "memory: IMAGES/data.raw is the image of disk data"),
+        ("slow-store = \"IMAGES/system.cache\"", "memory: IMAGES/system.cache is the cache of disk vda"),
         (
             "swap-cache = \"IMAGES/swap\"\nswap-size = \"900TiB\"",
             "memory: swap cache IMAGES/swap: 900 TiB was requested, and",
@@ -230,10 +198,7 @@ fn check_covers_memory() {
     let alone = "web: its memory can be managed, within 1 GiB";
     assert_eq!(check(&vm), (Some(0), alone.to_owned()));
     let (code, said) = run_command(vm.command(&[]));
-    assert!(
-        code == Some(2) && said.contains("web.toml: there is no disk; add one"),
-        "{said}"
-    );
+    assert!(code == Some(2) && said.contains("web.toml: there is no disk; add one"), "{said}");
 }
 
 /// `larder memory attach --vm` is refused for a file without `[memory]`.
@@ -243,10 +208,7 @@ fn memory_needs_its_section() {
     let mut command = std::process::Command::new(crate::support::larder_path());
     command.args(["memory", "attach", "--vm"]).arg(vm.file());
     let (code, said) = run_command(command);
-    let wanted = format!(
-        "larder: {}: it has no [memory] section: add one",
-        super::text(&vm.file())
-    );
+    let wanted = format!("larder: {}: it has no [memory] section: add one", super::text(&vm.file()));
     assert!(code == Some(2) && said.starts_with(&wanted), "{said}");
 }
 
@@ -315,10 +277,7 @@ fn vm_is_named_by_its_file() {
     named.args(["vm", "web"]).env("XDG_CONFIG_HOME", &home);
     let (code, said) = run_command(named);
     assert_eq!(code, Some(2), "{said}");
-    assert!(
-        said.contains(&format!("{}/larder/vms/web.toml: ", home.display())),
-        "{said}"
-    );
+    assert!(said.contains(&format!("{}/larder/vms/web.toml: ", home.display())), "{said}");
 }
 
 /// If two VMs have the same name, the second one reports that it cannot be found by name.
@@ -335,10 +294,7 @@ fn duplicate_vm_name_is_reported() {
     };
     let mut first = start(&one);
     let second = start(&other);
-    let told = format!(
-        "another `larder vm` serves a VM of this name, at {}",
-        one.path("control").display()
-    );
+    let told = format!("another `larder vm` serves a VM of this name, at {}", one.path("control").display());
     assert!(second.output().contains(&told), "{}", second.output());
     ends(second);
     // The record of a killed server is no obstacle.

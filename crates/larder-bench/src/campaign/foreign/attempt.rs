@@ -103,14 +103,7 @@ pub(super) fn run(larder: &Path, directory: &Path, plan: &Plan) -> anyhow::Resul
     let mut random = Random::new(plan.seed);
     let directory = tempfile::tempdir_in(directory).context("creating a directory for the image")?;
     let sockets = tempfile::tempdir_in("/dev/shm").context("creating a directory for sockets")?;
-    let store = Store::make(
-        plan.place,
-        plan.format,
-        DISK,
-        directory.path(),
-        sockets.path(),
-        &mut random,
-    )?;
+    let store = Store::make(plan.place, plan.format, DISK, directory.path(), sockets.path(), &mut random)?;
     let mut attempt = Attempt {
         larder,
         plan,
@@ -137,15 +130,8 @@ impl Attempt<'_> {
             true => None,
             false => Some(self.write_foreign()?),
         };
-        let outcome = self
-            .check_next_server(before)
-            .with_context(|| format!("other program: {method:?}"))?;
-        Ok(Done {
-            outcome,
-            warmth: std::mem::take(&mut self.warmth),
-            unproven: self.unproven,
-            in_flight,
-        })
+        let outcome = self.check_next_server(before).with_context(|| format!("other program: {method:?}"))?;
+        Ok(Done { outcome, warmth: std::mem::take(&mut self.warmth), unproven: self.unproven, in_flight })
     }
 
     fn cache(&self) -> PathBuf {
@@ -162,9 +148,7 @@ impl Attempt<'_> {
 
     /// Makes a command keep the disk's state files in directories of this attempt.
     fn with_state_directories<'c>(&self, command: &'c mut Command) -> &'c mut Command {
-        command
-            .env("STATE_DIRECTORY", self.folder.path().join("state"))
-            .env("RUNTIME_DIRECTORY", self.sockets.path())
+        command.env("STATE_DIRECTORY", self.folder.path().join("state")).env("RUNTIME_DIRECTORY", self.sockets.path())
     }
 
     /// Starts a server, always with the same arguments.
@@ -224,10 +208,7 @@ impl Attempt<'_> {
             if condition(&stats) {
                 return Ok(stats);
             }
-            ensure!(
-                Instant::now() < deadline,
-                "still not true after {LIMIT:?}: {what}; {stats:?}"
-            );
+            ensure!(Instant::now() < deadline, "still not true after {LIMIT:?}: {what}; {stats:?}");
             std::thread::sleep(POLL_INTERVAL);
         }
     }
@@ -310,10 +291,7 @@ impl Attempt<'_> {
             Ok(server) => server,
             Err(error) => {
                 ensure!(!self.plan.is_control, "the disk is not served: {error:#}");
-                ensure!(
-                    self.store.bytes()? == image,
-                    "a server that refused the image has changed it: {error:#}"
-                );
+                ensure!(self.store.bytes()? == image, "a server that refused the image has changed it: {error:#}");
                 let text = format!("{error:#}");
                 let is_dirty = self.plan.mode == CacheMode::Wb && before.dirty_bytes > 0;
                 if is_dirty && text.contains(CHANGED) {
@@ -342,10 +320,7 @@ impl Attempt<'_> {
         let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         // Exit code 1: there are leaks, or errors.
         let image_is_valid = text.contains("found: 0 errors") || output.status.success();
-        ensure!(
-            matches!(output.status.code(), Some(0 | 1)) && image_is_valid,
-            "{command:?}: {text}"
-        );
+        ensure!(matches!(output.status.code(), Some(0 | 1)) && image_is_valid, "{command:?}: {text}");
         let server = self.start().context("starting the server without a journal")?;
         self.compare(server, Holds::default()).map(drop)
     }
@@ -374,11 +349,7 @@ impl Attempt<'_> {
         let compared = self.read_repeatedly();
         compared.with_context(|| format!("the server's output: {}", server.process.output()))?;
         let code = server.ask_to_end()?;
-        ensure!(
-            code == Some(0),
-            "the server exited with {code:?}: {}",
-            server.process.output()
-        );
+        ensure!(code == Some(0), "the server exited with {code:?}: {}", server.process.output());
         let contents = self.store.contents()?;
         let compared = self.model.check(0, &contents);
         compared.context("checking the image after the server's exit")?;
@@ -411,9 +382,7 @@ impl Attempt<'_> {
         }
         let (model, random) = (&mut self.model, &mut self.random);
         for block in BLOCKS {
-            guest
-                .read_all(block, model, random)
-                .context("reading after all lines were compared")?;
+            guest.read_all(block, model, random).context("reading after all lines were compared")?;
         }
         Ok(())
     }

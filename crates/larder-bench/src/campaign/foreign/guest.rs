@@ -92,10 +92,7 @@ impl Guest {
     pub(super) fn connect(socket: &Path) -> anyhow::Result<Self> {
         let client = Client::connect(socket, "").context("connecting to the export")?;
         ensure!(client.size == DISK, "the export has {} bytes", client.size);
-        Ok(Self {
-            client,
-            tasks: BTreeMap::new(),
-        })
+        Ok(Self { client, tasks: BTreeMap::new() })
     }
 
     fn send_write(&mut self, range: Range<u64>, model: &mut Model) -> anyhow::Result<()> {
@@ -109,11 +106,7 @@ impl Guest {
     fn receive(&mut self, model: &mut Model) -> anyhow::Result<()> {
         let reply = self.client.receive()?;
         ensure!(reply.error == 0, "a request failed: {} {}", reply.error, reply.message);
-        match self
-            .tasks
-            .remove(&reply.cookie)
-            .context("a reply to an unknown request")?
-        {
+        match self.tasks.remove(&reply.cookie).context("a reply to an unknown request")? {
             Task::Write(range, version) => model.complete(&range, version),
             // Until the next read, the old content and zeros are both allowed.
             Task::Discard(_) => {}
@@ -156,10 +149,7 @@ impl Guest {
     fn flush(&mut self) -> anyhow::Result<()> {
         let cookie = self.client.send(nbd::FLUSH, 0, &(0..0), &[])?;
         let reply = self.client.receive()?;
-        ensure!(
-            reply.cookie == cookie && reply.error == 0,
-            "the flush failed: {reply:?}"
-        );
+        ensure!(reply.cookie == cookie && reply.error == 0, "the flush failed: {reply:?}");
         Ok(())
     }
 

@@ -51,12 +51,7 @@ pub struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 48)]
     at_once: usize,
     /// Delays between the kill and the other program's write, in seconds
-    #[arg(
-        long,
-        value_name = "SECONDS",
-        value_delimiter = ',',
-        default_value = "0.1,1,5,10,20,30,60"
-    )]
+    #[arg(long, value_name = "SECONDS", value_delimiter = ',', default_value = "0.1,1,5,10,20,30,60")]
     delays: Vec<f64>,
     /// Seed of all random choices
     #[arg(long, default_value_t = 1)]
@@ -151,10 +146,7 @@ const FORMATS: [Format; 2] = [Format::Raw, Format::Qcow2];
 /// If the program is missing, or there are no delays or directories.
 pub fn main(arguments: &Arguments) -> anyhow::Result<bool> {
     let larder = find_larder(arguments.larder.as_deref())?;
-    let seconds = arguments
-        .delays
-        .iter()
-        .map(|seconds| Duration::try_from_secs_f64(*seconds));
+    let seconds = arguments.delays.iter().map(|seconds| Duration::try_from_secs_f64(*seconds));
     let delays = seconds.collect::<Result<Vec<_>, _>>().context("--delays")?;
     let campaign = Campaign {
         larder: &larder,
@@ -168,10 +160,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<bool> {
     let mut plans = campaign.plans()?;
     if let Some(only) = &arguments.only {
         plans.retain(|plan| plan.name() == *only);
-        ensure!(
-            !plans.is_empty(),
-            "--only {only}: no such attempt within --tries and --controls"
-        );
+        ensure!(!plans.is_empty(), "--only {only}: no such attempt within --tries and --controls");
     }
     let report = campaign.run_plans(&plans);
     println!("{report}");
@@ -303,11 +292,7 @@ impl Report {
                 Some(Wrong::Lost) => "LOST",
                 None => "FAILED",
             };
-            let delays: Vec<String> = campaign
-                .delays
-                .iter()
-                .map(|delay| delay.as_secs_f64().to_string())
-                .collect();
+            let delays: Vec<String> = campaign.delays.iter().map(|delay| delay.as_secs_f64().to_string()).collect();
             let failure = format!(
                 "{label}: {format}, {}, {}, {:?} after the kill, {:?}; repeat with larder-bench foreign-writes --tries {} --controls {} --delays {} --seed {} --only {}: {error:#}",
                 plan.mode.word(),
@@ -324,10 +309,7 @@ impl Report {
             self.failures.push(failure);
         }
         if !plan.is_control {
-            self.kinds
-                .entry((format, plan.mode.word(), plan.place))
-                .or_default()
-                .add(done);
+            self.kinds.entry((format, plan.mode.word(), plan.place)).or_default().add(done);
             self.delays.entry(plan.delay).or_default().add(done);
             if done.as_ref().is_ok_and(|done| done.outcome == Outcome::Believed) {
                 self.failures.push(format!(
@@ -369,11 +351,7 @@ impl Report {
     /// Checks that plain kills preserve nearly all checkpointed lines.
     fn check_controls(&mut self) {
         for (place, controls) in &self.controls {
-            if let Some(share) = controls
-                .warmth
-                .of_settled()
-                .filter(|share| *share < CHECKPOINTED_RETENTION_MIN)
-            {
+            if let Some(share) = controls.warmth.of_settled().filter(|share| *share < CHECKPOINTED_RETENTION_MIN) {
                 self.failures.push(format!(
                     "{}: the median share of checkpointed lines that survive a plain kill is {:.2} %",
                     place.word(),
@@ -428,11 +406,7 @@ impl fmt::Display for Report {
             writeln!(f, "| {format}, {mode}, {} | {cell} |", place.word())?;
         }
         writeln!(f, "| all | {} |", self.total())?;
-        writeln!(
-            f,
-            "\n| delay between kill and write | {COLUMNS}\n| --- | {}",
-            rule.trim_end()
-        )?;
+        writeln!(f, "\n| delay between kill and write | {COLUMNS}\n| --- | {}", rule.trim_end())?;
         for (delay, cell) in &self.delays {
             writeln!(f, "| {delay:?} | {cell} |")?;
         }
@@ -480,13 +454,7 @@ mod tests {
         let delays: Vec<Duration> = (1..=7).map(Duration::from_secs).collect();
         let key = |plan: &Plan| {
             let load = Load::ALL.iter().position(|load| *load == plan.load);
-            (
-                plan.format == Format::Raw,
-                plan.mode.word(),
-                plan.place,
-                plan.delay,
-                load,
-            )
+            (plan.format == Format::Raw, plan.mode.word(), plan.place, plan.delay, load)
         };
         let all: BTreeSet<_> = plans(504, 0, &delays).iter().map(key).collect();
         assert_eq!(all.len(), 504, "each combination occurs once");

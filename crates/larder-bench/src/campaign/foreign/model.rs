@@ -53,14 +53,8 @@ pub(super) struct Mismatch {
 impl Model {
     /// Returns the model of a zeroed disk.
     pub(super) fn new(len: u64) -> Self {
-        let zeros = Known {
-            allowed: vec![ZEROS],
-            is_foreign: false,
-        };
-        Self {
-            sectors: vec![zeros; (len / SECTOR) as usize],
-            last_version: ZEROS,
-        }
+        let zeros = Known { allowed: vec![ZEROS], is_foreign: false };
+        Self { sectors: vec![zeros; (len / SECTOR) as usize], last_version: ZEROS }
     }
 
     fn of(&mut self, range: &Range<u64>) -> &mut [Known] {
@@ -99,10 +93,7 @@ impl Model {
 
     fn set(&mut self, range: &Range<u64>, version: u64, is_foreign: bool) {
         for known in self.of(range) {
-            *known = Known {
-                allowed: vec![version],
-                is_foreign,
-            };
+            *known = Known { allowed: vec![version], is_foreign };
         }
     }
 
@@ -169,9 +160,7 @@ mod tests {
     use super::*;
 
     fn wrong(result: anyhow::Result<()>) -> Option<Wrong> {
-        result
-            .err()
-            .map(|error| error.downcast::<Mismatch>().expect("a mismatch").wrong)
+        result.err().map(|error| error.downcast::<Mismatch>().expect("a mismatch").wrong)
     }
 
     #[test]

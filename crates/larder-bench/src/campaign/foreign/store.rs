@@ -137,13 +137,7 @@ impl Store {
                 format!("nbd+unix:///?socket={}", socket.display())
             }
         };
-        Ok(Self {
-            format,
-            file,
-            address,
-            device,
-            _server: server,
-        })
+        Ok(Self { format, file, address, device, _server: server })
     }
 
     /// Returns the path or URI of the image.
@@ -304,9 +298,8 @@ impl Drop for LoopDevice {
 /// # Errors
 /// If the tool is missing, or fails; with its output.
 pub(super) fn tool(command: &mut Command) -> anyhow::Result<String> {
-    let output = command
-        .output()
-        .with_context(|| format!("{command:?}; testbed/setup.sh installs what the tests need"))?;
+    let output =
+        command.output().with_context(|| format!("{command:?}; testbed/setup.sh installs what the tests need"))?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{command:?}: {}: {said}", output.status);
     Ok(said.trim().to_owned())

@@ -71,11 +71,7 @@ pub struct DiskOptions {
 impl DiskOptions {
     /// Creates the disk of the guest with this number.
     pub(super) fn disk(&self, larder: &Path, guest: u32) -> anyhow::Result<Disks> {
-        let default_format = if guest.is_multiple_of(2) {
-            Format::Qcow2
-        } else {
-            Format::Raw
-        };
+        let default_format = if guest.is_multiple_of(2) { Format::Qcow2 } else { Format::Raw };
         Disks::new(larder, &self.folder, self.format.unwrap_or(default_format), self.nbd)
     }
 }
@@ -134,10 +130,7 @@ impl Disks {
     /// Creates a disk, optionally behind an NBD server. The VM may boot on the first host; the second one waits for
     /// it.
     pub(super) fn new(larder: &Path, directory: &Path, format: Format, nbd: bool) -> anyhow::Result<Self> {
-        ensure!(
-            rustix::process::geteuid().is_root(),
-            "this needs root: each host has a boot ID of its own"
-        );
+        ensure!(rustix::process::geteuid().is_root(), "this needs root: each host has a boot ID of its own");
         let directory = tempfile::tempdir_in(directory)?;
         let image = directory.path().canonicalize()?.join("image");
         let (kind, options) = match format {
@@ -157,23 +150,13 @@ impl Disks {
         };
         let host = |_| {
             let short = tempfile::tempdir_in("/dev/shm")?;
-            Host::new(
-                larder,
-                (text, kind),
-                "wb",
-                short,
-                tempfile::tempdir_in(directory.path())?,
-            )?
-            .with_boot_ids()
+            Host::new(larder, (text, kind), "wb", short, tempfile::tempdir_in(directory.path())?)?.with_boot_ids()
         };
         let hosts = [host(0)?, host(1)?];
         let servers = [hosts[0].serve(&[])?, hosts[1].serve(&["--incoming"])?];
         let numbers = [servers[0].id(), servers[1].id()].map(AtomicU32::new);
         Ok(Self {
-            opens: Opens {
-                image: image.clone(),
-                servers: Arc::new(numbers),
-            },
+            opens: Opens { image: image.clone(), servers: Arc::new(numbers) },
             format,
             export: export.map(|(server, _)| server),
             image,
@@ -298,10 +281,7 @@ fn export(image: &Path, directory: &Path) -> anyhow::Result<(Process, String)> {
     File::options().write(true).open(image)?.set_len(EXPORT_BYTES)?;
     let socket = directory.join("nbd");
     let mut command = killed_with_parent("qemu-nbd");
-    command
-        .args(["-t", "-e", "16", "-f", "raw", "-k"])
-        .arg(&socket)
-        .arg(image);
+    command.args(["-t", "-e", "16", "-f", "raw", "-k"]).arg(&socket).arg(image);
     let server = Process::start(command)?;
     let deadline = Instant::now() + LIMIT;
     while !socket.exists() {
@@ -314,25 +294,15 @@ fn export(image: &Path, directory: &Path) -> anyhow::Result<(Process, String)> {
 /// Checks that all printed ticks are on the disk. For the next tick, each sector may have the old or the new data.
 fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
     let last = ticks.checked_sub(1).context("the guest has printed no tick")?;
-    let written = |tick: u64| {
-        format!("tick {tick}\n")
-            .into_bytes()
-            .into_iter()
-            .cycle()
-            .take(PLACE_BYTES)
-    };
+    let written = |tick: u64| format!("tick {tick}\n").into_bytes().into_iter().cycle().take(PLACE_BYTES);
     for tick in (last + 1).saturating_sub(PLACES)..=last {
         let slot_start = (tick % PLACES) as usize * PLACE_BYTES;
-        let actual = contents
-            .get(slot_start..slot_start + PLACE_BYTES)
-            .context("the disk's content is too short")?;
+        let actual = contents.get(slot_start..slot_start + PLACE_BYTES).context("the disk's content is too short")?;
         let expected: Vec<u8> = written(tick).collect();
         let next_content: Vec<u8> = written(tick + PLACES).collect();
         let is_in_flight = tick + PLACES == last + 1;
-        let sectors = actual
-            .chunks(SECTOR_BYTES)
-            .zip(expected.chunks(SECTOR_BYTES))
-            .zip(next_content.chunks(SECTOR_BYTES));
+        let sectors =
+            actual.chunks(SECTOR_BYTES).zip(expected.chunks(SECTOR_BYTES)).zip(next_content.chunks(SECTOR_BYTES));
         for (sector, ((actual, expected), next_content)) in sectors.enumerate() {
             ensure!(
                 actual == expected || is_in_flight && actual == next_content,
@@ -354,10 +324,7 @@ mod tests {
         for tick in 0..ticks {
             let place = (tick % PLACES) as usize * PLACE_BYTES;
             let text = format!("tick {tick}\n").into_bytes();
-            disk[place..place + PLACE_BYTES]
-                .iter_mut()
-                .zip(text.iter().cycle())
-                .for_each(|(to, from)| *to = *from);
+            disk[place..place + PLACE_BYTES].iter_mut().zip(text.iter().cycle()).for_each(|(to, from)| *to = *from);
         }
         disk
     }

@@ -129,15 +129,8 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            out,
-            "{} moves; the guest has counted to {} without a gap or a mismatch",
-            self.moves, self.ticks
-        )?;
-        writeln!(
-            out,
-            "| fault | at the source | at the destination | lost with its QEMU |\n|---|---|---|---|"
-        )?;
+        writeln!(out, "{} moves; the guest has counted to {} without a gap or a mismatch", self.moves, self.ticks)?;
+        writeln!(out, "| fault | at the source | at the destination | lost with its QEMU |\n|---|---|---|---|")?;
         let mut rows: Vec<_> = self.rows.iter().collect();
         rows.sort_by_key(|((fault, stage), _)| (*fault as u32, *stage as u32));
         for ((fault, stage), [source, destination, lost]) in rows {

@@ -64,12 +64,7 @@ impl Host {
         volatile: TempDir,
         persistent: TempDir,
     ) -> anyhow::Result<Self> {
-        let host = Self {
-            larder: larder.to_owned(),
-            folder: volatile,
-            lasting: persistent,
-            starts: None,
-        };
+        let host = Self { larder: larder.to_owned(), folder: volatile, lasting: persistent, starts: None };
         let text = format!(
             "control = '{}'\n[[disk]]\nimage = '{image}'\nformat = '{format}'\nsocket = '{}'\nserial = 'WEB'\ncache = '{}'\n\
              cache-size = '16MiB'\ncache-mode = '{mode}'\n",
@@ -157,9 +152,7 @@ impl Host {
             }
             None => command,
         };
-        command
-            .env("RUNTIME_DIRECTORY", self.folder.path())
-            .env("STATE_DIRECTORY", self.lasting.path());
+        command.env("RUNTIME_DIRECTORY", self.folder.path()).env("STATE_DIRECTORY", self.lasting.path());
         command
     }
 

@@ -34,40 +34,28 @@ fn with_state_directory(mut command: Command, arguments: &[&str]) -> Command {
 /// Returns the `larder migrate receive` command for the incoming QEMU at `connect`, with further arguments.
 pub fn receive_command(larder: &Path, listen: &str, connect: &Path, arguments: &[&str]) -> Command {
     let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
-    command
-        .args(["migrate", "receive", "--listen", listen, "--connect"])
-        .arg(connect)
-        .args(arguments);
+    command.args(["migrate", "receive", "--listen", listen, "--connect"]).arg(connect).args(arguments);
     with_state_directory(command, arguments)
 }
 
 /// Returns the `larder migrate send` command for the QEMU that migrates to `listen`, with further arguments.
 pub fn send_command(larder: &Path, listen: &Path, to: &str, arguments: &[&str]) -> Command {
     let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
-    command
-        .args(["migrate", "send", "--to", to, "--listen"])
-        .arg(listen)
-        .args(arguments);
+    command.args(["migrate", "send", "--to", to, "--listen"]).arg(listen).args(arguments);
     with_state_directory(command, arguments)
 }
 
 /// Returns the `larder migrate --qmp` command for a whole move to a receiver at `to`.
 pub fn whole_move_command(larder: &Path, qmp: &Path, to: &str, arguments: &[&str]) -> Command {
     let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
-    command
-        .args(["migrate", "--to", to, "--output", "json", "--qmp"])
-        .arg(qmp)
-        .args(arguments);
+    command.args(["migrate", "--to", to, "--output", "json", "--qmp"]).arg(qmp).args(arguments);
     with_state_directory(command, arguments)
 }
 
 /// Returns the `larder migrate receive` command for a whole move to the QEMU with this monitor.
 pub fn whole_receive_command(larder: &Path, listen: &str, qmp: &Path, arguments: &[&str]) -> Command {
     let mut command = killed_with_parent(larder.to_str().expect("UTF-8"));
-    command
-        .args(["migrate", "receive", "--listen", listen, "--qmp"])
-        .arg(qmp)
-        .args(arguments);
+    command.args(["migrate", "receive", "--listen", listen, "--qmp"]).arg(qmp).args(arguments);
     with_state_directory(command, arguments)
 }
 

@@ -101,20 +101,11 @@ impl Relay {
     ) -> anyhow::Result<Self> {
         let listener = Arc::new(TcpListener::bind("127.0.0.1:0")?);
         let address = listener.local_addr()?;
-        let shared = Arc::new(Shared {
-            to,
-            tamper: Box::new(tamper),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        });
+        let shared =
+            Arc::new(Shared { to, tamper: Box::new(tamper), state: Mutex::default(), changed: Condvar::new() });
         let (relay, accept_listener) = (Arc::clone(&shared), Arc::clone(&listener));
         let accepting = std::thread::spawn(move || relay.accept(&accept_listener));
-        Ok(Self {
-            shared,
-            listener,
-            address,
-            accepting: Some(accepting),
-        })
+        Ok(Self { shared, listener, address, accepting: Some(accepting) })
     }
 
     /// Returns the address to which the sender connects.
@@ -161,15 +152,8 @@ impl Relay {
         let (mut before, mut stable_polls) = (0, 0);
         while stable_polls < STABLE_POLLS {
             let carried = self.carried();
-            ensure!(
-                Instant::now() < deadline,
-                "the lanes have carried {carried} bytes, and the flow has not stopped"
-            );
-            stable_polls = if carried >= bytes && carried == before {
-                stable_polls + 1
-            } else {
-                0
-            };
+            ensure!(Instant::now() < deadline, "the lanes have carried {carried} bytes, and the flow has not stopped");
+            stable_polls = if carried >= bytes && carried == before { stable_polls + 1 } else { 0 };
             before = carried;
             std::thread::sleep(LOOK);
         }
@@ -213,12 +197,7 @@ impl Relay {
 
     fn cut_matching(&self, which: impl Fn(usize) -> bool) {
         let state = self.shared.lock();
-        for (_, ends) in state
-            .connections
-            .iter()
-            .enumerate()
-            .filter(|(number, _)| which(*number))
-        {
+        for (_, ends) in state.connections.iter().enumerate().filter(|(number, _)| which(*number)) {
             for end in ends {
                 // The end may be closed already.
                 let _ = end.shutdown(Shutdown::Both);
@@ -265,11 +244,7 @@ impl Shared {
     fn spawn(self: &Arc<Self>, number: usize, way: Way, [from, to]: [&Arc<TcpStream>; 2]) {
         let (relay, from, to) = (Arc::clone(self), Arc::clone(from), Arc::clone(to));
         let tamper = (self.tamper)(number, way);
-        let lane = Lane {
-            number,
-            way,
-            counts: number > 0 && way == Way::There,
-        };
+        let lane = Lane { number, way, counts: number > 0 && way == Way::There };
         std::thread::spawn(move || relay.pump(&from, &to, lane, tamper));
     }
 

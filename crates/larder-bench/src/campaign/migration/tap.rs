@@ -21,10 +21,7 @@ pub struct Digest {
 
 impl Default for Digest {
     fn default() -> Self {
-        Self {
-            bytes: 0,
-            hash: 0xcbf2_9ce4_8422_2325,
-        }
+        Self { bytes: 0, hash: 0xcbf2_9ce4_8422_2325 }
     }
 }
 
@@ -75,15 +72,7 @@ impl Tap {
         rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both)?;
         let channels = self.accepting.join().ok().context("a thread of the tap panicked")?;
         let digest = |pump: JoinHandle<Digest>| pump.join().ok().context("a thread of the tap panicked");
-        channels
-            .into_iter()
-            .map(|[there, back]| {
-                Ok(Carried {
-                    there: digest(there)?,
-                    back: digest(back)?,
-                })
-            })
-            .collect()
+        channels.into_iter().map(|[there, back]| Ok(Carried { there: digest(there)?, back: digest(back)? })).collect()
     }
 }
 

@@ -28,10 +28,7 @@ impl Release {
         if self == Self::Host {
             return Ok(killed_with_parent(QEMU));
         }
-        ensure!(
-            rustix::process::geteuid().is_root(),
-            "this needs root: entering the Debian 13 chroot"
-        );
+        ensure!(rustix::process::geteuid().is_root(), "this needs root: entering the Debian 13 chroot");
         test_bed("debian13.stamp")?;
         let enter = project().join("testbed/debian13.sh");
         let mut command = killed_with_parent(enter.to_str().context("the project's path is not UTF-8")?);
@@ -63,12 +60,7 @@ pub struct Load {
 
 impl Default for Load {
     fn default() -> Self {
-        Self {
-            kind: "mixed",
-            mib: 32,
-            rate: 10,
-            check: 1,
-        }
+        Self { kind: "mixed", mib: 32, rate: 10, check: 1 }
     }
 }
 
@@ -240,14 +232,7 @@ impl Machine {
     pub fn start_incoming_in_file(&self, path: &Path) -> anyhow::Result<Vm> {
         let (kib, path) = (self.memory_kib, path.display());
         let memory = format!("memory-backend-file,id=memory,size={kib}k,mem-path={path},share=on");
-        let arguments = [
-            "-incoming",
-            "defer",
-            "-object",
-            &memory,
-            "-machine",
-            "memory-backend=memory",
-        ];
+        let arguments = ["-incoming", "defer", "-object", &memory, "-machine", "memory-backend=memory"];
         self.start(&[], &arguments, MemoryBackend::Default)
     }
 
@@ -272,20 +257,9 @@ impl Machine {
             .arg(test_bed("vmlinuz")?.canonicalize()?)
             .arg("-initrd")
             .arg(&self.initrd)
-            .args([
-                "-append",
-                &format!("{KERNEL_ARGUMENTS} {USE_PLUGGED_MEMORY}"),
-                "-serial",
-            ])
+            .args(["-append", &format!("{KERNEL_ARGUMENTS} {USE_PLUGGED_MEMORY}"), "-serial"])
             .arg(format!("file:{}", console.display()))
-            .args([
-                "-qmp",
-                &monitor(&qmp),
-                "-qmp",
-                &monitor(&others),
-                "-qmp",
-                &monitor(&watched),
-            ])
+            .args(["-qmp", &monitor(&qmp), "-qmp", &monitor(&others), "-qmp", &monitor(&watched)])
             .args(words)
             .args(backend.words(self.memory_kib));
         let process = Process::start(prefix_command(before, command))?;
@@ -301,24 +275,12 @@ impl Machine {
             ensure!(Instant::now() < deadline, "QEMU does not start: {}", process.output());
             std::thread::sleep(LOOK);
         };
-        Ok(Vm {
-            monitor,
-            others,
-            watched,
-            process,
-            console,
-            _folder: directory,
-        })
+        Ok(Vm { monitor, others, watched, process, console, _folder: directory })
     }
 }
 
 /// Console texts of a guest that has failed or ended.
-const ENDS: [&str; 4] = [
-    "MISMATCH",
-    "LARDER-GUEST-EXIT",
-    "Kernel panic",
-    "Initramfs unpacking failed",
-];
+const ENDS: [&str; 4] = ["MISMATCH", "LARDER-GUEST-EXIT", "Kernel panic", "Initramfs unpacking failed"];
 
 /// Migration capabilities and parameters, the same on both sides.
 #[derive(Clone, Copy, Debug, Default)]
@@ -397,10 +359,8 @@ impl Vm {
             ("postcopy-preempt", settings.preempt),
             ("pause-before-switchover", settings.pause_before_switchover),
         ];
-        let list: Vec<Value> = capabilities
-            .into_iter()
-            .map(|(name, on)| json!({"capability": name, "state": on}))
-            .collect();
+        let list: Vec<Value> =
+            capabilities.into_iter().map(|(name, on)| json!({"capability": name, "state": on})).collect();
         self.ask("migrate-set-capabilities", &json!({"capabilities": list}))?;
         self.ask(
             "migrate-set-parameters",
@@ -486,19 +446,13 @@ impl Vm {
             // Read before the console: a guest that powers off has printed the reason by then.
             let has_ended = self.process.has_ended();
             let console = self.console();
-            ensure!(
-                !ENDS.iter().any(|end| console.contains(end)),
-                "the guest has failed or exited: {console}"
-            );
+            ensure!(!ENDS.iter().any(|end| console.contains(end)), "the guest has failed or exited: {console}");
             if console.matches(word).count() >= goal {
                 return Ok(());
             }
             let output = self.process.output();
             ensure!(!has_ended, "QEMU has exited: {output}");
-            ensure!(
-                Instant::now() < deadline,
-                "the guest makes no progress: {console}\n{output}"
-            );
+            ensure!(Instant::now() < deadline, "the guest makes no progress: {console}\n{output}");
             std::thread::sleep(LOOK);
         }
     }
@@ -530,17 +484,11 @@ impl Vm {
 pub fn counted(consoles: &[String]) -> anyhow::Result<u64> {
     // A line may begin on one console and end on the next.
     let text = consoles.concat();
-    ensure!(
-        !text.contains("MISMATCH"),
-        "the guest's memory has wrong content: {text}"
-    );
+    ensure!(!text.contains("MISMATCH"), "the guest's memory has wrong content: {text}");
     let mut next = 0;
     let complete_lines = text.rfind('\n').map_or("", |end| &text[..end]);
     for line in complete_lines.lines().filter(|line| line.contains("TICK")) {
-        let number = line
-            .trim()
-            .strip_prefix("TICK ")
-            .and_then(|rest| rest.split(' ').next());
+        let number = line.trim().strip_prefix("TICK ").and_then(|rest| rest.split(' ').next());
         let number: u64 = number
             .and_then(|number| number.parse().ok())
             .with_context(|| format!("the line '{line}' has no tick number: {text}"))?;

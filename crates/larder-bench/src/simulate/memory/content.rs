@@ -53,8 +53,5 @@ pub(super) fn words(stamp: Stamp) -> PageWords {
 
 /// Returns whether a page holds the content of that write.
 pub(super) fn is(words: &PageWords, stamp: Stamp) -> bool {
-    words
-        .iter()
-        .enumerate()
-        .all(|(index, found)| *found == word(stamp, index))
+    words.iter().enumerate().all(|(index, found)| *found == word(stamp, index))
 }

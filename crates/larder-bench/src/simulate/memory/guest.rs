@@ -50,21 +50,14 @@ impl GuestMemory for Guest {
             // Large copies are sometimes cut short.
             world.comes(Moment::Filled);
             let pages = content.len() / PAGE;
-            let pages_max = if pages > 1 && world.chance(100) {
-                world.between(1, pages as u64) as usize
-            } else {
-                pages
-            };
+            let pages_max =
+                if pages > 1 && world.chance(100) { world.between(1, pages as u64) as usize } else { pages };
             for (index, page) in content.chunks(PAGE).take(pages_max).enumerate() {
                 let at = first.plus(index as u32);
                 let filled = world.kernel.borrow_mut().copy(at, to_page_words(page), protect);
                 world.log(|| format!("pager fills {at:?}, protected: {protect}: {filled:?}"));
                 if filled != FillResult::Done {
-                    return if index > 0 {
-                        (index, FillResult::Done)
-                    } else {
-                        (0, filled)
-                    };
+                    return if index > 0 { (index, FillResult::Done) } else { (0, filled) };
                 }
             }
             (pages_max, FillResult::Done)
@@ -153,9 +146,7 @@ impl GuestMemory for Guest {
 /// Reports the pages of `run` that are in memory.
 pub(super) fn present(world: &World, run: PageRun, found: &mut dyn FnMut(PageRun)) {
     let kernel = world.kernel.borrow();
-    let present_pages = run
-        .pages()
-        .filter(|page| !kernel.area(*page).is_forgotten && kernel.is_present(*page));
+    let present_pages = run.pages().filter(|page| !kernel.area(*page).is_forgotten && kernel.is_present(*page));
     let present_pages: Vec<PageIndex> = present_pages.collect();
     drop(kernel);
     runs(present_pages).for_each(found);

@@ -105,16 +105,8 @@ impl Kernel {
             device: 1,
             inode: self.areas.len() as u64 + 1,
         };
-        self.pages.extend((0..pages).map(|_| Page {
-            frame: None,
-            pte: Pte::None,
-        }));
-        self.areas.push(MappedArea {
-            region,
-            is_registered: false,
-            is_mapped: true,
-            is_forgotten: false,
-        });
+        self.pages.extend((0..pages).map(|_| Page { frame: None, pte: Pte::None }));
+        self.areas.push(MappedArea { region, is_registered: false, is_mapped: true, is_forgotten: false });
         region
     }
 
@@ -159,13 +151,7 @@ impl Kernel {
             let frame = of.frame.get_or_insert_with(|| Rc::new(RefCell::new([0; WORDS])));
             return Access::Done(Rc::clone(frame));
         }
-        self.waiters.push(Waiter {
-            thread,
-            page,
-            write,
-            cause,
-            is_read: false,
-        });
+        self.waiters.push(Waiter { thread, page, write, cause, is_read: false });
         Access::Waits
     }
 
@@ -205,10 +191,7 @@ impl Kernel {
 
     fn range_of(&self, run: PageRun) -> AddressRange {
         let region = self.area(run.first).region;
-        AddressRange {
-            start: region.address_of(run.first),
-            len: run.bytes(),
-        }
+        AddressRange { start: region.address_of(run.first), len: run.bytes() }
     }
 
     /// Begins `MADV_DONTNEED`, which sends an event and waits until it is read. Returns whether it must wait.
@@ -246,10 +229,7 @@ impl Kernel {
     pub(super) fn unmap(&mut self, thread: usize, area: usize) -> bool {
         let region = self.areas[area].region;
         self.areas[area].is_mapped = false;
-        let run = PageRun {
-            first: region.first,
-            count: region.pages,
-        };
+        let run = PageRun { first: region.first, count: region.pages };
         for page in run.pages() {
             self.page(page).pte = Pte::None;
         }
@@ -257,10 +237,7 @@ impl Kernel {
             return false;
         }
         self.changing += 1;
-        self.events.push_back(Event {
-            message: UffdMessage::Unmapped(self.range_of(run)),
-            thread,
-        });
+        self.events.push_back(Event { message: UffdMessage::Unmapped(self.range_of(run)), thread });
         true
     }
 
@@ -326,8 +303,7 @@ impl Kernel {
     }
 
     pub(super) fn wake(&mut self, run: PageRun) {
-        self.waiters
-            .retain(|waiter| waiter.page < run.first || waiter.page >= run.end());
+        self.waiters.retain(|waiter| waiter.page < run.first || waiter.page >= run.end());
     }
 
     fn cannot(&self, page: PageIndex) -> Option<FillResult> {

@@ -24,22 +24,10 @@ pub struct Memory {
 
 /// All kinds.
 pub const MEMORY_SUBJECTS: [&Memory; 4] = [
-    &Memory {
-        name: "memory-ram",
-        variant: Variant::Ram,
-    },
-    &Memory {
-        name: "memory-ssd",
-        variant: Variant::Ssd,
-    },
-    &Memory {
-        name: "memory-tiers",
-        variant: Variant::Tiers,
-    },
-    &Memory {
-        name: "memory-io",
-        variant: Variant::Io,
-    },
+    &Memory { name: "memory-ram", variant: Variant::Ram },
+    &Memory { name: "memory-ssd", variant: Variant::Ssd },
+    &Memory { name: "memory-tiers", variant: Variant::Tiers },
+    &Memory { name: "memory-io", variant: Variant::Io },
 ];
 
 impl Memory {

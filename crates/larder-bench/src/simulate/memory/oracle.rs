@@ -88,11 +88,7 @@ impl Oracle {
             return Err(format!(
                 "{page:?} reads as {what}, but may only hold {:?} (0: zeros){}",
                 truth.may,
-                if truth.is_given_up {
-                    "; it is being discarded"
-                } else {
-                    ""
-                }
+                if truth.is_given_up { "; it is being discarded" } else { "" }
             ));
         };
         if !truth.is_given_up && truth.io.is_none() {
@@ -129,9 +125,7 @@ impl Oracle {
     pub(super) fn memory_error(&self, page: PageIndex) -> Result<(), String> {
         let truth = &self.pages[page.as_usize()];
         match truth.damage {
-            Damage::None => Err(format!(
-                "{page:?} cannot be read, although its stored copy was not damaged"
-            )),
+            Damage::None => Err(format!("{page:?} cannot be read, although its stored copy was not damaged")),
             Damage::Real | Damage::GivenUp => Ok(()),
         }
     }

@@ -75,17 +75,8 @@ pub(super) struct Process {
 
 impl Process {
     pub(super) fn new(shape: &Shape) -> Self {
-        let threads = (0..shape.threads).map(|_| Thread {
-            doing: Doing::Nothing,
-            walk: None,
-        });
-        Self {
-            threads: threads.collect(),
-            oracle: Oracle::default(),
-            io: Vec::new(),
-            is_quiet: false,
-            accesses: 0,
-        }
+        let threads = (0..shape.threads).map(|_| Thread { doing: Doing::Nothing, walk: None });
+        Self { threads: threads.collect(), oracle: Oracle::default(), io: Vec::new(), is_quiet: false, accesses: 0 }
     }
 
     /// Returns whether an operation is in progress.
@@ -97,9 +88,7 @@ impl Process {
     pub(super) fn waiting(&self) -> String {
         let busy = self.threads.iter().enumerate();
         let busy = busy.filter(|(_, thread)| thread.doing != Doing::Nothing);
-        let busy: Vec<String> = busy
-            .map(|(index, thread)| format!("thread {index}: {:?}", thread.doing))
-            .collect();
+        let busy: Vec<String> = busy.map(|(index, thread)| format!("thread {index}: {:?}", thread.doing)).collect();
         busy.join(", ")
     }
 
@@ -194,12 +183,7 @@ fn begin(world: &Rc<World>, index: usize) -> Doing {
     }
     let page = random_page(world);
     if world.chance(40) {
-        let walk = Walk {
-            next: page,
-            left: world.between(4, 64),
-            up: world.chance(700),
-            write: world.chance(200),
-        };
+        let walk = Walk { next: page, left: world.between(4, 64), up: world.chance(700), write: world.chance(200) };
         return continue_walk(world, index, walk);
     }
     let is_quiet = world.process.borrow().oracle.is_quiet(page);
@@ -280,12 +264,7 @@ fn access(world: &Rc<World>, index: usize, page: PageIndex, what: What) -> Doing
                         world.now() + Duration::from_micros(world.between(1, DEVICE_IO_TIME_MAX.as_micros() as u64));
                     world.log(|| format!("thread {index}: a device writes {write_id} to {page:?} until {ends:?}"));
                     process.oracle.begin_device_write(page, write_id);
-                    process.io.push(DeviceIo {
-                        page,
-                        frame,
-                        stamp: write_id,
-                        ends,
-                    });
+                    process.io.push(DeviceIo { page, frame, stamp: write_id, ends });
                 }
             }
         }
@@ -302,10 +281,7 @@ fn begin_giving_up(world: &World) -> Doing {
     };
     let region = world.kernel.borrow().area(first).region;
     let pages_max = u64::from(region.pages - (first.get() - region.first.get()));
-    let run = PageRun {
-        first,
-        count: world.between(1, DISCARD_PAGES_MAX.min(pages_max)) as u32,
-    };
+    let run = PageRun { first, count: world.between(1, DISCARD_PAGES_MAX.min(pages_max)) as u32 };
     let mut process = world.process.borrow_mut();
     if !run.pages().all(|page| process.oracle.is_quiet(page)) {
         return Doing::Nothing;
@@ -336,12 +312,8 @@ fn continue_discard(world: &World, index: usize, run: PageRun, stage: Stage) -> 
             run.pages().for_each(|page| process.oracle.end_discard(page));
             // Freed memory is often reused soon.
             if world.chance(500) {
-                process.threads[index].walk = Some(Walk {
-                    next: run.first,
-                    left: u64::from(run.count),
-                    up: true,
-                    write: true,
-                });
+                process.threads[index].walk =
+                    Some(Walk { next: run.first, left: u64::from(run.count), up: true, write: true });
             }
             world.log(|| format!("thread {index}: has discarded {run:?}"));
             Doing::Nothing

@@ -65,10 +65,7 @@ impl Run {
     pub(crate) fn new(variant: Variant, seed: u64, is_logged: bool) -> Self {
         let mut random = SeededRng::new(seed);
         let shape = Shape::new(variant, &mut random);
-        let media = shape
-            .disks
-            .iter()
-            .map(|(tier, segments)| StoreMedium::new(*tier, *segments));
+        let media = shape.disks.iter().map(|(tier, segments)| StoreMedium::new(*tier, *segments));
         let options = PagerOptions {
             limit_bytes: 0,
             compressed_bytes: 0,
@@ -252,10 +249,7 @@ impl Run {
         let mut present_runs = Vec::new();
         for region in state.regions().iter().filter(|region| !region.is_unmapped()) {
             world.call();
-            let run = PageRun {
-                first: region.first,
-                count: region.pages,
-            };
+            let run = PageRun { first: region.first, count: region.pages };
             present(&world, run, &mut |run| present_runs.push(run));
         }
         world.call();
@@ -301,10 +295,7 @@ impl Run {
             // thread.
             let mut pager = world.pager.borrow_mut();
             world.kernel.borrow_mut().register(region.first);
-            let run = PageRun {
-                first: region.first,
-                count: region.pages,
-            };
+            let run = PageRun { first: region.first, count: region.pages };
             let mut there = Vec::new();
             present(world, run, &mut |run| there.push(run));
             world.call();
@@ -491,10 +482,7 @@ impl Run {
                 }
             }
         }
-        Err(format!(
-            "the pager does not become idle; {}",
-            world.process.borrow().waiting()
-        ))
+        Err(format!("the pager does not become idle; {}", world.process.borrow().waiting()))
     }
 
     /// Stops new operations, damage and memory shortage, and waits until no operation is in progress. Disks and the
@@ -511,21 +499,14 @@ impl Run {
                 let pager = world.pager.borrow();
                 pager.as_ref().is_some_and(|pager| pager.next_turn().is_some())
             };
-            idle = if is_due || world.process.borrow().is_busy() {
-                0
-            } else {
-                idle + 1
-            };
+            idle = if is_due || world.process.borrow().is_busy() { 0 } else { idle + 1 };
             if idle > 1 && self.is_within_limit() || idle > 80 {
                 break;
             }
             world.pass(IDLE_STEP);
         }
         if world.process.borrow().is_busy() {
-            return Err(format!(
-                "an operation never completes: {}",
-                world.process.borrow().waiting()
-            ));
+            return Err(format!("an operation never completes: {}", world.process.borrow().waiting()));
         }
         world.process.borrow_mut().oracle.settled();
         self.check()?;
@@ -551,10 +532,7 @@ impl Run {
         let present = world.kernel.borrow().present_pages();
         // Pages whose eviction failed are counted only when they are next accessed.
         if world.shape.worker_failures_per_mille == 0 && present != pager.resident_pages() {
-            return Err(format!(
-                "{present} pages are in memory, but the pager counts {}",
-                pager.resident_pages()
-            ));
+            return Err(format!("{present} pages are in memory, but the pager counts {}", pager.resident_pages()));
         }
         if world.shape.worker_failures_per_mille == 0 && !self.is_within_limit() {
             return Err(format!(
@@ -565,13 +543,7 @@ impl Run {
                 pager.stored_pages(),
             ));
         }
-        world.log(|| {
-            format!(
-                "{:?}, {present} pages in memory, stuck: {:?}",
-                pager.stored_pages(),
-                pager.stuck()
-            )
-        });
+        world.log(|| format!("{:?}, {present} pages in memory, stuck: {:?}", pager.stored_pages(), pager.stuck()));
         Ok(())
     }
 
@@ -589,10 +561,7 @@ impl Run {
             world.pass(IDLE_STEP);
         }
         if world.process.borrow().is_busy() {
-            return Err(format!(
-                "an operation never completes: {}",
-                world.process.borrow().waiting()
-            ));
+            return Err(format!("an operation never completes: {}", world.process.borrow().waiting()));
         }
         let pages = world.kernel.borrow().pages();
         for page in (0..pages).map(PageIndex::new) {
@@ -609,10 +578,7 @@ impl Run {
                 }
                 rounds += 1;
                 if rounds > IDLE_STEPS_MAX {
-                    return Err(format!(
-                        "an operation never completes: {}",
-                        world.process.borrow().waiting()
-                    ));
+                    return Err(format!("an operation never completes: {}", world.process.borrow().waiting()));
                 }
             }
             self.check_violation()?;

@@ -116,11 +116,7 @@ impl Shape {
             drops_poison: random.chance(500),
             meanwhile_per_mille: random.pick(&[0, 50, 200, 400]),
             read_failures_per_mille: if reads_fail { random.pick(&[20, 300, 1000]) } else { 0 },
-            write_failures_per_mille: if reads_fail || one_in(random, 4) {
-                random.pick(&[50, 400, 1000])
-            } else {
-                0
-            },
+            write_failures_per_mille: if reads_fail || one_in(random, 4) { random.pick(&[50, 400, 1000]) } else { 0 },
             worker_failures_per_mille: if one_in(random, 10) { 30 } else { 0 },
             damage_per_mille: if one_in(random, 4) { 10 } else { 0 },
             shortage_per_mille: if one_in(random, 4) { 20 } else { 0 },

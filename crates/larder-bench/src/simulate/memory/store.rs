@@ -82,11 +82,9 @@ pub(super) fn stored_in(world: &World, tier: Tier) -> Vec<(PageIndex, u64, u64)>
     let pages = (0..world.kernel.borrow().pages()).map(PageIndex::new);
     pages
         .filter_map(|page| match state.word(page).decode() {
-            Some(CopyLocation::InTier {
-                tier: of,
-                object: stored,
-                ..
-            }) if of == tier => Some((page, data_at(stored.offset), u64::from(stored.len))),
+            Some(CopyLocation::InTier { tier: of, object: stored, .. }) if of == tier => {
+                Some((page, data_at(stored.offset), u64::from(stored.len)))
+            }
             _ => None,
         })
         .collect()
@@ -94,10 +92,7 @@ pub(super) fn stored_in(world: &World, tier: Tier) -> Vec<(PageIndex, u64, u64)>
 
 impl Disk {
     pub(super) fn new(world: &Rc<World>, medium: &Rc<RefCell<StoreMedium>>) -> Self {
-        Self {
-            world: Rc::clone(world),
-            medium: Rc::clone(medium),
-        }
+        Self { world: Rc::clone(world), medium: Rc::clone(medium) }
     }
 
     /// Completes a random pending request.
@@ -120,18 +115,12 @@ impl Disk {
                 medium.put(
                     segment,
                     &bytes,
-                    if fails {
-                        world.below(SEGMENT_BYTES as u64) as usize
-                    } else {
-                        SEGMENT_BYTES
-                    },
+                    if fails { world.below(SEGMENT_BYTES as u64) as usize } else { SEGMENT_BYTES },
                 );
                 medium.writes += 1;
                 let failed = fails.then(|| error(medium.tier, Operation::Write, segment.start(), SEGMENT_BYTES));
                 world.log(|| format!("{:?} has written {segment:?}, failed: {fails}", medium.tier));
-                medium
-                    .finished
-                    .push_back(StoreCompletion::Written { segment, bytes, failed });
+                medium.finished.push_back(StoreCompletion::Written { segment, bytes, failed });
             }
             Request::Read(start, len, mut bytes, ticket) => {
                 let fails = !medium.borrow().is_healed && world.chance(world.shape.read_failures_per_mille);
@@ -151,11 +140,7 @@ impl Disk {
                     medium.borrow().get(start, &mut bytes[..len]);
                 }
                 let failed = fails.then(|| error(tier, Operation::Read, start, len));
-                let read = StoreCompletion::Read {
-                    read_id: ticket,
-                    bytes,
-                    failed,
-                };
+                let read = StoreCompletion::Read { read_id: ticket, bytes, failed };
                 medium.borrow_mut().finished.push_back(read);
             }
         }
@@ -192,10 +177,7 @@ fn record_unreadable(world: &World, tier: Tier, start: u64, len: usize) {
 
 impl StoreMedium {
     fn put(&mut self, segment: SegmentIndex, bytes: &AlignedBuf, len: usize) {
-        let into = self
-            .contents
-            .entry(segment.get())
-            .or_insert_with(|| vec![0; SEGMENT_BYTES].into_boxed_slice());
+        let into = self.contents.entry(segment.get()).or_insert_with(|| vec![0; SEGMENT_BYTES].into_boxed_slice());
         into[..len].copy_from_slice(&bytes[..len]);
     }
 
@@ -226,13 +208,8 @@ impl SegmentStore for Disk {
         let tier = self.medium.borrow().tier;
         self.world.log(|| format!("pager writes {segment:?} to {tier:?}"));
         let (from, to) = (segment.start(), segment.start() + SEGMENT_BYTES as u64);
-        if let Some((page, ..)) = stored_in(&self.world, tier)
-            .iter()
-            .find(|(_, at, _)| (from..to).contains(at))
-        {
-            self.world.fail(format!(
-                "{segment:?} of {tier:?} is overwritten, although it stores {page:?}"
-            ));
+        if let Some((page, ..)) = stored_in(&self.world, tier).iter().find(|(_, at, _)| (from..to).contains(at)) {
+            self.world.fail(format!("{segment:?} of {tier:?} is overwritten, although it stores {page:?}"));
         }
         let mut medium = self.medium.borrow_mut();
         let overlaps = medium.pending.iter().any(|request| match request {
@@ -240,9 +217,7 @@ impl SegmentStore for Disk {
             Request::Read(start, len, ..) => *start < to && from < *start + *len as u64,
         });
         if segment.get() >= medium.segments || overlaps {
-            self.world.fail(format!(
-                "{segment:?} of {tier:?} is written while a request uses it, or does not exist"
-            ));
+            self.world.fail(format!("{segment:?} of {tier:?} is written while a request uses it, or does not exist"));
         }
         medium.pending.push(Request::Write(segment, bytes));
         drop(medium);
@@ -257,16 +232,14 @@ impl SegmentStore for Disk {
             && len <= bytes.len()
             && start + len as u64 <= u64::from(medium.segments) * SEGMENT_BYTES as u64;
         if !is_valid {
-            self.world
-                .fail(format!("the read of {len} bytes at {start} is invalid"));
+            self.world.fail(format!("the read of {len} bytes at {start} is invalid"));
         }
         let is_written = medium.pending.iter().any(|request| match request {
             Request::Write(segment, _) => u64::from(segment.get()) == start / SEGMENT_BYTES as u64,
             Request::Read(..) => false,
         });
         if is_written {
-            self.world
-                .fail(format!("{len} bytes at {start} are read while they are written"));
+            self.world.fail(format!("{len} bytes at {start} are read while they are written"));
         }
         medium.pending.push(Request::Read(start, len, bytes, ticket));
     }

@@ -34,12 +34,8 @@ pub(super) enum Moment {
     ToldOfDisk,
 }
 
-pub(super) const KILL_TRIGGERS: [Moment; 4] = [
-    Moment::ToldOfRemoval,
-    Moment::Filled,
-    Moment::ToldOfWork,
-    Moment::ToldOfDisk,
-];
+pub(super) const KILL_TRIGGERS: [Moment; 4] =
+    [Moment::ToldOfRemoval, Moment::Filled, Moment::ToldOfWork, Moment::ToldOfDisk];
 
 /// A kill that is due some steps after the `count`th event of a kind.
 struct PlannedKill {

@@ -33,11 +33,7 @@ pub(super) struct DiscardPieces {
 
 impl Default for DiscardPieces {
     fn default() -> Self {
-        Self {
-            len: PIECE_LEN_MIN,
-            previous: None,
-            slow_count: 0,
-        }
+        Self { len: PIECE_LEN_MIN, previous: None, slow_count: 0 }
     }
 }
 
@@ -63,10 +59,7 @@ impl DiscardPieces {
             return;
         }
         let (not_faster, not_slower) = previous.map_or((false, false), |(previous_len, previous_time)| {
-            (
-                previous_len > len && time > previous_time * 3 / 4,
-                previous_len < len && time < previous_time * 3 / 2,
-            )
+            (previous_len > len && time > previous_time * 3 / 4, previous_len < len && time < previous_time * 3 / 2)
         });
         if not_faster {
             self.lengthen(4);
@@ -111,10 +104,7 @@ mod tests {
         let pieces = DiscardPieces::default();
         let range = ByteOffset::new(512).range(PIECE_LEN_MIN + PIECE_LEN_MIN);
         let first = pieces.next(range);
-        assert_eq!(
-            (first.start, first.end()),
-            (range.start, ByteOffset::new(PIECE_LEN_MIN.get()))
-        );
+        assert_eq!((first.start, first.end()), (range.start, ByteOffset::new(PIECE_LEN_MIN.get())));
         let second = pieces.next(ByteRange::between(first.end(), range.end()));
         assert_eq!(second.len, PIECE_LEN_MIN);
         let last = pieces.next(ByteRange::between(second.end(), range.end()));

@@ -171,15 +171,9 @@ mod tests {
         let runs = DataRuns::default();
         let end_of = |at| runs.run_end(ByteOffset::new(at)).map(ByteOffset::get);
         runs.add(ByteRange::new(100, 900));
-        assert_eq!(
-            (end_of(99), end_of(100), end_of(999), end_of(1000)),
-            (None, Some(1000), Some(1000), None)
-        );
+        assert_eq!((end_of(99), end_of(100), end_of(999), end_of(1000)), (None, Some(1000), Some(1000), None));
         runs.invalidate(ByteRange::new(400, 100));
-        assert_eq!(
-            (end_of(399), end_of(400), end_of(499), end_of(500)),
-            (Some(400), None, None, Some(1000))
-        );
+        assert_eq!((end_of(399), end_of(400), end_of(499), end_of(500)), (Some(400), None, None, Some(1000)));
         runs.invalidate(ByteRange::new(0, 300));
         assert_eq!((end_of(299), end_of(300)), (None, Some(400)));
         runs.invalidate(ByteRange::new(0, u64::MAX));

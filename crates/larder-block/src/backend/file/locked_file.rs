@@ -119,12 +119,7 @@ impl FileDevice {
 /// Logs where the path of a disk's cache leads.
 fn log_cache_path_change(disk: &str, cache: &str, change: Option<PathChange>) {
     match change {
-        None => tracing::info!(
-            event = "path-changed",
-            image = disk,
-            cache,
-            "the cache is at its path again"
-        ),
+        None => tracing::info!(event = "path-changed", image = disk, cache, "the cache is at its path again"),
         Some(PathChange::Moved) => tracing::warn!(
             event = "path-changed",
             image = disk,

@@ -115,11 +115,7 @@ pub enum FileOpenError {
     #[error("{}: direct I/O was requested, but {why}", path.display())]
     NoDirect { path: PathBuf, why: String },
     #[error("{}: {what}: {source}", path.display())]
-    Os {
-        path: PathBuf,
-        what: &'static str,
-        source: io::Error,
-    },
+    Os { path: PathBuf, what: &'static str, source: io::Error },
 }
 
 fn hint(error: &io::Error, read_only: bool) -> &'static str {
@@ -142,13 +138,7 @@ impl FileDevice {
     /// # Errors
     /// See [`FileOpenError`]. A lock of a server that is just exiting is waited for.
     pub async fn open(on: &Loop, path: &Path, options: FileOptions) -> Result<Rc<Self>, FileOpenError> {
-        let os = |what| {
-            move |source: io::Error| FileOpenError::Os {
-                path: path.to_owned(),
-                what,
-                source,
-            }
-        };
+        let os = |what| move |source: io::Error| FileOpenError::Os { path: path.to_owned(), what, source };
         let (file, kind) = loop {
             let (file, kind) = open_unlocked(path, &options)?;
             lock_with_wait(on, &file, path, &options).await?;
@@ -179,11 +169,8 @@ impl FileDevice {
         } else {
             warn_odd_size(path, size, options.read_only);
         }
-        let direct =
-            choose_direct(&file, path, kind, size, options.caching).map_err(|why| FileOpenError::NoDirect {
-                path: path.to_owned(),
-                why,
-            })?;
+        let direct = choose_direct(&file, path, kind, size, options.caching)
+            .map_err(|why| FileOpenError::NoDirect { path: path.to_owned(), why })?;
         let block_size = direct.map_or(SECTOR as u32, |alignment| alignment.offset);
         let in_call = match (kind, direct) {
             (_, Some(_)) => SyncMode::Never,
@@ -275,11 +262,7 @@ fn open_write_record(
 /// Opens `path` and returns its kind.
 fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, FileKind), FileOpenError> {
     let read_only = options.read_only;
-    let failed = |source| FileOpenError::Open {
-        path: path.to_owned(),
-        source,
-        read_only,
-    };
+    let failed = |source| FileOpenError::Open { path: path.to_owned(), source, read_only };
     let path_source = match options.role {
         FileRole::Referenced if options.by_header_only => PathSource::HeaderOnly,
         FileRole::Referenced => PathSource::Header,
@@ -310,18 +293,11 @@ fn open_unlocked(path: &Path, options: &FileOptions) -> Result<(File, FileKind),
 /// # Errors
 /// See [`FileOpenError`].
 pub async fn open_locked(on: &Loop, path: &Path) -> Result<File, FileOpenError> {
-    let failed = |source| FileOpenError::Open {
-        path: path.to_owned(),
-        source,
-        read_only: false,
-    };
+    let failed = |source| FileOpenError::Open { path: path.to_owned(), source, read_only: false };
     loop {
         let mut options = std::fs::OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = options
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)
-            .map_err(failed)?;
+        let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).map_err(failed)?;
         kind_of(&file, path)?;
         lock_with_wait(on, &file, path, &FileOptions::default()).await?;
         if path_refers_to(path, &file) {
@@ -341,17 +317,8 @@ fn path_refers_to(path: &Path, file: &File) -> bool {
 }
 
 fn kind_of(file: &File, path: &Path) -> Result<FileKind, FileOpenError> {
-    let os = |what| {
-        move |source: io::Error| FileOpenError::Os {
-            path: path.to_owned(),
-            what,
-            source,
-        }
-    };
-    let wrong_kind = |kind| FileOpenError::UnsupportedKind {
-        path: path.to_owned(),
-        kind,
-    };
+    let os = |what| move |source: io::Error| FileOpenError::Os { path: path.to_owned(), what, source };
+    let wrong_kind = |kind| FileOpenError::UnsupportedKind { path: path.to_owned(), kind };
     let file_type = file.metadata().map_err(os("cannot read its type"))?.file_type();
     match file_type {
         found if found.is_dir() => Err(wrong_kind("directory")),
@@ -359,14 +326,9 @@ fn kind_of(file: &File, path: &Path) -> Result<FileKind, FileOpenError> {
         found if found.is_char_device() => Err(wrong_kind("character device")),
         found if found.is_block_device() => Ok(FileKind::Block),
         found if found.is_file() => {
-            let file_system = rustix::fs::fstatfs(file)
-                .map_err(io::Error::from)
-                .map_err(os("cannot read its file system's type"))?;
-            if is_tmpfs(&file_system) {
-                Ok(FileKind::Tmpfs)
-            } else {
-                Ok(FileKind::Regular)
-            }
+            let file_system =
+                rustix::fs::fstatfs(file).map_err(io::Error::from).map_err(os("cannot read its file system's type"))?;
+            if is_tmpfs(&file_system) { Ok(FileKind::Tmpfs) } else { Ok(FileKind::Regular) }
         }
         _ => Err(wrong_kind("socket")),
     }
@@ -378,10 +340,8 @@ async fn lock_with_wait(on: &Loop, file: &File, path: &Path, options: &FileOptio
         (false, true) => Sharing::ReadOnly,
         (false, false) => Sharing::Exclusive,
     };
-    let (mut qemu_lock_wait, mut writer_wait) = (
-        LockWait::new(LockKind::Ofd(None)),
-        LockWait::new(LockKind::Ofd(Some(image_lock::WRITER_BYTE))),
-    );
+    let (mut qemu_lock_wait, mut writer_wait) =
+        (LockWait::new(LockKind::Ofd(None)), LockWait::new(LockKind::Ofd(Some(image_lock::WRITER_BYTE))));
     loop {
         match image_lock::lock(file.as_fd(), sharing, options.lock_mode) {
             Ok(()) => return Ok(()),
@@ -400,10 +360,7 @@ async fn lock_with_wait(on: &Loop, file: &File, path: &Path, options: &FileOptio
                     on.sleep(LOCK_INTERVAL).await;
                     continue;
                 }
-                return Err(FileOpenError::Locked {
-                    path: path.to_owned(),
-                    source,
-                });
+                return Err(FileOpenError::Locked { path: path.to_owned(), source });
             }
         }
     }
@@ -447,19 +404,12 @@ pub fn claim_device(path: &Path) -> Result<File, FileOpenError> {
     let claimed = opener().open(path, Access::Claim, PathSource::User);
     claimed.map_err(|source| match source.kind() {
         io::ErrorKind::ResourceBusy => FileOpenError::Claimed { path: path.to_owned() },
-        _ => FileOpenError::Open {
-            path: path.to_owned(),
-            source,
-            read_only: true,
-        },
+        _ => FileOpenError::Open { path: path.to_owned(), source, read_only: true },
     })
 }
 
 fn is_unsupported(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS)
-    )
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS))
 }
 
 /// The alignment that direct I/O demands, in bytes.
@@ -539,10 +489,7 @@ fn probe_direct(file: &File, kind: FileKind) -> Result<Alignment, String> {
         .find(|unit| rustix::io::pread(file, &mut buffer[..*unit], 0).is_ok_and(|count| count == *unit));
     rustix::fs::fcntl_setfl(file, flags).map_err(|error| error.to_string())?;
     let unit = found.ok_or_else(|| "direct reads of 512 and of 4096 bytes both fail".to_owned())? as u32;
-    Ok(Alignment {
-        memory: unit,
-        offset: unit,
-    })
+    Ok(Alignment { memory: unit, offset: unit })
 }
 
 /// Returns the alignment from statx's STATX_DIOALIGN: `None` if the kernel does not support it, `Some(None)` if there
@@ -552,24 +499,14 @@ fn reported_alignment(file: &File) -> Option<Option<Alignment>> {
     // SAFETY: `struct statx` is plain integers.
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
     // SAFETY: an empty path with AT_EMPTY_PATH means the descriptor itself; `found` is valid for the result.
-    let result = unsafe {
-        libc::statx(
-            file.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            STATX_DIOALIGN,
-            &raw mut found,
-        )
-    };
+    let result =
+        unsafe { libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, STATX_DIOALIGN, &raw mut found) };
     if result != 0 || found.stx_mask & STATX_DIOALIGN == 0 {
         return None;
     }
     let (memory, offset) = (found.stx_dio_mem_align, found.stx_dio_offset_align);
     let usable = memory.is_power_of_two() && offset.is_power_of_two() && memory <= 4096 && offset <= 65536;
-    Some(usable.then_some(Alignment {
-        memory,
-        offset: offset.max(SECTOR as u32),
-    }))
+    Some(usable.then_some(Alignment { memory, offset: offset.max(SECTOR as u32) }))
 }
 
 /// Returns true if a block device refuses writes, although it could be opened for writing.
@@ -589,9 +526,5 @@ fn physical_block_size(file: &File, kind: FileKind) -> u32 {
     let mut size: libc::c_uint = 0;
     // SAFETY: BLKPBSZGET writes one unsigned int.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKPBSZGET, &raw mut size) };
-    if result == 0 && size.is_power_of_two() {
-        size.clamp(512, 65536)
-    } else {
-        512
-    }
+    if result == 0 && size.is_power_of_two() { size.clamp(512, 65536) } else { 512 }
 }

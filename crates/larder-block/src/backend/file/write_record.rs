@@ -175,13 +175,7 @@ impl WriteRecord {
             return;
         };
         let clock = read_clock(self.boot);
-        self.page.initialize(
-            self.boot,
-            clock.clock_offset_ns,
-            clock.now_ns,
-            self.size_max.get(),
-            &self.finding,
-        );
+        self.page.initialize(self.boot, clock.clock_offset_ns, clock.now_ns, self.size_max.get(), &self.finding);
         if matches!(self.state_source, StateSource::Unprovable) {
             self.heartbeat_started.set(true);
             return;
@@ -206,11 +200,7 @@ impl WriteRecord {
             return;
         };
         let is_written = now.mtime_ns != then.mtime_ns || now.size != then.size;
-        self.record_foreign_change(if is_written {
-            Finding::Changed
-        } else {
-            Finding::Unproven
-        });
+        self.record_foreign_change(if is_written { Finding::Changed } else { Finding::Unproven });
     }
 
     /// Counts a write of `len` bytes as begun; one of more than 2 TiB counts as one of 2 TiB. The caller submits it to
@@ -222,10 +212,7 @@ impl WriteRecord {
             self.resume_heartbeat();
         }
         let page = &self.page;
-        page.store(
-            Word::StartedSectors,
-            page.load(Word::StartedSectors) + u64::from(sectors.0),
-        );
+        page.store(Word::StartedSectors, page.load(Word::StartedSectors) + u64::from(sectors.0));
         page.store(Word::Started, page.load(Word::Started) + 1);
         sectors
     }
@@ -239,8 +226,7 @@ impl WriteRecord {
             self.on.call_at_turn_end(Rc::clone(self) as Rc<dyn TurnEndHook>);
         }
         self.completed_in_turn.set(completed + 1);
-        self.completed_sectors_in_turn
-            .set(self.completed_sectors_in_turn.get() + u64::from(sectors.0));
+        self.completed_sectors_in_turn.set(self.completed_sectors_in_turn.get() + u64::from(sectors.0));
     }
 
     /// Marks the counted sectors as inexact: the device may have counted another number than those begun.
@@ -332,11 +318,7 @@ impl WriteRecord {
             let is_past = file.latest_ns() <= clock.now_ns;
             if !clock_was_set && is_past && file.latest_ns() > completed_at {
                 let is_written = file.mtime_ns > completed_at;
-                self.record_foreign_change(if is_written {
-                    Finding::Changed
-                } else {
-                    Finding::Unproven
-                });
+                self.record_foreign_change(if is_written { Finding::Changed } else { Finding::Unproven });
             }
             // The next write gets the time of the coarse clock, or a later one.
             if file.latest_ns() >= coarse_ns && file.latest_ns() < clock.now_ns + FUTURE_MARGIN_NS {
@@ -445,11 +427,7 @@ impl<'a> RecordedChange<'a> {
             // Devices count some of these changes as writes, some as discards, and some not at all.
             change.record.set_inexact();
         }
-        Self {
-            op: Some(ring.start_plain(entry)),
-            change,
-            on,
-        }
+        Self { op: Some(ring.start_plain(entry)), change, on }
     }
 }
 
@@ -509,10 +487,9 @@ impl FileDevice {
 
     /// Counts a change of `len` bytes as begun, if there is a mark.
     pub(super) fn start_change(&self, len: u64) -> Option<ChangeInFlight> {
-        self.write_record.as_ref().map(|record| ChangeInFlight {
-            sectors: record.start_write(len),
-            record: Rc::clone(record),
-        })
+        self.write_record
+            .as_ref()
+            .map(|record| ChangeInFlight { sectors: record.start_write(len), record: Rc::clone(record) })
     }
 }
 
@@ -525,14 +502,7 @@ fn read_clock(boot: u128) -> ClockReading {
         let elapsed = nanoseconds(ClockId::Boottime) - before;
         if elapsed < best.0 {
             let ahead_ns = now_ns - before - elapsed / 2;
-            best = (
-                elapsed,
-                ClockReading {
-                    boot,
-                    now_ns,
-                    clock_offset_ns: ahead_ns,
-                },
-            );
+            best = (elapsed, ClockReading { boot, now_ns, clock_offset_ns: ahead_ns });
         }
         if elapsed < CLOCK_READ_NS_MAX {
             break;
@@ -579,18 +549,12 @@ fn state_source(recorded: &RecordedImage<'_>, metadata: &Metadata) -> (StateSour
 
 fn read_state(image: &StateSource) -> io::Result<ImageState> {
     Ok(match image {
-        StateSource::File(path_file) => ImageState {
-            file: Some(FileTimes::from(&path_file.metadata()?)),
-            disk: None,
-            is_provable: true,
-        },
+        StateSource::File(path_file) => {
+            ImageState { file: Some(FileTimes::from(&path_file.metadata()?)), disk: None, is_provable: true }
+        }
         StateSource::Block(device) => {
             let disk = opener().disk_counters(*device)?;
-            ImageState {
-                file: disk.backing,
-                disk: Some(disk),
-                is_provable: disk.is_reliable,
-            }
+            ImageState { file: disk.backing, disk: Some(disk), is_provable: disk.is_reliable }
         }
         StateSource::Unprovable => ImageState::default(),
     })
@@ -604,14 +568,7 @@ fn record_name(marked: &RecordedImage<'_>, metadata: &Metadata) -> io::Result<Pa
     }
     let more = rustix::fs::statx(marked.file, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME)?;
     let created = &more.stx_btime;
-    Ok(format!(
-        "file-{:x}-{:x}-{:x}-{:x}",
-        metadata.dev(),
-        metadata.ino(),
-        created.tv_sec,
-        created.tv_nsec
-    )
-    .into())
+    Ok(format!("file-{:x}-{:x}-{:x}-{:x}", metadata.dev(), metadata.ino(), created.tv_sec, created.tv_nsec).into())
 }
 
 /// Creates the directory if it is missing and wanted, and checks that it is on tmpfs and exclusive to this user.
@@ -629,9 +586,7 @@ fn prepare_directory(directory: &Path, is_wanted: bool) -> io::Result<()> {
     };
     let user = rustix::process::geteuid().as_raw();
     if !found.is_dir() || found.uid() != user || found.mode() & 0o022 != 0 {
-        return Err(io::Error::other(
-            "it is not a directory that only this user may write to",
-        ));
+        return Err(io::Error::other("it is not a directory that only this user may write to"));
     }
     if !is_tmpfs(&rustix::fs::statfs(directory)?) {
         return Err(io::Error::other("it is not on tmpfs"));

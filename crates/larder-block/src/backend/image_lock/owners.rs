@@ -50,9 +50,7 @@ fn holds_locks(pid: u32, image: (u64, u64), except: Option<RawFd>) -> bool {
         }
         let fdinfo = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy())).unwrap_or_default();
         // The file itself is queried only after a match: a file on an unreachable server would not answer.
-        fdinfo
-            .lines()
-            .any(|line| line.contains("OFDLCK") && line.contains(&inode))
+        fdinfo.lines().any(|line| line.contains("OFDLCK") && line.contains(&inode))
             && fs::metadata(descriptor.path()).is_ok_and(|found| (found.dev(), found.ino()) == image)
     })
 }

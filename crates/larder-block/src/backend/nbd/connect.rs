@@ -81,12 +81,7 @@ async fn connect_within_limit(
     step: &Cell<ConnectStep>,
 ) -> Result<Connection, ConnectError> {
     let connected = on.timeout(limit, connect_without_limit(on, uri, tls, step)).await;
-    connected.unwrap_or_else(|| {
-        Err(ConnectError::Timeout {
-            limit,
-            step: step.get(),
-        })
-    })
+    connected.unwrap_or_else(|| Err(ConnectError::Timeout { limit, step: step.get() }))
 }
 
 async fn connect_without_limit(
@@ -98,26 +93,15 @@ async fn connect_without_limit(
     let socket = Socket::connect(on, &uri.address).await.map_err(ConnectError::Dial)?;
     step.set(ConnectStep::Greeting);
     let stream = Rc::new(MaybeTlsStream::plain(socket));
-    let mut handshake = Handshake {
-        input: StreamReader::new(Rc::clone(&stream)),
-        stream,
-        no_zeroes: false,
-    };
+    let mut handshake = Handshake { input: StreamReader::new(Rc::clone(&stream)), stream, no_zeroes: false };
     let fixed = handshake.greet().await?;
     step.set(ConnectStep::Options);
     if let Some(tls) = tls {
         handshake.start_tls(tls).await?;
     }
-    let export = if fixed {
-        handshake.negotiate(&uri.export).await?
-    } else {
-        handshake.export_name(&uri.export).await?
-    };
-    Ok(Connection {
-        stream: handshake.stream,
-        input: handshake.input,
-        export: export.validated()?,
-    })
+    let export =
+        if fixed { handshake.negotiate(&uri.export).await? } else { handshake.export_name(&uri.export).await? };
+    Ok(Connection { stream: handshake.stream, input: handshake.input, export: export.validated()? })
 }
 
 struct Handshake {
@@ -132,10 +116,7 @@ impl Handshake {
     async fn greet(&mut self) -> Result<bool, ConnectError> {
         let greeting = self.input.take::<GREETING_LEN>().await?;
         let flags = handshake::parse_greeting(&greeting).map_err(|error| match error {
-            Malformed::Magic {
-                found: handshake::OLDSTYLE_MAGIC,
-                ..
-            } => ConnectError::Oldstyle,
+            Malformed::Magic { found: handshake::OLDSTYLE_MAGIC, .. } => ConnectError::Oldstyle,
             error => error.into(),
         })?;
         let client_flags = flags & (FIXED_NEWSTYLE | NO_ZEROES);
@@ -192,10 +173,7 @@ impl Handshake {
 
     async fn set_meta_context(&mut self, name: &str) -> Result<Option<u32>, ConnectError> {
         let option = options::SET_META_CONTEXT;
-        let request = MetaContextRequest {
-            name,
-            queries: vec![BASE_ALLOCATION],
-        };
+        let request = MetaContextRequest { name, queries: vec![BASE_ALLOCATION] };
         self.send_option(option, &request.encode()).await?;
         let mut allocation_id = None;
         for _ in 0..OPTION_REPLIES_MAX {
@@ -203,10 +181,7 @@ impl Handshake {
                 OptionReply::Done => return Ok(allocation_id),
                 // The server may refuse because the export is unknown, which `GO` reports better.
                 OptionReply::Refused(_) => return Ok(None),
-                OptionReply::Data {
-                    kind: replies::META_CONTEXT,
-                    data,
-                } => {
+                OptionReply::Data { kind: replies::META_CONTEXT, data } => {
                     let (id, context) = handshake::parse_meta_context(&data)?;
                     if context == BASE_ALLOCATION {
                         allocation_id = Some(id);
@@ -222,8 +197,7 @@ impl Handshake {
     async fn go(&mut self, name: &str) -> Result<Option<Export>, ConnectError> {
         let option = options::GO;
         let requested = [infos::BLOCK_SIZE, infos::NAME, infos::DESCRIPTION];
-        self.send_option(option, &ExportRequest::encode(name, &requested))
-            .await?;
+        self.send_option(option, &ExportRequest::encode(name, &requested)).await?;
         let mut export = None;
         let mut sizes = BlockSizes::DEFAULT;
         for _ in 0..OPTION_REPLIES_MAX {
@@ -239,10 +213,7 @@ impl Handshake {
                         _ => Err(ConnectError::Refused(refusal)),
                     };
                 }
-                OptionReply::Data {
-                    kind: replies::INFO,
-                    data,
-                } => match ExportInfo::parse(&data)? {
+                OptionReply::Data { kind: replies::INFO, data } => match ExportInfo::parse(&data)? {
                     ExportInfo::Export { size, flags } => export = Some((size, flags)),
                     ExportInfo::BlockSize(reported) => sizes = reported,
                     ExportInfo::Name(name) => tracing::debug!(name, "the server's canonical name of the export"),
@@ -276,17 +247,10 @@ impl Handshake {
         let header = self.input.take::<OPTION_REPLY_HEADER_LEN>().await?;
         let header = OptionReplyHeader::parse(&header)?;
         if header.option != option {
-            return Err(ConnectError::UnexpectedOption {
-                asked: option,
-                found: header.option,
-            });
+            return Err(ConnectError::UnexpectedOption { asked: option, found: header.option });
         }
         if header.len > OPTION_REPLY_LEN_MAX {
-            return Err(ConnectError::LongReply {
-                option,
-                len: header.len,
-                allowed: OPTION_REPLY_LEN_MAX,
-            });
+            return Err(ConnectError::LongReply { option, len: header.len, allowed: OPTION_REPLY_LEN_MAX });
         }
         let mut data = vec![0; header.len as usize];
         self.input.read_exact(&mut data).await?;
@@ -327,22 +291,12 @@ const EXPORT_SIZE_MAX: u64 = (1 << 63) - 512;
 
 impl Export {
     fn new(size: u64, flags: TransmissionFlags, sizes: BlockSizes) -> Self {
-        Self {
-            size,
-            flags,
-            sizes,
-            framing: Framing::Simple,
-            allocation: None,
-        }
+        Self { size, flags, sizes, framing: Framing::Simple, allocation: None }
     }
 
     /// Refuses invalid sizes, and caps the payload at the maximum that this client sends.
     fn validated(mut self) -> Result<Self, ConnectError> {
-        let BlockSizes {
-            minimum,
-            preferred,
-            payload_max,
-        } = self.sizes;
+        let BlockSizes { minimum, preferred, payload_max } = self.sizes;
         if self.size == 0 {
             return Err(ConnectError::Empty);
         }
@@ -357,11 +311,7 @@ impl Export {
             && payload_max >= minimum
             && payload_max >= 512;
         if !valid {
-            return Err(ConnectError::BlockSizes {
-                minimum,
-                preferred,
-                payload_max,
-            });
+            return Err(ConnectError::BlockSizes { minimum, preferred, payload_max });
         }
         self.sizes.payload_max = payload_max.min(PAYLOAD_LEN_MAX);
         Ok(self)
@@ -375,20 +325,14 @@ impl Export {
     pub(super) fn check_replaces(&self, previous: &Self) -> Result<(), ExportChange> {
         let missing = previous.flags.without(self.flags).intersection(REQUIRED_FLAGS);
         if self.size < previous.size {
-            return Err(ExportChange::Smaller {
-                from: ByteLen::new(previous.size),
-                to: ByteLen::new(self.size),
-            });
+            return Err(ExportChange::Smaller { from: ByteLen::new(previous.size), to: ByteLen::new(self.size) });
         }
         if self.has(TransmissionFlags::READ_ONLY) && !previous.has(TransmissionFlags::READ_ONLY) {
             return Err(ExportChange::ReadOnly);
         }
         // Requests are whole sectors, even if the old minimum was smaller.
         if self.sizes.minimum > previous.sizes.minimum.max(super::SECTOR) {
-            return Err(ExportChange::LargerBlocks {
-                from: previous.sizes.minimum,
-                to: self.sizes.minimum,
-            });
+            return Err(ExportChange::LargerBlocks { from: previous.sizes.minimum, to: self.sizes.minimum });
         }
         if missing != TransmissionFlags::NONE {
             return Err(ExportChange::Lost(missing.to_string()));

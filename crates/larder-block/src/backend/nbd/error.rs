@@ -60,11 +60,7 @@ pub enum ConnectError {
     #[error(
         "the server reports invalid block sizes: minimum {minimum}, preferred {preferred}, largest payload {payload_max}"
     )]
-    BlockSizes {
-        minimum: u32,
-        preferred: u32,
-        payload_max: u32,
-    },
+    BlockSizes { minimum: u32, preferred: u32, payload_max: u32 },
     #[error("the export differs from the one before the connection was lost: {0}")]
     Changed(ExportChange),
     #[error("writes that the server had acknowledged before the connection was lost could not be replayed: {0}")]
@@ -117,11 +113,7 @@ pub struct OptionRefusal {
 }
 
 fn quoted(text: &str) -> String {
-    if text.is_empty() {
-        String::new()
-    } else {
-        format!(" ('{}')", printable(text))
-    }
+    if text.is_empty() { String::new() } else { format!(" ('{}')", printable(text)) }
 }
 
 /// The difference that keeps an export from replacing the one before the connection broke.
@@ -155,12 +147,7 @@ pub enum ConnectionLoss {
     #[error("protocol error by the server: a reply to an unknown request (cookie {0:#x})")]
     UnknownCookie(u64),
     #[error("protocol error by the server: a {got} in reply to a {command} of {len} bytes at {offset:#x}")]
-    UnexpectedReply {
-        got: String,
-        command: &'static str,
-        offset: u64,
-        len: u64,
-    },
+    UnexpectedReply { got: String, command: &'static str, offset: u64, len: u64 },
     #[error("protocol error by the server: a read of {len} bytes at {offset:#x} ended with {received} bytes")]
     ShortRead { offset: u64, len: u64, received: u64 },
     #[error("the server failed a replayed change with error {error} ({text})")]

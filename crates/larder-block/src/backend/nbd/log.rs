@@ -240,10 +240,7 @@ mod tests {
         let mut log = ReplayLog::new(0);
         let data = [1; 512];
         assert!(log.reserve(u64::MAX / 2));
-        let entry = Entry {
-            command: Command::Write,
-            range: ByteRange::new(0, 512),
-        };
+        let entry = Entry { command: Command::Write, range: ByteRange::new(0, 512) };
         log.append(entry, Some(WriteBuf::new(&data)));
         assert_eq!((log.len(), log.used(), log.is_half_full()), (0, 0, false));
     }

@@ -149,14 +149,10 @@ impl NbdDevice {
     /// # Errors
     /// See [`NbdOpenError`]. The first connection is not retried, so that the start of a disk fails at once.
     pub async fn open(on: &Loop, uri: &NbdUri, options: NbdOptions) -> Result<Rc<Self>, NbdOpenError> {
-        let failed = |source| NbdOpenError::Connect {
-            uri: uri.to_string(),
-            source,
-        };
+        let failed = |source| NbdOpenError::Connect { uri: uri.to_string(), source };
         let tls = load_tls(uri).map_err(|error| failed(error.into()))?;
-        let connection = connect::connect_with_warning(on, uri, tls.as_ref(), options.handshake_timeout)
-            .await
-            .map_err(failed)?;
+        let connection =
+            connect::connect_with_warning(on, uri, tls.as_ref(), options.handshake_timeout).await.map_err(failed)?;
         let export = connection.export;
         let geometry = geometry_of(&export, options.read_only);
         tracing::debug!(event = "upstream-connected", %uri, ?export, ?geometry, "connected");
@@ -227,11 +223,7 @@ fn load_tls(uri: &NbdUri) -> Result<Option<ClientTls>, TlsError> {
 /// zeros.
 fn visible_size(size: u64, block_size: u32) -> ByteLen {
     let unit = u64::from(block_size);
-    if block_size == SECTOR {
-        ByteLen::new(size.next_multiple_of(unit))
-    } else {
-        ByteLen::new(size - size % unit)
-    }
+    if block_size == SECTOR { ByteLen::new(size.next_multiple_of(unit)) } else { ByteLen::new(size - size % unit) }
 }
 
 fn warn_odd_size(uri: &NbdUri, size: u64, geometry: &Geometry) {
@@ -332,24 +324,14 @@ impl Shared {
         };
         drop(requests);
         self.changed.raise();
-        PendingReply {
-            shared: self,
-            id,
-            operation,
-            range: request.range,
-            buffer: PhantomData,
-        }
+        PendingReply { shared: self, id, operation, range: request.range, buffer: PhantomData }
     }
 
     fn submit_read<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> PendingReply<'a> {
         // SAFETY: only the lifetime changes. The slot drops the buffer when the request is answered, or when
         // `PendingReply`, which has the true lifetime, is dropped.
         let buffer = unsafe { std::mem::transmute::<ReadBuf<'a>, ReadBuf<'static>>(buffer) };
-        let request = NbdRequest {
-            command: Command::Read,
-            flags: CommandFlags::NONE,
-            range,
-        };
+        let request = NbdRequest { command: Command::Read, flags: CommandFlags::NONE, range };
         self.submit(Operation::Read, request, PayloadBuffer::ReadInto(buffer), 0)
     }
 
@@ -362,11 +344,7 @@ impl Shared {
     ) -> PendingReply<'a> {
         // SAFETY: as in `submit_read`.
         let buffer = unsafe { std::mem::transmute::<WriteBuf<'a>, WriteBuf<'static>>(buffer) };
-        let request = NbdRequest {
-            command: Command::Write,
-            flags,
-            range,
-        };
+        let request = NbdRequest { command: Command::Write, flags, range };
         self.submit(operation, request, PayloadBuffer::WriteFrom(buffer), 0)
     }
 
@@ -446,9 +424,7 @@ impl Shared {
                 .flag()
                 .with_if(!flags.unmap, CommandFlags::NO_HOLE)
                 .with_if(flags.fast_only, CommandFlags::FAST_ZERO);
-            done = self
-                .change_in_parts(operation, Command::WriteZeroes, range, command_flags)
-                .await;
+            done = self.change_in_parts(operation, Command::WriteZeroes, range, command_flags).await;
         }
         match done {
             Err(error) if error.failure() == Failure::Unsupported && !flags.fast_only => {
@@ -475,9 +451,7 @@ impl Shared {
 
     async fn make_durable(&self, operation: Operation, range: ByteRange, fua: Fua) -> IoResult {
         if fua == Fua::Flush {
-            self.flush()
-                .await
-                .map_err(|error| self.error(operation, range, error.failure()))?;
+            self.flush().await.map_err(|error| self.error(operation, range, error.failure()))?;
         }
         Ok(())
     }
@@ -490,10 +464,7 @@ impl Shared {
     async fn extents(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
         self.check(Operation::Extents, range)?;
         let within_export = self.within_export(range);
-        let all_data = Extent {
-            range,
-            kind: ExtentKind::Data,
-        };
+        let all_data = Extent { range, kind: ExtentKind::Data };
         if self.export.get().allocation.is_none() || within_export.is_empty() {
             return Ok(vec![all_data]);
         }
@@ -506,10 +477,7 @@ impl Shared {
             flags: CommandFlags::NONE.with_if(limit == 1, CommandFlags::REQ_ONE),
             range: part,
         };
-        let found = self
-            .submit(Operation::Extents, request, PayloadBuffer::None, limit)
-            .extents()
-            .await?;
+        let found = self.submit(Operation::Extents, request, PayloadBuffer::None, limit).extents().await?;
         let unit = u64::from(self.geometry.get().block_size);
         Ok(align_extents(range, &found, unit))
     }
@@ -617,9 +585,7 @@ impl BlockDevice for NbdDevice {
     }
 
     fn may_reject_content(&self, range: ByteRange) -> bool {
-        range
-            .checked_end()
-            .is_some_and(|end| end.get() > self.shared.export.get().size)
+        range.checked_end().is_some_and(|end| end.get() > self.shared.export.get().size)
     }
 
     fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
@@ -710,30 +676,17 @@ mod tests {
     use super::*;
 
     fn extent(start: u64, len: u64, kind: ExtentKind) -> Extent {
-        Extent {
-            range: ByteRange::new(start, len),
-            kind,
-        }
+        Extent { range: ByteRange::new(start, len), kind }
     }
 
     #[test]
     fn partial_data_block_is_data_extent() {
         let (data, hole) = (ExtentKind::Data, ExtentKind::Hole);
-        let found = [
-            extent(0, 700, data),
-            extent(700, 2000, hole),
-            extent(2700, 100, data),
-            extent(2800, 1296, hole),
-        ];
+        let found = [extent(0, 700, data), extent(700, 2000, hole), extent(2700, 100, data), extent(2800, 1296, hole)];
         let aligned = align_extents(ByteRange::new(0, 4096), &found, 512);
         assert_eq!(
             aligned,
-            [
-                extent(0, 1024, data),
-                extent(1024, 1536, hole),
-                extent(2560, 512, data),
-                extent(3072, 1024, hole),
-            ]
+            [extent(0, 1024, data), extent(1024, 1536, hole), extent(2560, 512, data), extent(3072, 1024, hole),]
         );
         let found = [extent(512, 100, hole), extent(612, 100, data)];
         let aligned = align_extents(ByteRange::new(512, 4096), &found, 512);

@@ -59,12 +59,7 @@ pub(super) async fn read_error_chunk(input: &mut StreamReader, len: u64) -> Resu
 
 impl<'a> Receiver<'a> {
     pub(super) fn new(shared: &'a Shared, input: StreamReader, export: Export) -> Self {
-        Self {
-            shared,
-            input,
-            export,
-            scratch: Vec::new(),
-        }
+        Self { shared, input, export, scratch: Vec::new() }
     }
 
     /// Receives replies until the connection breaks, and returns the reason.
@@ -81,20 +76,11 @@ impl<'a> Receiver<'a> {
         self.shared.touch();
         match header {
             ReplyHeader::Simple { error, cookie } => self.receive_simple_reply(error, cookie).await,
-            ReplyHeader::Chunk {
-                done,
-                kind,
-                cookie,
-                offset,
-                len,
-            } => {
+            ReplyHeader::Chunk { done, kind, cookie, offset, len } => {
                 let (id, request) = self.request_on_wire(cookie)?;
                 let chunk = Chunk { id, request, kind, len };
                 if offset.is_some_and(|offset| offset != request.range.start.get()) {
-                    return Err(unexpected_reply(
-                        &request,
-                        "chunk with another offset than the request's",
-                    ));
+                    return Err(unexpected_reply(&request, "chunk with another offset than the request's"));
                 }
                 self.receive_chunk(chunk).await?;
                 if done { self.complete_reply(chunk) } else { Ok(()) }
@@ -103,11 +89,7 @@ impl<'a> Receiver<'a> {
     }
 
     fn request_on_wire(&self, cookie: u64) -> Result<(RequestId, NbdRequest), ConnectionLoss> {
-        self.shared
-            .requests
-            .borrow()
-            .on_wire_request(cookie)
-            .ok_or(ConnectionLoss::UnknownCookie(cookie))
+        self.shared.requests.borrow().on_wire_request(cookie).ok_or(ConnectionLoss::UnknownCookie(cookie))
     }
 
     async fn receive_simple_reply(&mut self, error: u32, cookie: u64) -> Result<(), ConnectionLoss> {
@@ -231,15 +213,10 @@ impl<'a> Receiver<'a> {
             let (len, status) = layout.parse_descriptor(descriptor)?;
             self.input.consume(layout.descriptor_len);
             // The last extent may go beyond the request; further extents are ignored.
-            let end = at
-                .checked_add(ByteLen::new(len))
-                .unwrap_or(ByteOffset::new(u64::MAX))
-                .min(chunk.request.range.end());
+            let end =
+                at.checked_add(ByteLen::new(len)).unwrap_or(ByteOffset::new(u64::MAX)).min(chunk.request.range.end());
             if end > at {
-                let extent = Extent {
-                    range: ByteRange::between(at, end),
-                    kind: kind_of(status),
-                };
+                let extent = Extent { range: ByteRange::between(at, end), kind: kind_of(status) };
                 let mut requests = self.shared.requests.borrow_mut();
                 requests.push_extent(chunk.id, extent);
             }
@@ -266,21 +243,13 @@ impl<'a> Receiver<'a> {
     fn complete_reply(&self, chunk: Chunk) -> Result<(), ConnectionLoss> {
         let (failure, received, extents) = {
             let requests = self.shared.requests.borrow();
-            (
-                requests.failure_so_far(chunk.id),
-                requests.received_so_far(chunk.id),
-                requests.has_extents(chunk.id),
-            )
+            (requests.failure_so_far(chunk.id), requests.received_so_far(chunk.id), requests.has_extents(chunk.id))
         };
         let range = chunk.request.range;
         let result = match (failure, chunk.request.command) {
             (Some(failure), _) => Err(failure),
             (None, Command::Read) if received != range.len.get() => {
-                return Err(ConnectionLoss::ShortRead {
-                    offset: range.start.get(),
-                    len: range.len.get(),
-                    received,
-                });
+                return Err(ConnectionLoss::ShortRead { offset: range.start.get(), len: range.len.get(), received });
             }
             (None, Command::BlockStatus) if !extents => {
                 return Err(unexpected_reply(&chunk.request, "success without an extent"));

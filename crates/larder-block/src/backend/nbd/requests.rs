@@ -31,10 +31,7 @@ impl RequestId {
     }
 
     pub(super) fn from_cookie(cookie: u64) -> Self {
-        Self {
-            slot: cookie as u32,
-            generation: (cookie >> 32) as u32,
-        }
+        Self { slot: cookie as u32, generation: (cookie >> 32) as u32 }
     }
 }
 
@@ -191,16 +188,11 @@ impl Requests {
         slot.early_result = None;
         slot.extents_limit = limit;
         self.queue.push_back(index);
-        RequestId {
-            slot: index,
-            generation: slot.generation,
-        }
+        RequestId { slot: index, generation: slot.generation }
     }
 
     fn slot(&self, id: RequestId) -> Option<&Slot> {
-        self.slots
-            .get(id.slot as usize)
-            .filter(|slot| slot.generation == id.generation && slot.state != State::Free)
+        self.slots.get(id.slot as usize).filter(|slot| slot.generation == id.generation && slot.state != State::Free)
     }
 
     fn slot_mut(&mut self, id: RequestId) -> Option<&mut Slot> {
@@ -222,9 +214,7 @@ impl Requests {
     /// Takes the answer, or stores `waker` to be woken for it. A call after the answer was taken is a bug of the
     /// caller.
     pub(super) fn poll(&mut self, id: RequestId, waker: &Waker) -> Option<Result<Vec<Extent>, Failure>> {
-        let Some(slot) = self.slot_mut(id) else {
-            panic!("a request was polled after it had completed")
-        };
+        let Some(slot) = self.slot_mut(id) else { panic!("a request was polled after it had completed") };
         let State::Done(result) = slot.state else {
             match &mut slot.waker {
                 Some(stored) => stored.clone_from(waker),
@@ -282,10 +272,7 @@ impl Requests {
             self.queue.remove(position);
             self.on_wire += 1;
             let slot = &self.slots[index as usize];
-            let id = RequestId {
-                slot: index,
-                generation: slot.generation,
-            };
+            let id = RequestId { slot: index, generation: slot.generation };
             return Some((id, slot.request));
         }
         None
@@ -302,11 +289,7 @@ impl Requests {
     pub(super) fn start_log_flush(&mut self) {
         if !self.log_flush_in_flight {
             self.log_flush_in_flight = true;
-            let flush = NbdRequest {
-                command: Command::Flush,
-                flags: CommandFlags::NONE,
-                range: ByteRange::default(),
-            };
+            let flush = NbdRequest { command: Command::Flush, flags: CommandFlags::NONE, range: ByteRange::default() };
             self.insert(flush, PayloadBuffer::None, 0, Owner::Log);
             // The flush goes before the changes that wait for it.
             self.queue.rotate_right(1);
@@ -315,12 +298,7 @@ impl Requests {
 
     /// Returns the part of a payload that is not sent yet; empty when all is sent.
     pub(super) fn unsent(&self, id: RequestId) -> WriteBuf<'_> {
-        let Some(Slot {
-            state: State::Sending(sent),
-            memory,
-            ..
-        }) = self.slot(id)
-        else {
+        let Some(Slot { state: State::Sending(sent), memory, .. }) = self.slot(id) else {
             return WriteBuf::new(&[]);
         };
         match memory {
@@ -332,11 +310,7 @@ impl Requests {
 
     /// Records that `count` more bytes of a payload were sent.
     pub(super) fn advance(&mut self, id: RequestId, count: usize) {
-        if let Some(Slot {
-            state: State::Sending(sent),
-            ..
-        }) = self.slot_mut(id)
-        {
+        if let Some(Slot { state: State::Sending(sent), .. }) = self.slot_mut(id) {
             *sent += count;
         }
     }
@@ -525,11 +499,7 @@ impl Slot {
             generation: 0,
             state: State::Free,
             owner: Owner::Abandoned,
-            request: NbdRequest {
-                command: Command::Flush,
-                flags: CommandFlags::NONE,
-                range: ByteRange::default(),
-            },
+            request: NbdRequest { command: Command::Flush, flags: CommandFlags::NONE, range: ByteRange::default() },
             memory: PayloadBuffer::None,
             waker: None,
             sequence: 0,
@@ -558,10 +528,7 @@ impl Slot {
             PayloadBuffer::Copied(bytes) => Some(WriteBuf::new(bytes)),
             PayloadBuffer::ReadInto(_) | PayloadBuffer::None => None,
         };
-        let entry = Entry {
-            command: self.request.command,
-            range: self.request.range,
-        };
+        let entry = Entry { command: self.request.command, range: self.request.range };
         log.append(entry, data);
     }
 }

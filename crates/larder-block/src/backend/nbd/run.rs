@@ -172,10 +172,7 @@ async fn try_reconnect(shared: &Shared) -> Result<Connection, ConnectError> {
     let limit = shared.options.handshake_timeout;
     let tls = shared.load_tls()?;
     let mut connection = connect(&shared.on, &shared.uri, tls.as_ref(), limit).await?;
-    connection
-        .export
-        .check_replaces(&shared.export.get())
-        .map_err(ConnectError::Changed)?;
+    connection.export.check_replaces(&shared.export.get()).map_err(ConnectError::Changed)?;
     let replayed = replay(shared, &mut connection).await.map_err(ConnectError::Replay)?;
     tracing::info!(event = "upstream-reconnected", export = %shared.name, replayed, "reconnected");
     shared.replayed.set(shared.replayed.get() + replayed as u64);
@@ -214,11 +211,7 @@ async fn with_request_timeout<T>(
     step: impl Future<Output = Result<T, ConnectionLoss>>,
 ) -> Result<T, ConnectionLoss> {
     let limit = shared.options.request_timeout;
-    shared
-        .on
-        .timeout(limit, step)
-        .await
-        .unwrap_or(Err(ConnectionLoss::Stalled(limit)))
+    shared.on.timeout(limit, step).await.unwrap_or(Err(ConnectionLoss::Stalled(limit)))
 }
 
 fn replay_message(shared: &Shared, connection: &Connection, cookie: u64, entry: &Entry, start: usize) -> Vec<u8> {
@@ -244,23 +237,11 @@ async fn replay_reply(
     let header = read_header(input, connection.export.framing).await?;
     let (cookie, error, text, done) = match header {
         ReplyHeader::Simple { error, cookie } => (cookie, error, String::new(), true),
-        ReplyHeader::Chunk {
-            done,
-            kind,
-            cookie,
-            len,
-            ..
-        } if kind & chunks::ERROR_BIT != 0 => {
+        ReplyHeader::Chunk { done, kind, cookie, len, .. } if kind & chunks::ERROR_BIT != 0 => {
             let error = read_error_chunk(input, len).await?;
             (cookie, error.error.max(1), error.text, done)
         }
-        ReplyHeader::Chunk {
-            done: true,
-            kind: chunks::NONE,
-            cookie,
-            len: 0,
-            ..
-        } => (cookie, 0, String::new(), true),
+        ReplyHeader::Chunk { done: true, kind: chunks::NONE, cookie, len: 0, .. } => (cookie, 0, String::new(), true),
         ReplyHeader::Chunk { kind, len, cookie, .. } => {
             return Err(ConnectionLoss::UnexpectedReply {
                 got: format!("chunk of type {kind} with {len} bytes"),

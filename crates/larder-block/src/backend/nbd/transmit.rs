@@ -70,10 +70,7 @@ fn push_header(head: &mut Vec<u8>, export: Export, id: RequestId, request: NbdRe
 async fn wait_for_work(shared: &Shared) {
     let mut first = true;
     // `gather` decides after every change whether there is work.
-    shared
-        .changed
-        .until(|| (!std::mem::take(&mut first)).then_some(()))
-        .await;
+    shared.changed.until(|| (!std::mem::take(&mut first)).then_some(())).await;
 }
 
 /// Writes `head` and the payload of the request `payload`. Every call looks the payload up again, because its caller
@@ -121,13 +118,7 @@ async fn send(
 /// Announces to the server that no more requests follow (spec, `NBD_CMD_DISC`).
 async fn disconnect(stream: &MaybeTlsStream, export: Export) -> Result<(), ConnectionLoss> {
     let mut message = Vec::new();
-    RequestHeader {
-        flags: CommandFlags::NONE,
-        command: Command::Disconnect.code(),
-        cookie: 0,
-        offset: 0,
-        len: 0,
-    }
-    .push(export.framing, &mut message);
+    RequestHeader { flags: CommandFlags::NONE, command: Command::Disconnect.code(), cookie: 0, offset: 0, len: 0 }
+        .push(export.framing, &mut message);
     Ok(stream.write_all(&message).await?)
 }

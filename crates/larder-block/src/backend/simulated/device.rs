@@ -205,11 +205,7 @@ impl SimulatedDevice {
     fn plan(&self, operation: Operation, range: ByteRange) -> RequestPlan {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
-        let mut plan = RequestPlan {
-            delay: self.latency.get().draw(&mut state.random),
-            failure: None,
-            hangs: false,
-        };
+        let mut plan = RequestPlan { delay: self.latency.get().draw(&mut state.random), failure: None, hangs: false };
         match state.faults.effect_on(operation, range) {
             Some(FaultEffect::Fail(failure)) => plan.failure = Some(failure),
             Some(FaultEffect::Delay(more)) => plan.delay = Some(plan.delay.unwrap_or_default() + more),
@@ -287,8 +283,7 @@ impl SimulatedDevice {
             at = self.random_time(at, end);
             self.wait_until(at).await;
             let from = (part.start - range.start).as_usize();
-            self.fill(part, buffer.slice(from, part.len.as_usize()))
-                .map_err(failed)?;
+            self.fill(part, buffer.slice(from, part.len.as_usize())).map_err(failed)?;
         }
         self.wait_until(end).await;
         plan.failure.map_or(Ok(()), |failure| Err(failed(failure)))
@@ -301,21 +296,11 @@ impl SimulatedDevice {
             let mut state = self.state.borrow_mut();
             let remaining = state.split(range);
             let number = state.medium.start_change();
-            let change = InFlightChange {
-                range,
-                source,
-                remaining,
-            };
+            let change = InFlightChange { range, source, remaining };
             state.in_flight.insert(number, change);
             number
         };
-        let request = ChangeRequest {
-            device: self,
-            operation,
-            range,
-            number,
-            fua,
-        };
+        let request = ChangeRequest { device: self, operation, range, number, fua };
         if plan.delay.is_none() && !plan.hangs {
             return Io::ready(request.finish(plan.failure));
         }
@@ -459,8 +444,7 @@ impl State {
 
     fn apply(&mut self, number: ChangeNumber, change: &InFlightChange, part: ByteRange, per_mille: u32) {
         let choose = |random: &mut SeededRng| per_mille == 1000 || random.chance(per_mille);
-        self.medium
-            .apply(number, change.range, part, &change.source, &mut self.random, choose);
+        self.medium.apply(number, change.range, part, &change.source, &mut self.random, choose);
     }
 }
 
@@ -488,10 +472,7 @@ impl ChangeRequest<'_> {
 
     fn has_remaining(&self) -> bool {
         let state = self.device.state.borrow();
-        state
-            .in_flight
-            .get(&self.number)
-            .is_some_and(|change| !change.remaining.is_empty())
+        state.in_flight.get(&self.number).is_some_and(|change| !change.remaining.is_empty())
     }
 
     /// Applies the next part, if there is one.

@@ -34,37 +34,22 @@ pub struct InjectedFault {
 impl InjectedFault {
     /// Returns a fault with `effect` on every request from now on.
     pub fn always(effect: FaultEffect) -> Self {
-        Self {
-            operation: None,
-            range: None,
-            after: 0,
-            times: None,
-            effect,
-        }
+        Self { operation: None, range: None, after: 0, times: None, effect }
     }
 
     /// Returns a fault with `effect` on the next request.
     pub fn once(effect: FaultEffect) -> Self {
-        Self {
-            times: Some(1),
-            ..Self::always(effect)
-        }
+        Self { times: Some(1), ..Self::always(effect) }
     }
 
     /// Restricts the fault to requests of this kind.
     pub fn on(self, operation: Operation) -> Self {
-        Self {
-            operation: Some(operation),
-            ..self
-        }
+        Self { operation: Some(operation), ..self }
     }
 
     /// Restricts the fault to requests that share a byte with `range`.
     pub fn within(self, range: ByteRange) -> Self {
-        Self {
-            range: Some(range),
-            ..self
-        }
+        Self { range: Some(range), ..self }
     }
 
     /// Delays the fault until after `after` matching requests.

@@ -29,10 +29,7 @@ impl SparseImage {
     pub fn write(&mut self, start: ByteOffset, bytes: &[u8]) {
         for (page, within, part) in parts(start, bytes.len()) {
             let from = &bytes[part];
-            let into = self
-                .pages
-                .entry(page)
-                .or_insert_with(|| Box::new([0; PAGE_BYTES as usize]));
+            let into = self.pages.entry(page).or_insert_with(|| Box::new([0; PAGE_BYTES as usize]));
             into[within..within + from.len()].copy_from_slice(from);
         }
     }

@@ -54,10 +54,7 @@ pub(super) struct FlushCoverage {
 impl FlushCoverage {
     /// Covers every change so far except those `in_flight`.
     pub(super) fn new(medium: &SimulatedMedium, in_flight: impl Iterator<Item = ChangeNumber>) -> Self {
-        Self {
-            next: medium.next,
-            in_flight: in_flight.collect(),
-        }
+        Self { next: medium.next, in_flight: in_flight.collect() }
     }
 
     fn covers(&self, change: ChangeNumber) -> bool {
@@ -127,10 +124,8 @@ impl SimulatedMedium {
     /// Deallocates the parts that are wholly in `range`, and returns the number that were allocated.
     pub(super) fn deallocate(&mut self, range: ByteRange) -> u64 {
         self.allocated_units.as_mut().map_or(0, |parts| {
-            let deallocated: Vec<u64> = parts
-                .range(allocation_units(range.narrowed(ALLOCATION_UNIT_BYTES)))
-                .copied()
-                .collect();
+            let deallocated: Vec<u64> =
+                parts.range(allocation_units(range.narrowed(ALLOCATION_UNIT_BYTES))).copied().collect();
             deallocated.iter().for_each(|part| {
                 parts.remove(part);
             });
@@ -290,13 +285,7 @@ impl SimulatedMedium {
         let sector_size = u64::from(self.sector_size);
         self.volatile.retain(|sector, versions| {
             let newest = versions.iter().rposition(|version| coverage.covers(version.change));
-            make_durable(
-                durable,
-                ByteOffset::new(sector * sector_size),
-                sector_size,
-                versions,
-                newest,
-            );
+            make_durable(durable, ByteOffset::new(sector * sector_size), sector_size, versions, newest);
             !versions.is_empty()
         });
     }
@@ -310,13 +299,7 @@ impl SimulatedMedium {
                 continue;
             };
             let newest = versions.iter().rposition(|version| version.change == change);
-            make_durable(
-                &mut self.durable,
-                sector_range.start,
-                sector_range.len.get(),
-                versions,
-                newest,
-            );
+            make_durable(&mut self.durable, sector_range.start, sector_range.len.get(), versions, newest);
             if versions.is_empty() {
                 self.volatile.remove(&sector);
             }

@@ -117,11 +117,7 @@ impl ServiceModel {
 }
 
 const fn service(latency_us: u64, requests_per_second: u32, bytes_per_second: u64) -> ServiceParameters {
-    ServiceParameters {
-        latency: Duration::from_micros(latency_us),
-        requests_per_second,
-        bytes_per_second,
-    }
+    ServiceParameters { latency: Duration::from_micros(latency_us), requests_per_second, bytes_per_second }
 }
 
 /// The direction of a request.
@@ -151,10 +147,7 @@ struct Channel {
 
 impl Schedule {
     pub(super) fn new(model: ServiceModel) -> Self {
-        let idle = Channel {
-            free: LoopTime::default(),
-            writes: false,
-        };
+        let idle = Channel { free: LoopTime::default(), writes: false };
         Self {
             model,
             channels: vec![idle; model.channels.max(1) as usize],
@@ -211,10 +204,7 @@ impl Schedule {
 
     /// Returns the number of channels that are busy with writes.
     fn writing(&self, now: LoopTime) -> u32 {
-        let writing = self
-            .channels
-            .iter()
-            .filter(|channel| channel.writes && channel.free > now);
+        let writing = self.channels.iter().filter(|channel| channel.writes && channel.free > now);
         writing.count() as u32
     }
 
@@ -224,10 +214,7 @@ impl Schedule {
             return now;
         };
         let begin = channel.free.max(now);
-        *channel = Channel {
-            free: begin.after(busy),
-            writes: kind == RequestDirection::Write,
-        };
+        *channel = Channel { free: begin.after(busy), writes: kind == RequestDirection::Write };
         begin
     }
 }

@@ -23,11 +23,7 @@ pub struct SlowDevice {
 impl SlowDevice {
     /// Creates a layer over `lower` with the speed of `model`, on the loop `on`.
     pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, model: ServiceModel) -> Self {
-        Self {
-            lower,
-            on: on.downgrade(),
-            schedule: RefCell::new(Schedule::new(model)),
-        }
+        Self { lower, on: on.downgrade(), schedule: RefCell::new(Schedule::new(model)) }
     }
 
     fn now(&self) -> LoopTime {
@@ -71,17 +67,13 @@ impl BlockDevice for SlowDevice {
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let bytes = buffer.byte_len();
         let request = self.lower.read(start, buffer);
-        self.slowed(request, || {
-            self.admit(RequestDirection::Read, start.range(bytes), bytes)
-        })
+        self.slowed(request, || self.admit(RequestDirection::Read, start.range(bytes), bytes))
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         let bytes = buffer.byte_len();
         let request = self.lower.write(start, buffer, flags);
-        self.slowed(request, || {
-            self.admit(RequestDirection::Write, start.range(bytes), bytes)
-        })
+        self.slowed(request, || self.admit(RequestDirection::Write, start.range(bytes), bytes))
     }
 
     fn flush(&self) -> Io<'_> {
@@ -89,9 +81,7 @@ impl BlockDevice for SlowDevice {
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        self.slowed(self.lower.discard(range), || {
-            self.admit(RequestDirection::Write, range, ByteLen::ZERO)
-        })
+        self.slowed(self.lower.discard(range), || self.admit(RequestDirection::Write, range, ByteLen::ZERO))
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {

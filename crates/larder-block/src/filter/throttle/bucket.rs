@@ -20,12 +20,7 @@ pub(super) struct LeakyBucket {
 
 impl LeakyBucket {
     pub(super) fn new(limit: RateLimit, now: LoopTime) -> Self {
-        Self {
-            limit,
-            level: 0.0,
-            burst_level: 0.0,
-            updated_at: now,
-        }
+        Self { limit, level: 0.0, burst_level: 0.0, updated_at: now }
     }
 
     /// Returns the waiting time of the next request; zero if it may start now.

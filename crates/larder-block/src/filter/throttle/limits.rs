@@ -15,42 +15,25 @@ pub struct RateLimit {
 
 impl RateLimit {
     /// No limit.
-    pub const NONE: Self = Self {
-        average: 0,
-        burst: 0,
-        burst_seconds: 0,
-    };
+    pub const NONE: Self = Self { average: 0, burst: 0, burst_seconds: 0 };
 
     /// The maximum rate that can be set, per second.
     pub const MAX: u64 = 1_000_000_000_000_000;
 
     /// Returns a limit without bursts.
     pub const fn per_second(average: u64) -> Self {
-        Self {
-            average,
-            burst: 0,
-            burst_seconds: 0,
-        }
+        Self { average, burst: 0, burst_seconds: 0 }
     }
 
     fn check(self, name: &'static str) -> Result<(), ThrottleLimitError> {
-        let Self {
-            average,
-            burst,
-            burst_seconds,
-        } = self;
+        let Self { average, burst, burst_seconds } = self;
         let most = Self::MAX;
         if average.max(burst) > most {
             let value = average.max(burst);
             return Err(ThrottleLimitError::TooLarge { name, value, most });
         }
         if u128::from(burst) * u128::from(burst_seconds.max(1)) > u128::from(most) {
-            return Err(ThrottleLimitError::BurstTooLarge {
-                name,
-                burst,
-                seconds: burst_seconds,
-                most,
-            });
+            return Err(ThrottleLimitError::BurstTooLarge { name, burst, seconds: burst_seconds, most });
         }
         if burst > 0 && average == 0 {
             return Err(ThrottleLimitError::BurstWithoutAverage { name });
@@ -91,20 +74,11 @@ pub enum ThrottleLimitError {
     #[error("{name}: {value} is more than a limit can be, which is {most}; leave it out for no limit")]
     TooLarge { name: &'static str, value: u64, most: u64 },
     #[error("{name}: a burst of {burst}/s for {seconds} s is more than a limit can be, which is {most} in all")]
-    BurstTooLarge {
-        name: &'static str,
-        burst: u64,
-        seconds: u32,
-        most: u64,
-    },
+    BurstTooLarge { name: &'static str, burst: u64, seconds: u32, most: u64 },
     #[error("{name}: a burst needs an average")]
     BurstWithoutAverage { name: &'static str },
     #[error("{name}: the burst ({burst}/s) is below the average ({average}/s)")]
-    BurstBelowAverage {
-        name: &'static str,
-        burst: u64,
-        average: u64,
-    },
+    BurstBelowAverage { name: &'static str, burst: u64, average: u64 },
     #[error("{name}: a burst's length needs a burst")]
     LengthWithoutBurst { name: &'static str },
     #[error("{name}: set either the total or reads and writes, not both")]

@@ -89,9 +89,7 @@ impl Guard {
     pub(super) fn new(start: NonNull<u8>, bytes: usize) -> io::Result<Self> {
         install_handler()?;
         let is_free = |slot: &Slot| {
-            let claimed = slot
-                .start
-                .compare_exchange(0, RESERVED, Ordering::AcqRel, Ordering::Relaxed);
+            let claimed = slot.start.compare_exchange(0, RESERVED, Ordering::AcqRel, Ordering::Relaxed);
             claimed.is_ok()
         };
         let index = SLOTS.iter().position(is_free);

@@ -146,10 +146,7 @@ pub struct RingPosition {
 impl RingPosition {
     /// Decodes the value of SET_VRING_BASE.
     pub fn from_base(base: u32, packed: bool) -> Self {
-        Self {
-            available: base as u16,
-            used: if packed { (base >> 16) as u16 } else { 0 },
-        }
+        Self { available: base as u16, used: if packed { (base >> 16) as u16 } else { 0 } }
     }
 
     /// Encodes the value for GET_VRING_BASE.
@@ -285,10 +282,7 @@ fn follow_indirect(
         let address = table
             .address
             .checked_add(u64::from(index) * DESC_BYTES)
-            .ok_or(BadAddress {
-                address: table.address,
-                bytes: u64::from(table.len),
-            })?;
+            .ok_or(BadAddress { address: table.address, bytes: u64::from(table.len) })?;
         let raw = read_guest_descriptor(memory, address)?;
         let descriptor = parse(raw);
         if descriptor.flags & DESC_F_INDIRECT != 0 {
@@ -301,10 +295,7 @@ fn follow_indirect(
             }
             index = u32::from(descriptor.link);
             if index >= count {
-                return Err(RingError::DescriptorIndex {
-                    index: descriptor.link,
-                    size: count,
-                });
+                return Err(RingError::DescriptorIndex { index: descriptor.link, size: count });
             }
         } else {
             index += 1;

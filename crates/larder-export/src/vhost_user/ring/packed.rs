@@ -76,11 +76,7 @@ impl PackedRing {
         let in_ring = |cursor: u16| {
             // A position outside the ring is treated as the start of the ring.
             let index = cursor & 0x7fff;
-            Cursor(if u64::from(index) < size {
-                cursor
-            } else {
-                cursor & 0x8000
-            })
+            Cursor(if u64::from(index) < size { cursor } else { cursor & 0x8000 })
         };
         Ok(Self {
             size: layout.size as u16,
@@ -142,10 +138,7 @@ impl PackedRing {
             }
             if descriptor.flags & DESC_F_NEXT == 0 {
                 self.next_available = cursor;
-                return Ok(Some(Head {
-                    id: descriptor.link,
-                    slots,
-                }));
+                return Ok(Some(Head { id: descriptor.link, slots }));
             }
             if slots >= self.size || u32::from(slots) >= CHAIN_MAX {
                 return Err(RingError::ChainTooLong(u32::from(slots)));
@@ -190,8 +183,7 @@ impl PackedRing {
             (false, _) => EVENT_DISABLE,
             (true, false) => EVENT_ENABLE,
             (true, true) => {
-                self.event_word(self.device_event, 0)
-                    .store(self.next_available.0, Ordering::Relaxed);
+                self.event_word(self.device_event, 0).store(self.next_available.0, Ordering::Relaxed);
                 EVENT_AT_INDEX
             }
         };
@@ -220,9 +212,8 @@ impl PackedRing {
         // Release: the guest sees the entry, and the data, before the flags.
         self.flags(index).store(flags, Ordering::Release);
         self.next_used = self.next_used.advanced(head.slots, self.size);
-        self.used_since_interrupt = self
-            .used_since_interrupt
-            .map(|count| count.saturating_add(head.slots).min(self.size));
+        self.used_since_interrupt =
+            self.used_since_interrupt.map(|count| count.saturating_add(head.slots).min(self.size));
         IoVec::new(base, DESC_BYTES as usize)
     }
 
@@ -255,10 +246,7 @@ impl PackedRing {
     }
 
     pub(super) fn position(&self) -> RingPosition {
-        RingPosition {
-            available: self.next_available.0,
-            used: self.next_used.0,
-        }
+        RingPosition { available: self.next_available.0, used: self.next_used.0 }
     }
 
     /// Returns the next slot to push to.

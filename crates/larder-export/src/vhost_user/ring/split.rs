@@ -93,15 +93,9 @@ impl SplitRing {
             return Ok(None);
         }
         if waiting > self.size {
-            return Err(RingError::AvailableIndex {
-                from: self.next_available,
-                to: available,
-                size: self.size,
-            });
+            return Err(RingError::AvailableIndex { from: self.next_available, to: available, size: self.size });
         }
-        let id = self
-            .available_word(2 + self.mask(self.next_available))
-            .load(Ordering::Relaxed);
+        let id = self.available_word(2 + self.mask(self.next_available)).load(Ordering::Relaxed);
         self.follow(memory, id, chain)?;
         self.next_available = self.next_available.wrapping_add(1);
         Ok(Some(Head { id, slots: 1 }))
@@ -117,10 +111,7 @@ impl SplitRing {
         let mut index = id;
         for _ in 0..self.size {
             if index >= self.size {
-                return Err(RingError::DescriptorIndex {
-                    index,
-                    size: u32::from(self.size),
-                });
+                return Err(RingError::DescriptorIndex { index, size: u32::from(self.size) });
             }
             // SAFETY: the table has `size` descriptors.
             let descriptor = parse(unsafe { read_descriptor(self.descriptors, usize::from(index)) });
@@ -196,10 +187,7 @@ impl SplitRing {
     }
 
     pub(super) fn position(&self) -> RingPosition {
-        RingPosition {
-            available: self.next_available,
-            used: self.next_used,
-        }
+        RingPosition { available: self.next_available, used: self.next_used }
     }
 
     /// Returns the index of the used ring, as the guest sees it.

@@ -143,13 +143,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     pub(super) fn on_disk_read(&mut self, reading: DiskRead, bytes: AlignedBuf) {
-        let DiskRead {
-            disk,
-            start,
-            len,
-            target: what,
-            ..
-        } = reading;
+        let DiskRead { disk, start, len, target: what, .. } = reading;
         let pages = match what {
             ReadTarget::Segment(segment, to) => {
                 let origin = DemotionSource::Disk {
@@ -158,9 +152,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                     bytes,
                     is_encrypted: self.cipher.is_some(),
                 };
-                self.disks.all[to]
-                    .queue
-                    .push_back((origin, crate::segment_log::SEGMENT_HEADER_BYTES));
+                self.disks.all[to].queue.push_back((origin, crate::segment_log::SEGMENT_HEADER_BYTES));
                 return;
             }
             ReadTarget::Pages(pages) => pages,
@@ -182,10 +174,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// the checksum is right.
     fn decode_read(&mut self, page: PageIndex, word: EntryWord, start: u64, read: &[u8]) -> bool {
         self.end_read(page);
-        let Some(CopyLocation::InTier {
-            tier, object: stored, ..
-        }) = word.decode()
-        else {
+        let Some(CopyLocation::InTier { tier, object: stored, .. }) = word.decode() else {
             return false;
         };
         let at = (data_at(stored.offset) - start) as usize;
@@ -208,11 +197,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Puts a page in place that was read and that a thread waits for.
     fn install_read(&mut self, page: PageIndex, word: EntryWord, start: u64, read: &[u8]) {
         let is_valid = self.decode_read(page, word, start, read);
-        let Some(PageWaiter {
-            since,
-            wants_write: write,
-        }) = self.waiters.remove(&page)
-        else {
+        let Some(PageWaiter { since, wants_write: write }) = self.waiters.remove(&page) else {
             return;
         };
         if !is_valid {
@@ -275,8 +260,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let mut done = 0;
         while let Some((page, _)) = run.get(done) {
             let (filled, result) =
-                self.guest
-                    .fill(*page, &self.prefetch_buffer[done * PAGE..run.len() * PAGE], protect);
+                self.guest.fill(*page, &self.prefetch_buffer[done * PAGE..run.len() * PAGE], protect);
             for (page, _) in &run[done..done + filled] {
                 let queue = self.queue_for_refault(*page);
                 if !protect {

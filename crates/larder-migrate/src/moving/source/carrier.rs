@@ -38,12 +38,7 @@ impl Carrier {
             .name("larder-send".to_owned())
             .spawn(move || span.in_scope(|| sender.carry(&listener, &progress, &steered)))
             .map_err(|error| format!("cannot start a thread: {error}"))?;
-        Ok(Self {
-            notes,
-            steering,
-            socket_dir: socket,
-            thread: Some(thread),
-        })
+        Ok(Self { notes, steering, socket_dir: socket, thread: Some(thread) })
     }
 
     /// Sends a message to the destination and waits for the answer, as long as the session lives. Cancellation is

@@ -87,10 +87,7 @@ impl DowntimeEstimator {
         let before = self.rounds.back().map_or(Duration::ZERO, |round| round.first.at);
         let last = self.rounds.back().map_or(1, |round| round.first.round);
         if sample.round > last {
-            self.rounds.push_back(Round {
-                first: sample,
-                previous_duration: sample.at - before,
-            });
+            self.rounds.push_back(Round { first: sample, previous_duration: sample.at - before });
             if self.rounds.len() > ROUNDS_MAX {
                 self.rounds.pop_front();
             }
@@ -112,9 +109,7 @@ impl DowntimeEstimator {
     fn send_rate(&self, sample: &MigrationSample) -> Option<f64> {
         let last = self.rounds.len() - 1;
         let long = self.rounds.iter().take(last).rev();
-        let long = long
-            .map(|round| round.first)
-            .find(|first| sample.at - first.at >= RATE_WINDOW_MIN);
+        let long = long.map(|round| round.first).find(|first| sample.at - first.at >= RATE_WINDOW_MIN);
         match long {
             Some(first) => per_second(&first, sample, |sample| sample.raw_bytes),
             None => per_second(self.first.front()?, sample, |sample| sample.wire_bytes),
@@ -125,20 +120,13 @@ impl DowntimeEstimator {
     /// then. All of them are dirtied after the previous round began, and the guest dirties no more pages in that time
     /// than it did in a longer one.
     fn bytes_after(&self, sample: &MigrationSample, delay: Duration) -> f64 {
-        let after = self
-            .rounds
-            .back()
-            .map_or(Duration::ZERO, |round| round.previous_duration);
+        let after = self.rounds.back().map_or(Duration::ZERO, |round| round.previous_duration);
         // QEMU counts over at least a second.
         let last = self.rounds.back().filter(|_| after >= RATE_WINDOW_MIN);
         let last = last.map_or(0.0, |round| round.first.remaining_bytes as f64 / after.as_secs_f64());
         let changed = last.max(sample.dirty_bytes_per_s as f64) * delay.as_secs_f64();
         let bytes = sample.remaining_bytes as f64 + changed;
-        let longer = self
-            .rounds
-            .iter()
-            .rev()
-            .find(|round| round.previous_duration >= after + delay);
+        let longer = self.rounds.iter().rev().find(|round| round.previous_duration >= after + delay);
         longer.map_or(bytes, |round| bytes.min(round.first.remaining_bytes as f64))
     }
 }
@@ -173,10 +161,7 @@ mod tests {
         fn new(dirty: u64, working_set: u64, rate: u64, ratio: u64) -> Self {
             let mut model = Self {
                 estimator: DowntimeEstimator::default(),
-                sample: MigrationSample {
-                    round: 1,
-                    ..MigrationSample::default()
-                },
+                sample: MigrationSample { round: 1, ..MigrationSample::default() },
                 dirty,
                 working_set,
                 rate,
@@ -209,11 +194,7 @@ mod tests {
         fn downtime(&mut self, limit: Duration) -> Option<Duration> {
             let mut round_start = self.sample.at;
             for _ in 0..400 {
-                if self
-                    .estimator
-                    .estimate(self.sample)
-                    .is_some_and(|expected| expected <= limit)
-                {
+                if self.estimator.estimate(self.sample).is_some_and(|expected| expected <= limit) {
                     let delay = (self.sample.at - round_start + QEMU_REACTION_TIME).as_secs_f64();
                     let changed = (self.dirty as f64 * delay).min(self.working_set as f64);
                     let bytes = self.sample.remaining_bytes as f64 + changed;
@@ -237,10 +218,7 @@ mod tests {
         for (dirty, ratio) in [(5 * MB, 1), (9 * MB, 1), (5 * MB, 20), (0, 1)] {
             let mut model = Model::new(dirty, 128 * MB, 12 * MB, ratio);
             let downtime = model.downtime(LIMIT);
-            assert!(
-                downtime.is_some_and(|downtime| downtime <= LIMIT * 12 / 10),
-                "{dirty}: {downtime:?}"
-            );
+            assert!(downtime.is_some_and(|downtime| downtime <= LIMIT * 12 / 10), "{dirty}: {downtime:?}");
         }
     }
 

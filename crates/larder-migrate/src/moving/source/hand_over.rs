@@ -159,21 +159,15 @@ impl SourceMover<'_> {
                     self.restore_source(&move_state.record);
                     Err(MoveError::NotMoved { reason })
                 }
-                Err(error) if move_state.postcopy == PostcopyState::Active => Err(MoveError::PostcopyBroken {
-                    reason: format!("{reason}; and here: {error}"),
-                }),
-                Err(error) => Err(MoveError::Unresolved(format!(
-                    "{reason}; and then: {error}: check the VM"
-                ))),
+                Err(error) if move_state.postcopy == PostcopyState::Active => {
+                    Err(MoveError::PostcopyBroken { reason: format!("{reason}; and here: {error}") })
+                }
+                Err(error) => Err(MoveError::Unresolved(format!("{reason}; and then: {error}: check the VM"))),
             },
-            ToSource::Refused { reasons } => Err(MoveError::OutcomeUnknown {
-                reason: reasons.join("; "),
-            }),
+            ToSource::Refused { reasons } => Err(MoveError::OutcomeUnknown { reason: reasons.join("; ") }),
             ToSource::Unknown { reason } => Err(MoveError::OutcomeUnknown { reason }),
             other @ (ToSource::Prepared { .. } | ToSource::Noted | ToSource::NotYet { .. }) => {
-                Err(MoveError::OutcomeUnknown {
-                    reason: format!("it gave the unexpected answer {other:?}"),
-                })
+                Err(MoveError::OutcomeUnknown { reason: format!("it gave the unexpected answer {other:?}") })
             }
         }
     }
@@ -181,10 +175,7 @@ impl SourceMover<'_> {
     /// Opens the disks here for the next VM, since this one runs on neither host.
     fn reopen_disks(&self, move_state: &MoveState) {
         if move_state.record.disks_left
-            && let Err(error) = self
-                .options
-                .servers
-                .apply(&move_state.record.disks, HandoverAction::Commit)
+            && let Err(error) = self.options.servers.apply(&move_state.record.disks, HandoverAction::Commit)
         {
             tracing::warn!("the VM's disks could not be reopened here; larder vm NAME --take opens them: {error}");
         }
@@ -216,9 +207,7 @@ impl SourceMover<'_> {
         error: &QmpError,
     ) -> Result<CompletedMove, MoveError> {
         if !self.has_exited() {
-            return Err(MoveError::Unresolved(format!(
-                "{error}; its process still runs: run the same command again"
-            )));
+            return Err(MoveError::Unresolved(format!("{error}; its process still runs: run the same command again")));
         }
         let may_be_complete =
             move_state.start_sent() || move_state.postcopy != PostcopyState::Inactive || !move_state.record.run;
@@ -263,10 +252,7 @@ impl SourceMover<'_> {
                 return false;
             }
             if late.is_due() {
-                tracing::info!(
-                    "waiting for QEMU's process {} to exit, which has closed its monitor",
-                    process.pid
-                );
+                tracing::info!("waiting for QEMU's process {} to exit, which has closed its monitor", process.pid);
             }
             thread::sleep(POLL_INTERVAL);
         }

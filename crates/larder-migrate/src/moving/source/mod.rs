@@ -147,18 +147,11 @@ pub fn run(
 ) -> Result<CompletedMove, MoveError> {
     let _span = tracing::debug_span!("move", to = options.send.to).entered();
     let mut mover = SourceMover::new(options, Arc::clone(progress), cancel)?;
-    let record: Option<OutgoingRecord> = mover
-        .record_file
-        .load()
-        .map_err(|error| MoveError::OwnerUnknown(error.to_string()))?;
+    let record: Option<OutgoingRecord> =
+        mover.record_file.load().map_err(|error| MoveError::OwnerUnknown(error.to_string()))?;
     let (mut state, migration) = mover.wait_until_idle(record.is_some())?;
     let status = status_of(&migration);
-    tracing::debug!(
-        state,
-        status,
-        is_recorded = record.is_some(),
-        "the state of QEMU at the start"
-    );
+    tracing::debug!(state, status, is_recorded = record.is_some(), "the state of QEMU at the start");
     let has_ended = has_ended(status);
     let is_postcopy = status.starts_with("postcopy-");
     if let Some(record) = record {

@@ -77,18 +77,11 @@ impl MoveState {
     }
 
     pub(super) fn request(&self, request: MoverRequest) -> ToDestination {
-        ToDestination {
-            version: VERSION,
-            id: self.record.id.clone(),
-            tell: request,
-        }
+        ToDestination { version: VERSION, id: self.record.id.clone(), tell: request }
     }
 
     pub(super) fn start_request(&self) -> ToDestination {
-        self.request(MoverRequest::Go {
-            run: self.record.run,
-            postcopy: self.postcopy == PostcopyState::Active,
-        })
+        self.request(MoverRequest::Go { run: self.record.run, postcopy: self.postcopy == PostcopyState::Active })
     }
 }
 

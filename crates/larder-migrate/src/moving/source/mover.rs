@@ -123,11 +123,7 @@ impl<'a> SourceMover<'a> {
     /// assertion (`yank_unregister_instance`); later versions up to 10.0 refuse the combination.
     const fn settings(&self) -> QemuMigrationSettings {
         QemuMigrationSettings {
-            multifd_channels: if self.options.postcopy {
-                0
-            } else {
-                self.options.multifd_channels
-            },
+            multifd_channels: if self.options.postcopy { 0 } else { self.options.multifd_channels },
             postcopy: self.options.postcopy,
         }
     }
@@ -169,10 +165,7 @@ impl<'a> SourceMover<'a> {
         let served: Vec<String> = disks.iter().map(|disk| disk.chardev.clone()).collect();
         let carrier = self.connect().map_err(preflight_error)?;
         let prepare = move_state.request(MoverRequest::Prepare {
-            vm: Box::new(Description {
-                clock_ms: clock_ms(),
-                ..self.vm.clone()
-            }),
+            vm: Box::new(Description { clock_ms: clock_ms(), ..self.vm.clone() }),
             settings: self.settings(),
             disks,
         });
@@ -203,9 +196,7 @@ impl<'a> SourceMover<'a> {
         let state = self.qmp.run_state()?;
         if is_running(&state) != run {
             self.restore_caches(&move_state.record);
-            return Err(preflight_error(format!(
-                "the state of QEMU's VM has changed to '{state}' in the meantime"
-            )));
+            return Err(preflight_error(format!("the state of QEMU's VM has changed to '{state}' in the meantime")));
         }
         match self.begin_migration(&carrier.socket_dir.socket(), &mut move_state) {
             Ok(()) => self.watch_migration(carrier, move_state, report),
@@ -234,10 +225,7 @@ impl<'a> SourceMover<'a> {
                 result => break result.map(drop),
             }
         };
-        tracing::debug!(
-            is_done = flushed.is_ok(),
-            "the caches of the disks were to write through"
-        );
+        tracing::debug!(is_done = flushed.is_ok(), "the caches of the disks were to write through");
         flushed.inspect_err(|_| self.restore_caches(record))
     }
 
@@ -253,10 +241,8 @@ impl<'a> SourceMover<'a> {
                 continue;
             };
             for part in disks::split_hot_ranges(ranges) {
-                let message = move_state.request(MoverRequest::Hot {
-                    chardev: chardev.clone(),
-                    ranges: part.to_owned(),
-                });
+                let message =
+                    move_state.request(MoverRequest::Hot { chardev: chardev.clone(), ranges: part.to_owned() });
                 carrier.ask(&message, self.cancel, Duration::ZERO)?;
             }
         }
@@ -300,26 +286,17 @@ impl<'a> SourceMover<'a> {
             .flatten()
             .filter_map(|reason| reason.as_str().map(str::to_owned))
             .collect();
-        if reasons.is_empty() {
-            Ok(())
-        } else {
-            Err(MoveError::Preflight(reasons))
-        }
+        if reasons.is_empty() { Ok(()) } else { Err(MoveError::Preflight(reasons)) }
     }
 
     fn begin_migration(&mut self, socket: &Path, move_state: &mut MoveState) -> Result<(), StartError> {
-        let role = MigrationRole::Source {
-            downtime_ms: DOWNTIME_LIMIT_RUN_MS,
-            throttle: self.options.throttle,
-        };
+        let role = MigrationRole::Source { downtime_ms: DOWNTIME_LIMIT_RUN_MS, throttle: self.options.throttle };
         let settings = self.settings();
         move_state.record.before = self.retry_while_busy(|mover| settings.apply(&mut mover.qmp, role))?;
         // From the record, a later mover knows what was moved where, if this one is killed.
         if let Err(error) = self.record_file.save(&move_state.record) {
             move_state.record.before.restore(&mut self.qmp);
-            return Err(StartError::Refused(format!(
-                "the record of the move cannot be saved: {error}"
-            )));
+            return Err(StartError::Refused(format!("the record of the move cannot be saved: {error}")));
         }
         move_state.started = Instant::now();
         tracing::debug!("QEMU's migration begins");
@@ -399,16 +376,10 @@ impl<'a> SourceMover<'a> {
             match status_of(&migration) {
                 "completed" => {
                     if !move_state.destination_runs {
-                        report(
-                            &move_state
-                                .monitor
-                                .report(&migration, &self.progress, move_state.started.elapsed()),
-                        );
+                        report(&move_state.monitor.report(&migration, &self.progress, move_state.started.elapsed()));
                         carrier = self.hand_over(carrier, &mut move_state)?;
                     }
-                    let mut last = move_state
-                        .monitor
-                        .report(&migration, &self.progress, move_state.started.elapsed());
+                    let mut last = move_state.monitor.report(&migration, &self.progress, move_state.started.elapsed());
                     last.downtime_ms = move_state.downtime_ms;
                     report(&last);
                     return Ok(self.finish(carrier, &move_state, last.round));
@@ -457,9 +428,7 @@ impl<'a> SourceMover<'a> {
                     error => error,
                 });
             }
-            let mut now = move_state
-                .monitor
-                .report(&migration, &self.progress, move_state.started.elapsed());
+            let mut now = move_state.monitor.report(&migration, &self.progress, move_state.started.elapsed());
             now.expected_downtime_ms = move_state.expected_downtime.map(|time| time.as_millis() as u64);
             now.downtime_ms = move_state.downtime_ms;
             report(&now);
@@ -479,12 +448,7 @@ impl<'a> SourceMover<'a> {
             return Err(None);
         }
         let verdict = move_state.monitor.verdict();
-        if let Some(timeout) = self
-            .options
-            .limits()
-            .timeout
-            .filter(|timeout| move_state.started.elapsed() > *timeout)
-        {
+        if let Some(timeout) = self.options.limits().timeout.filter(|timeout| move_state.started.elapsed() > *timeout) {
             return Err(Some(format!(
                 "it did not end in {} s: {}",
                 timeout.as_secs(),
@@ -507,19 +471,13 @@ impl<'a> SourceMover<'a> {
     /// Starts post-copy. Stops the VM first: if the end of post-copy fails, QEMU 10 resumes a VM that it has stopped
     /// itself, and then the VM would run on both hosts.
     fn begin_postcopy(&mut self, carrier: &Carrier, move_state: &mut MoveState) -> Result<(), String> {
-        match carrier.ask(
-            &move_state.request(MoverRequest::CheckPostcopy),
-            self.cancel,
-            Duration::ZERO,
-        )? {
+        match carrier.ask(&move_state.request(MoverRequest::CheckPostcopy), self.cancel, Duration::ZERO)? {
             ToSource::Noted => {}
             ToSource::Refused { reasons } => return Err(reasons.join("; ")),
             other => return Err(format!("the destination answers {other:?}")),
         }
         move_state.record.stopped = true;
-        self.record_file
-            .save(&move_state.record)
-            .map_err(|error| error.to_string())?;
+        self.record_file.save(&move_state.record).map_err(|error| error.to_string())?;
         self.qmp.execute("stop", json!({})).map_err(|error| error.to_string())?;
         // The disks are closed first, because a failure after the switch could not be undone.
         self.inactivate_disks(&mut move_state.record)?;
@@ -534,12 +492,7 @@ impl<'a> SourceMover<'a> {
     /// by Larder as sent, so the bytes in flight and the hand-over add to the downtime.
     fn adjust_downtime_limit(&mut self, move_state: &mut MoveState, migration: &Value) {
         let totals = self.progress.totals();
-        let sample = MigrationSample::new(
-            move_state.started.elapsed(),
-            migration,
-            totals.raw_bytes,
-            totals.wire_bytes,
-        );
+        let sample = MigrationSample::new(move_state.started.elapsed(), migration, totals.raw_bytes, totals.wire_bytes);
         // While the link is lost, QEMU only fills Larder's buffers, and nothing is sent.
         let is_lost = self.progress.link().lost_since.is_some();
         let estimate = move_state.estimator.estimate(sample).filter(|_| !is_lost);
@@ -569,15 +522,8 @@ impl<'a> SourceMover<'a> {
             _ => return,
         };
         // Other states are QEMU's own at the end of a migration.
-        let stopped_states = [
-            "paused",
-            "io-error",
-            "guest-panicked",
-            "internal-error",
-            "shutdown",
-            "watchdog",
-            "prelaunch",
-        ];
+        let stopped_states =
+            ["paused", "io-error", "guest-panicked", "internal-error", "shutdown", "watchdog", "prelaunch"];
         let runs = is_running(&state);
         if move_state.record.run != runs && (runs || stopped_states.contains(&state.as_str())) {
             tracing::debug!(runs, "the user has paused or resumed the VM");

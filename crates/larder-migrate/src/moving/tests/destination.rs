@@ -17,10 +17,7 @@ use crate::moving::record::MoveId;
 use crate::moving::settings::QemuMigrationSettings;
 use crate::qmp::{ProcessIdentity, Qmp};
 
-const SETTINGS: QemuMigrationSettings = QemuMigrationSettings {
-    multifd_channels: 2,
-    postcopy: false,
-};
+const SETTINGS: QemuMigrationSettings = QemuMigrationSettings { multifd_channels: 2, postcopy: false };
 
 struct TestBed {
     dir: TempDir,
@@ -33,20 +30,11 @@ impl TestBed {
     fn new() -> Self {
         let dir = tempfile::tempdir().expect("a folder");
         let qemu = Arc::new(Qemu::destination(dir.path()));
-        let destination = DestinationMover::new(
-            &qemu.qmp,
-            dir.path(),
-            Arc::new(NoDiskServers),
-            Arc::new(NoFaultHandlers),
-        )
-        .expect("it waits");
+        let destination =
+            DestinationMover::new(&qemu.qmp, dir.path(), Arc::new(NoDiskServers), Arc::new(NoFaultHandlers))
+                .expect("it waits");
         assert_eq!(destination.try_state(), Some(IncomingState::Waiting));
-        Self {
-            id: MoveId::new().expect("random numbers"),
-            dir,
-            qemu,
-            destination,
-        }
+        Self { id: MoveId::new().expect("random numbers"), dir, qemu, destination }
     }
 
     /// Creates a bed prepared for a move, with everything arrived.
@@ -60,21 +48,13 @@ impl TestBed {
 
     /// Replaces the mover by a later one.
     fn restart(&mut self) {
-        self.destination = DestinationMover::new(
-            &self.qemu.qmp,
-            self.dir.path(),
-            Arc::new(NoDiskServers),
-            Arc::new(NoFaultHandlers),
-        )
-        .expect("it knows of the move");
+        self.destination =
+            DestinationMover::new(&self.qemu.qmp, self.dir.path(), Arc::new(NoDiskServers), Arc::new(NoFaultHandlers))
+                .expect("it knows of the move");
     }
 
     fn request(&self, id: &MoveId, request: MoverRequest) -> ToSource {
-        let message = ToDestination {
-            version: VERSION,
-            id: id.clone(),
-            tell: request,
-        };
+        let message = ToDestination { version: VERSION, id: id.clone(), tell: request };
         let note = serde_json::to_vec(&message).expect("plain data");
         self.destination.handle_note(&note)
     }
@@ -85,34 +65,15 @@ impl TestBed {
 
     fn prepare_with(&self, id: &MoveId, settings: QemuMigrationSettings) -> ToSource {
         let vm = Description::query(&mut Qmp::connect(&self.qemu.qmp).expect("lives")).expect("answers");
-        self.request(
-            id,
-            MoverRequest::Prepare {
-                vm: Box::new(vm),
-                settings,
-                disks: Vec::new(),
-            },
-        )
+        self.request(id, MoverRequest::Prepare { vm: Box::new(vm), settings, disks: Vec::new() })
     }
 
     fn start(&self) -> ToSource {
-        self.request(
-            &self.id,
-            MoverRequest::Go {
-                run: true,
-                postcopy: false,
-            },
-        )
+        self.request(&self.id, MoverRequest::Go { run: true, postcopy: false })
     }
 
     fn start_postcopy(&self) -> ToSource {
-        self.request(
-            &self.id,
-            MoverRequest::Go {
-                run: true,
-                postcopy: true,
-            },
-        )
+        self.request(&self.id, MoverRequest::Go { run: true, postcopy: true })
     }
 }
 
@@ -139,22 +100,13 @@ fn vm_starts_once_for_repeated_request() {
     bed.qemu.state().run = "io-error";
     assert_eq!(bed.start(), ToSource::Running { whole: true });
     assert_eq!((bed.qemu.command_count("cont"), bed.qemu.command_count("quit")), (1, 0));
-    assert_eq!(
-        bed.destination.try_state(),
-        Some(IncomingState::Running { has_all_memory: true })
-    );
+    assert_eq!(bed.destination.try_state(), Some(IncomingState::Running { has_all_memory: true }));
 }
 
 #[test]
 fn paused_vm_is_not_started() {
     let bed = TestBed::loaded();
-    let answer = bed.request(
-        &bed.id,
-        MoverRequest::Go {
-            run: false,
-            postcopy: false,
-        },
-    );
+    let answer = bed.request(&bed.id, MoverRequest::Go { run: false, postcopy: false });
     assert_eq!(answer, ToSource::Running { whole: true });
     assert_eq!(bed.qemu.command_count("cont"), 0);
 }
@@ -165,13 +117,7 @@ fn other_move_id_changes_nothing() {
     let mut bed = TestBed::loaded();
     let other = MoveId::new().expect("random numbers");
     for _ in 0..2 {
-        for request in [
-            MoverRequest::Go {
-                run: true,
-                postcopy: false,
-            },
-            MoverRequest::Recover,
-        ] {
+        for request in [MoverRequest::Go { run: true, postcopy: false }, MoverRequest::Recover] {
             assert!(reason(bed.request(&other, request)).contains("right host"));
         }
         assert!(reason(bed.prepare(&other)).contains("does not wait"));
@@ -196,10 +142,7 @@ fn refused_start_is_final() {
     bed.qemu.state().refuses.clear();
     for _ in 0..2 {
         assert!(matches!(bed.start(), ToSource::NotRunning { .. }));
-        assert!(matches!(
-            bed.destination.try_state(),
-            Some(IncomingState::NeverRan { .. })
-        ));
+        assert!(matches!(bed.destination.try_state(), Some(IncomingState::NeverRan { .. })));
         bed.restart();
     }
     assert_eq!((bed.qemu.command_count("cont"), bed.qemu.command_count("quit")), (1, 1));
@@ -257,33 +200,19 @@ fn postcopy_destination_is_never_ended() {
     let mut bed = TestBed::loaded();
     (bed.qemu.state().run, bed.qemu.state().migration) = ("paused", "postcopy-paused");
     bed.qemu.state().refuses.insert("cont");
-    let ToSource::NotYet { reason } = bed.start_postcopy() else {
-        panic!("it runs")
-    };
+    let ToSource::NotYet { reason } = bed.start_postcopy() else { panic!("it runs") };
     assert!(reason.contains("it does not want to"), "{reason}");
     bed.qemu.state().refuses.clear();
     bed.restart();
     assert_eq!(bed.start_postcopy(), ToSource::Running { whole: false });
     assert_eq!(bed.destination.stage(), IncomingStage::PostCopy);
-    assert_eq!(
-        bed.request(&bed.id, MoverRequest::Recover),
-        ToSource::Prepared {
-            warnings: Vec::new(),
-            disks: false,
-        }
-    );
+    assert_eq!(bed.request(&bed.id, MoverRequest::Recover), ToSource::Prepared { warnings: Vec::new(), disks: false });
     assert_eq!(bed.qemu.command_count("migrate-recover"), 1);
-    assert_eq!(
-        bed.destination.try_state(),
-        Some(IncomingState::Running { has_all_memory: false })
-    );
+    assert_eq!(bed.destination.try_state(), Some(IncomingState::Running { has_all_memory: false }));
     // All has arrived, and only the source does not know it.
     bed.qemu.state().migration = "completed";
     bed.qemu.state().refuses.insert("migrate-recover");
-    assert_eq!(
-        bed.request(&bed.id, MoverRequest::Recover),
-        ToSource::Running { whole: true }
-    );
+    assert_eq!(bed.request(&bed.id, MoverRequest::Recover), ToSource::Running { whole: true });
     assert_eq!(bed.start_postcopy(), ToSource::Running { whole: true });
     assert_eq!(bed.destination.stage(), IncomingStage::HandingOver);
     assert_eq!(bed.qemu.command_count("quit"), 0);
@@ -297,10 +226,7 @@ fn cancelled_outgoing_move_keeps_vm_complete() {
     for status in ["cancelling", "cancelled"] {
         bed.qemu.state().migration = status;
         bed.restart();
-        assert_eq!(
-            bed.destination.try_state(),
-            Some(IncomingState::Running { has_all_memory: true })
-        );
+        assert_eq!(bed.destination.try_state(), Some(IncomingState::Running { has_all_memory: true }));
     }
 }
 
@@ -335,14 +261,7 @@ fn vm_with_other_uuid_is_refused() {
     let mut vm = Description::query(&mut Qmp::connect(&bed.qemu.qmp).expect("lives")).expect("answers");
     vm.uuid = "00000000-0000-0000-0000-000000000000".to_owned();
     let settings = SETTINGS;
-    let answer = bed.request(
-        &bed.id,
-        MoverRequest::Prepare {
-            vm: Box::new(vm),
-            settings,
-            disks: Vec::new(),
-        },
-    );
+    let answer = bed.request(&bed.id, MoverRequest::Prepare { vm: Box::new(vm), settings, disks: Vec::new() });
     assert!(reason(answer).contains("UUID"));
     assert_eq!(bed.qemu.command_count("migrate-incoming"), 0);
 }
@@ -369,22 +288,9 @@ fn invalid_notes_change_nothing() {
     let id = serde_json::to_value(&bed.id).expect("plain data");
     for (note, word) in [
         (b"\xff".to_vec(), "no JSON"),
-        (
-            json!({"version": 1, "tell": "go"}).to_string().into_bytes(),
-            "version 1",
-        ),
-        (
-            json!({"version": VERSION, "id": id, "tell": "explode"})
-                .to_string()
-                .into_bytes(),
-            "explode",
-        ),
-        (
-            json!({"version": VERSION, "id": [], "tell": "recover"})
-                .to_string()
-                .into_bytes(),
-            "does not understand",
-        ),
+        (json!({"version": 1, "tell": "go"}).to_string().into_bytes(), "version 1"),
+        (json!({"version": VERSION, "id": id, "tell": "explode"}).to_string().into_bytes(), "explode"),
+        (json!({"version": VERSION, "id": [], "tell": "recover"}).to_string().into_bytes(), "does not understand"),
     ] {
         assert!(reason(bed.destination.handle_note(&note)).contains(word));
     }
@@ -403,10 +309,7 @@ fn restarted_mover_starts_allowed_vm() {
     bed.qemu.state().run = "paused";
     bed.restart();
     assert_eq!(bed.qemu.state().run, "running");
-    assert_eq!(
-        bed.destination.try_state(),
-        Some(IncomingState::Running { has_all_memory: true })
-    );
+    assert_eq!(bed.destination.try_state(), Some(IncomingState::Running { has_all_memory: true }));
 }
 
 /// A QEMU that another client has used since is refused without changing its settings.
@@ -415,10 +318,7 @@ fn qemu_changed_by_others_is_refused() {
     let bed = TestBed::new();
     (bed.qemu.state().run, bed.qemu.state().migration) = ("running", "completed");
     assert!(reason(bed.prepare(&bed.id)).contains("any more"));
-    assert_eq!(
-        bed.qemu.command_count("stop") + bed.qemu.command_count("migrate-set-capabilities"),
-        0
-    );
+    assert_eq!(bed.qemu.command_count("stop") + bed.qemu.command_count("migrate-set-capabilities"), 0);
 }
 
 /// Pager that owns the page faults, so that claims fail, while the flag is set.
@@ -451,10 +351,7 @@ fn refused_move_releases_page_faults() {
     bed.destination =
         DestinationMover::new(&bed.qemu.qmp, bed.dir.path(), Arc::new(NoDiskServers), handlers).expect("it waits");
     (bed.qemu.state().run, bed.qemu.state().migration) = ("running", "completed");
-    let postcopy = QemuMigrationSettings {
-        multifd_channels: 0,
-        postcopy: true,
-    };
+    let postcopy = QemuMigrationSettings { multifd_channels: 0, postcopy: true };
     assert!(reason(bed.prepare_with(&bed.id, postcopy)).contains("any more"));
     assert_eq!(Arc::strong_count(&claims), 2);
 }
@@ -475,15 +372,9 @@ fn postcopy_is_refused_where_pager_attached() {
         dir: tempfile::tempdir().expect("a folder"),
         qemu: Arc::clone(&qemu),
     };
-    let postcopy = QemuMigrationSettings {
-        multifd_channels: 0,
-        postcopy: true,
-    };
+    let postcopy = QemuMigrationSettings { multifd_channels: 0, postcopy: true };
     assert!(reason(bed.prepare_with(&bed.id, postcopy)).contains("a pager has it"));
-    assert_eq!(
-        qemu.command_count("migrate-set-capabilities") + qemu.command_count("migrate-incoming"),
-        0
-    );
+    assert_eq!(qemu.command_count("migrate-set-capabilities") + qemu.command_count("migrate-incoming"), 0);
     is_attached.store(false, Ordering::Relaxed);
     assert!(matches!(bed.prepare_with(&bed.id, postcopy), ToSource::Prepared { .. }));
     assert_eq!(bed.request(&bed.id, MoverRequest::CheckPostcopy), ToSource::Noted);

@@ -143,15 +143,9 @@ fn disks_return_when_destination_cannot_open() {
     let result = bed.run();
     let text = format!("{result:?}");
     assert!(matches!(result, Err(MoveError::NotMoved { .. })), "{text}");
-    assert!(
-        text.contains("its disks cannot be opened at the destination: it cannot"),
-        "{text}"
-    );
+    assert!(text.contains("its disks cannot be opened at the destination: it cannot"), "{text}");
     assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
-    assert_eq!(
-        here.done(),
-        ["flush", "flush", "inactivate", "commit", "restorecaches", "warm"]
-    );
+    assert_eq!(here.done(), ["flush", "flush", "inactivate", "commit", "restorecaches", "warm"]);
     assert_eq!(bed.destination.command_count("cont"), 0);
 }
 
@@ -190,10 +184,7 @@ fn destination_closes_disks_of_refused_vm() {
     bed.destination.state().refuses.insert("cont");
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::NotMoved { .. })), "{result:?}");
-    assert_eq!(
-        there.done(),
-        ["warm", "activate", "commit", "awaitincoming", "rollback"]
-    );
+    assert_eq!(there.done(), ["warm", "activate", "commit", "awaitincoming", "rollback"]);
     assert_eq!((bed.source.state().run, open(&here)), ("running", vec!["source"]));
 }
 
@@ -220,10 +211,7 @@ fn source_does_not_reopen_possibly_open_disks() {
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::OutcomeUnknown { .. })), "{result:?}");
     let text = format!("{result:?}");
-    assert!(
-        text.contains("may still be open at the destination: it cannot"),
-        "{text}"
-    );
+    assert!(text.contains("may still be open at the destination: it cannot"), "{text}");
     assert_eq!(bed.source.state().run, "postmigrate");
     assert!(!here.done().contains(&"commit".to_owned()));
     // The move continues once they are closed there.

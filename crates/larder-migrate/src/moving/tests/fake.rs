@@ -44,27 +44,16 @@ pub(super) struct Qemu {
 impl Qemu {
     fn start(dir: &Path, name: &str, run: &'static str, final_state: (&'static str, &'static str)) -> Self {
         let qmp = dir.join(name);
-        let known = [
-            "return-path",
-            "multifd",
-            "events",
-            "postcopy-ram",
-            "xbzrle",
-            "late-block-activate",
-        ];
+        let known = ["return-path", "multifd", "events", "postcopy-ram", "xbzrle", "late-block-activate"];
         let fake = FakeState {
             run,
             migration: "none",
             uuid: "9a8b7c6d-0000-1111-2222-333344445555",
             commands: Vec::new(),
             capabilities: known.map(|name| (name.to_owned(), name == "xbzrle")).into(),
-            parameters: [
-                ("downtime-limit", json!(20)),
-                ("multifd-channels", json!(8)),
-                ("tls-creds", json!("tls0")),
-            ]
-            .map(|(name, value)| (name.to_owned(), value))
-            .into(),
+            parameters: [("downtime-limit", json!(20)), ("multifd-channels", json!(8)), ("tls-creds", json!("tls0"))]
+                .map(|(name, value)| (name.to_owned(), value))
+                .into(),
             refuses: HashSet::new(),
             exits_at: None,
             hooks: BTreeMap::new(),
@@ -104,21 +93,13 @@ impl Qemu {
     }
 
     pub(super) fn command_count(&self, command: &str) -> usize {
-        self.state()
-            .commands
-            .iter()
-            .filter(|received| *received == command)
-            .count()
+        self.state().commands.iter().filter(|received| *received == command).count()
     }
 
     pub(super) fn wait_until(&self, condition: impl Fn(&FakeState) -> bool) {
         let give_up = Instant::now() + Duration::from_secs(30);
         while !condition(&self.state()) {
-            assert!(
-                Instant::now() < give_up,
-                "it does not come to that: {:?}",
-                self.state().commands
-            );
+            assert!(Instant::now() < give_up, "it does not come to that: {:?}", self.state().commands);
             thread::sleep(Duration::from_millis(2));
         }
     }
@@ -135,11 +116,7 @@ fn serve(client: &UnixStream, shared: &Arc<Mutex<FakeState>>) {
     for line in BufReader::new(client).lines() {
         let Ok(line) = line else { return };
         let request: Value = serde_json::from_str(&line).expect("JSON");
-        let command = request["execute"]
-            .as_str()
-            .or(request["exec-oob"].as_str())
-            .expect("a command")
-            .to_owned();
+        let command = request["execute"].as_str().or(request["exec-oob"].as_str()).expect("a command").to_owned();
         // The hook may inspect and change this QEMU.
         let hook = shared.lock().expect("no panic").hooks.remove(command.as_str());
         if let Some(mut hook) = hook {
@@ -195,11 +172,9 @@ fn execute(shared: &Arc<Mutex<FakeState>>, command: &str, arguments: &Value) -> 
         "qom-get" if arguments["path"] == "/chardevs/serial0" => return Err("Property 'addr' not found".to_owned()),
         "qom-get" => json!("pc-i440fx-10.0-machine"),
         "query-memory-size-summary" => json!({"base-memory": 1 << 30}),
-        "query-migrate-capabilities" => fake
-            .capabilities
-            .iter()
-            .map(|(name, on)| json!({"capability": name, "state": on}))
-            .collect(),
+        "query-migrate-capabilities" => {
+            fake.capabilities.iter().map(|(name, on)| json!({"capability": name, "state": on})).collect()
+        }
         "migrate-set-capabilities" => {
             for entry in arguments["capabilities"].as_array().expect("a list") {
                 let name = entry["capability"].as_str().expect("a name").to_owned();

@@ -126,10 +126,7 @@ impl TestBed {
             id: id.clone(),
             tell: MoverRequest::Prepare {
                 vm: Box::new(vm),
-                settings: QemuMigrationSettings {
-                    multifd_channels: 0,
-                    postcopy: false,
-                },
+                settings: QemuMigrationSettings { multifd_channels: 0, postcopy: false },
                 disks: Vec::new(),
             },
         };
@@ -165,10 +162,7 @@ impl TestBed {
     /// Asserts that the VM is at the destination alone.
     fn assert_at_destination(&self) {
         assert_eq!(self.destination.state().run, "running");
-        assert_eq!(
-            (self.source.command_count("cont"), self.source.command_count("quit")),
-            (0, 1)
-        );
+        assert_eq!((self.source.command_count("cont"), self.source.command_count("quit")), (0, 1));
         assert_eq!(self.destination.command_count("quit"), 0);
         assert_eq!(count_files(&self.options.records, "from"), 0);
     }
@@ -197,16 +191,7 @@ impl Drop for TestBed {
 
 fn count_files(dir: &PathBuf, begin: &str) -> usize {
     let entries = std::fs::read_dir(dir).expect("lists");
-    entries
-        .filter(|entry| {
-            entry
-                .as_ref()
-                .expect("lists")
-                .file_name()
-                .to_string_lossy()
-                .starts_with(begin)
-        })
-        .count()
+    entries.filter(|entry| entry.as_ref().expect("lists").file_name().to_string_lossy().starts_with(begin)).count()
 }
 
 #[test]
@@ -263,15 +248,11 @@ fn refused_migration_restores_source() {
             other => panic!("{other:?}"),
         }
         bed.source.state().refuses.clear();
-        bed.source
-            .state()
-            .parameters
-            .entry("tls-creds".to_owned())
-            .and_modify(|was| {
-                if command == "migrate-set-parameters" {
-                    assert_eq!(*was, "tls0");
-                }
-            });
+        bed.source.state().parameters.entry("tls-creds".to_owned()).and_modify(|was| {
+            if command == "migrate-set-parameters" {
+                assert_eq!(*was, "tls0");
+            }
+        });
         assert_eq!(bed.source.state().run, "running");
         assert!(bed.source.state().capabilities["xbzrle"], "{command}");
         // The move can be repeated with the same QEMU at the destination.
@@ -470,8 +451,7 @@ fn postcopy_retries_refused_start() {
     bed.destination.state().refuses.insert("cont");
     thread::scope(|scope| {
         scope.spawn(|| {
-            bed.destination
-                .wait_until(|fake| fake.commands.iter().any(|it| it == "cont"));
+            bed.destination.wait_until(|fake| fake.commands.iter().any(|it| it == "cont"));
             bed.destination.state().refuses.clear();
             bed.destination.wait_until(|fake| fake.run == "running");
             bed.source.state().migration = "completed";
@@ -501,10 +481,7 @@ fn source_failing_after_hand_over_is_stopped() {
                 other => panic!("{other:?}"),
             }
         });
-        assert_eq!(
-            (bed.source.command_count("stop"), bed.source.command_count("cont")),
-            (1, 0)
-        );
+        assert_eq!((bed.source.command_count("stop"), bed.source.command_count("cont")), (1, 0));
         assert_eq!(bed.source.command_count("quit"), usize::from(has_all_memory));
         assert_eq!(bed.destination.command_count("quit"), 0);
     }
@@ -603,22 +580,14 @@ fn run_state_changes_during_move_count() {
                 // Waits until the mover has seen the change.
                 let queries = bed.source.command_count("query-status");
                 bed.source.wait_until(|fake| {
-                    fake.commands
-                        .iter()
-                        .filter(|command| *command == "query-status")
-                        .count()
-                        > queries + 1
+                    fake.commands.iter().filter(|command| *command == "query-status").count() > queries + 1
                 });
                 (bed.destination.state().run, bed.destination.state().migration) = ("paused", "completed");
                 (bed.source.state().run, bed.source.state().migration) = ("postmigrate", "completed");
             });
             bed.run().expect("moves");
         });
-        assert_eq!(
-            bed.destination.command_count("cont"),
-            usize::from(after != "paused"),
-            "{before}, {after}"
-        );
+        assert_eq!(bed.destination.command_count("cont"), usize::from(after != "paused"), "{before}, {after}");
     }
 }
 
@@ -628,14 +597,9 @@ fn concurrent_foreign_migration_is_not_cancelled() {
     let bed = TestBed::new();
     bed.source.state().refuses.insert("migrate");
     let source = Arc::clone(&bed.source);
-    bed.source.hook("migrate", move || {
-        (source.state().run, source.state().migration) = ("postmigrate", "completed")
-    });
+    bed.source.hook("migrate", move || (source.state().run, source.state().migration) = ("postmigrate", "completed"));
     assert!(matches!(bed.run(), Err(MoveError::NotMoved { .. })));
-    assert_eq!(
-        bed.source.command_count("cont") + bed.source.command_count("migrate_cancel"),
-        0
-    );
+    assert_eq!(bed.source.command_count("cont") + bed.source.command_count("migrate_cancel"), 0);
 }
 
 #[test]

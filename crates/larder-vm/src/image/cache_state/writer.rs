@@ -36,12 +36,7 @@ pub(in crate::image) struct StateFileWriter {
 
 impl StateFileWriter {
     pub(super) fn new(state_file: StateFile, record: Option<StateRecord>, files: &[DiskFile]) -> Self {
-        Self {
-            state_file,
-            record: Arc::new(Mutex::new(record)),
-            write_lock: Arc::default(),
-            files: files.into(),
-        }
+        Self { state_file, record: Arc::new(Mutex::new(record)), write_lock: Arc::default(), files: files.into() }
     }
 
     fn lock_record(&self) -> MutexGuard<'_, Option<StateRecord>> {
@@ -115,9 +110,7 @@ impl StateFileWriter {
 
     /// Returns whether the file records that the device has failed.
     pub(in crate::image) fn is_detached(&self) -> bool {
-        self.lock_record()
-            .as_ref()
-            .is_some_and(|record| record.detached.is_some())
+        self.lock_record().as_ref().is_some_and(|record| record.detached.is_some())
     }
 
     /// Records that from now on the disk is used without the cache, which is not closed: see
@@ -171,10 +164,8 @@ impl StateFileWriter {
         memory_copy.set_fingerprints(fingerprints);
         let path = self.state_file.memory_copy_path().ok_or(io::ErrorKind::NotFound)?;
         // The outer directory also has files for other users, such as sockets.
-        for (directory, mode) in [
-            (parent_directory(parent_directory(&path)), 0o755),
-            (parent_directory(&path), 0o700),
-        ] {
+        for (directory, mode) in [(parent_directory(parent_directory(&path)), 0o755), (parent_directory(&path), 0o700)]
+        {
             runtime_directory::create(directory, mode)?;
         }
         let new = temporary_path(&path);

@@ -75,25 +75,14 @@ pub enum ChainError {
         denial(by),
         permission_hint(by, lines)
     )]
-    Backing {
-        image: String,
-        name: String,
-        format: Option<Format>,
-        by: PinnedBy,
-        lines: String,
-    },
+    Backing { image: String, name: String, format: Option<Format>, by: PinnedBy, lines: String },
     #[error(
         "{image}: its header names the external data file '{}', which {}{}",
         printable(name),
         denial(by),
         permission_hint(by, lines)
     )]
-    DataFile {
-        image: String,
-        name: String,
-        by: PinnedBy,
-        lines: String,
-    },
+    DataFile { image: String, name: String, by: PinnedBy, lines: String },
     #[error(
         "{image}: its header gives the backing file '{}' the format {}, but {} gives {}",
         printable(name),
@@ -101,47 +90,27 @@ pub enum ChainError {
         source_name(by),
         pinned.name()
     )]
-    Format {
-        image: String,
-        name: String,
-        header: Format,
-        pinned: Format,
-        by: PinnedBy,
-    },
+    Format { image: String, name: String, header: Format, pinned: Format, by: PinnedBy },
     #[error(
         "{image}: {author}, and its header would make root open '{}'; if that file is correct, confirm it with --trust-image, or do \
          this as another user",
         printable(name)
     )]
-    Author {
-        image: String,
-        name: String,
-        author: Author,
-    },
+    Author { image: String, name: String, author: Author },
     #[error(
         "{image}: its header would make root open '{}', but root does not follow every link: {}; if that file is correct, \
          confirm it with --trust-image, or do this as another user",
         printable(name),
         printable(&source.to_string())
     )]
-    Link {
-        image: String,
-        name: String,
-        source: io::Error,
-    },
+    Link { image: String, name: String, source: io::Error },
     #[error(
         "{image}: its header names no {what}, but {} names '{}'{}",
         source_name(by),
         printable(name),
         permission_hint(by, lines)
     )]
-    NotNamed {
-        image: String,
-        what: &'static str,
-        name: String,
-        by: PinnedBy,
-        lines: String,
-    },
+    NotNamed { image: String, what: &'static str, name: String, by: PinnedBy, lines: String },
 }
 
 fn format_suffix(format: Option<Format>) -> String {
@@ -310,19 +279,13 @@ impl ChainPolicy {
             },
             (Some(named), _) => {
                 // A relative path in the pinning file is relative to that file.
-                let actual = NamedImage {
-                    image: named.address.absolute(),
-                    format: named.format,
-                    data_file: None,
-                };
+                let actual = NamedImage { image: named.address.absolute(), format: named.format, data_file: None };
                 Err(ChainError::Backing {
                     image: image.to_string(),
                     name: named.name.to_owned(),
                     format: named.format,
                     by: by.clone(),
-                    lines: NamedChain::from(chain.as_ref())
-                        .with_backing(depth, Some(actual))
-                        .lines(),
+                    lines: NamedChain::from(chain.as_ref()).with_backing(depth, Some(actual)).lines(),
                 })
             }
         }
@@ -365,9 +328,7 @@ impl ChainPolicy {
                 image: image.to_string(),
                 name: named.name.to_owned(),
                 by: by.clone(),
-                lines: NamedChain::from(chain.as_ref())
-                    .with_data_file(depth, Some(named.address.absolute()))
-                    .lines(),
+                lines: NamedChain::from(chain.as_ref()).with_data_file(depth, Some(named.address.absolute())).lines(),
             }),
         }
     }
@@ -389,20 +350,14 @@ pub fn check_author(
         return Ok(());
     }
     if !author.is_root() {
-        return Err(ChainError::Author {
-            image: image.to_string(),
-            name: name.to_owned(),
-            author,
-        });
+        return Err(ChainError::Author { image: image.to_string(), name: name.to_owned(), author });
     }
     match address {
         ImageAddress::Path(path) => match open_safe_path(path) {
             // The host's own errors are reported when the file is opened.
-            Err(source) if source.raw_os_error().is_none() => Err(ChainError::Link {
-                image: image.to_string(),
-                name: name.to_owned(),
-                source,
-            }),
+            Err(source) if source.raw_os_error().is_none() => {
+                Err(ChainError::Link { image: image.to_string(), name: name.to_owned(), source })
+            }
             _ => Ok(()),
         },
         ImageAddress::Nbd(_) => Ok(()),
@@ -437,10 +392,7 @@ impl From<&PinnedChain> for NamedChain {
             format: Some(image.format),
             data_file: image.data_file.clone(),
         });
-        Self {
-            data_file: chain.data_file.clone(),
-            backing: backing.collect(),
-        }
+        Self { data_file: chain.data_file.clone(), backing: backing.collect() }
     }
 }
 
@@ -463,10 +415,7 @@ impl NamedChain {
                 })
             })
             .collect();
-        Some(PinnedChain {
-            data_file: self.data_file.clone(),
-            backing: backing?,
-        })
+        Some(PinnedChain { data_file: self.data_file.clone(), backing: backing? })
     }
 
     /// Returns whether `chain` allows exactly these files.
@@ -520,10 +469,7 @@ impl NamedChain {
 
     /// Returns the named files.
     pub fn files(&self) -> impl Iterator<Item = &ImageAddress> {
-        let backing = self
-            .backing
-            .iter()
-            .flat_map(|image| [Some(&image.image), image.data_file.as_ref()]);
+        let backing = self.backing.iter().flat_map(|image| [Some(&image.image), image.data_file.as_ref()]);
         std::iter::once(self.data_file.as_ref()).chain(backing).flatten()
     }
 
@@ -585,11 +531,8 @@ fn normalize(path: &Path) -> PathBuf {
 
 /// Returns the lines that describe an image and its chain in a VM's file, or in one for `--pin-chain`.
 pub fn chain_text(image: &ChainImage, chain: &PinnedChain) -> String {
-    let mut text = format!(
-        "image = {}\nformat = {}\n",
-        toml_string(&image.image.to_string()),
-        toml_string(image.format.name())
-    );
+    let mut text =
+        format!("image = {}\nformat = {}\n", toml_string(&image.image.to_string()), toml_string(image.format.name()));
     for (key, value) in NamedChain::from(chain).keys() {
         let _ = writeln!(text, "{key} = {value}");
     }
@@ -607,20 +550,17 @@ pub fn pinned_chain(parts: &[ChainPart]) -> PinnedChain {
                 Some(backing) => backing.data_file = Some(image),
                 None => chain.data_file = Some(image),
             },
-            PartRole::Backing => chain.backing.push(ChainImage {
-                image,
-                format: part.format,
-                data_file: None,
-            }),
+            PartRole::Backing => chain.backing.push(ChainImage { image, format: part.format, data_file: None }),
         }
     }
     chain
 }
 
 fn toml_table(image: &NamedImage) -> String {
-    let data_file = image.data_file.as_ref().map_or_else(String::new, |data_file| {
-        format!(", data-file = {}", toml_string(&data_file.to_string()))
-    });
+    let data_file = image
+        .data_file
+        .as_ref()
+        .map_or_else(String::new, |data_file| format!(", data-file = {}", toml_string(&data_file.to_string())));
     format!(
         "{{ image = {}, format = {}{data_file} }}",
         toml_string(&image.image.to_string()),

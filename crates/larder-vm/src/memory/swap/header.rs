@@ -126,10 +126,7 @@ impl Header {
             started.copy_from_slice(&header[OWNER_OFFSET + 8..OWNER_OFFSET + 16]);
             fields.uuid.copy_from_slice(&header[IDENTITY_OFFSET..SEGMENTS_OFFSET]);
             fields.segments = get_u32(header, SEGMENTS_OFFSET);
-            fields.owner = SwapOwner {
-                pid: get_u32(header, OWNER_OFFSET),
-                started: u64::from_le_bytes(started),
-            };
+            fields.owner = SwapOwner { pid: get_u32(header, OWNER_OFFSET), started: u64::from_le_bytes(started) };
             fields.is_created = get_u32(header, CREATED_OFFSET) == 1;
             fields.is_exported = get_u32(header, EXPORTED_OFFSET) == 1;
             fields.is_encrypted = get_u32(header, ENCRYPTED_OFFSET) == 1;
@@ -182,11 +179,7 @@ fn parse_mark(bytes: &[u8], uuid: &[u8; 16]) -> Option<u32> {
 /// Writes the mark to the disk, durably.
 pub(super) async fn write_mark(device: &Rc<dyn BlockDevice>, uuid: &[u8; 16], segments: u32) -> IoResult {
     let bytes = mark_bytes(uuid, segments);
-    let written = device.write(
-        ByteOffset::new(HEADER_BYTES as u64),
-        WriteBuf::new(&bytes),
-        WriteFlags::FUA,
-    );
+    let written = device.write(ByteOffset::new(HEADER_BYTES as u64), WriteBuf::new(&bytes), WriteFlags::FUA);
     written.await
 }
 
@@ -195,14 +188,8 @@ pub(super) async fn read_header(name: &str, device: &Rc<dyn BlockDevice>) -> Res
     let size = device.geometry().size;
     check_size(name, size)?;
     let mut bytes = AlignedBuf::zeroed(SEGMENT_BYTES);
-    device
-        .read(ByteOffset::ZERO, ReadBuf::new(&mut bytes))
-        .await
-        .map_err(|error| SwapError::Io(error.to_string()))?;
-    let header = Header::parse(&mut bytes).map_err(|version| SwapError::Version {
-        name: name.to_owned(),
-        version,
-    })?;
+    device.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await.map_err(|error| SwapError::Io(error.to_string()))?;
+    let header = Header::parse(&mut bytes).map_err(|version| SwapError::Version { name: name.to_owned(), version })?;
     let mark = match &header {
         Header::Larder(fields) => parse_mark(&bytes, &fields.uuid),
         Header::Zeros | Header::Foreign => None,

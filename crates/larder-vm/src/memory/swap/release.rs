@@ -53,10 +53,7 @@ pub(super) async fn erase(device: &Rc<dyn BlockDevice>, log: ErasableLog) -> IoR
             if range.len >= LOGGED_ZEROING_BYTES_MIN {
                 tracing::info!("swap cache {}: zeroing its first {}", device.name(), range.len);
             }
-            let flags = ZeroFlags {
-                unmap: true,
-                ..ZeroFlags::default()
-            };
+            let flags = ZeroFlags { unmap: true, ..ZeroFlags::default() };
             device.write_zeroes(range, flags).await?;
             // The flush precedes clearing or rewriting the header.
             device.flush().await
@@ -133,10 +130,9 @@ impl SwapRelease {
     pub(in crate::memory) async fn release(self) {
         self.writes.drained().await;
         let released = match self.kind {
-            SwapKind::CreatedFile(file) => file
-                .clear()
-                .and_then(|()| remove_if_unreplaced(&file))
-                .map_err(|error| error.to_string()),
+            SwapKind::CreatedFile(file) => {
+                file.clear().and_then(|()| remove_if_unreplaced(&file)).map_err(|error| error.to_string())
+            }
             SwapKind::ExistingFile(file) => file.clear().map_err(|error| error.to_string()),
             SwapKind::Encrypted(segments) => erase_with_header(&self.device, ErasableLog::Encrypted(segments)).await,
             SwapKind::Plain(mark) => erase_with_header(&self.device, ErasableLog::Plain(mark.written.get())).await,
@@ -154,10 +150,7 @@ async fn erase_with_header(device: &Rc<dyn BlockDevice>, log: ErasableLog) -> Re
     match (erased, log) {
         (Err(error), ErasableLog::Plain(_)) => return Err(format!("the pages on it are still readable: {error}")),
         (Err(error), ErasableLog::Encrypted(_)) => {
-            tracing::debug!(
-                "swap cache {}: its encrypted pages are not discarded: {error}",
-                device.name()
-            );
+            tracing::debug!("swap cache {}: its encrypted pages are not discarded: {error}", device.name());
         }
         (Ok(()), _) => {}
     }
@@ -170,8 +163,8 @@ async fn erase_with_header(device: &Rc<dyn BlockDevice>, log: ErasableLog) -> Re
 fn remove_if_unreplaced(file: &LockedFile) -> io::Result<()> {
     match file.path_change()? {
         None => std::fs::remove_file(file.path()),
-        Some(_) => Err(io::Error::other(
-            "it was moved or replaced while it was in use; it is empty, and may be removed",
-        )),
+        Some(_) => {
+            Err(io::Error::other("it was moved or replaced while it was in use; it is empty, and may be removed"))
+        }
     }
 }

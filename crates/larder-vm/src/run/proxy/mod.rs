@@ -36,10 +36,7 @@ use wire::{ProxyStop, receive, send, wait_readable};
 
 /// Interval between attempts to connect to a starting server. Waiting is counted in these steps, so time in which all
 /// processes were stopped, including the next server, does not count.
-const POLL_INTERVAL: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 2_000_000,
-};
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
 
 /// Number of steps without a server after which QEMU's connection is closed: 20 s. QEMU treats that as an error of
 /// the disk, and reconnects.
@@ -49,10 +46,7 @@ const NO_SERVER_POLLS_MAX: u32 = 10_000;
 const EXIT_POLLS_MAX: u32 = 2_500;
 
 /// Pause after a connection that ended with an error.
-const ERROR_PAUSE: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 100_000_000,
-};
+const ERROR_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Reason why a proxy cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -96,10 +90,7 @@ impl VhostUserProxy {
             let _socket = socket;
             worker.run(&listener);
         })?;
-        Ok(Self {
-            shared,
-            thread: Some(thread),
-        })
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     /// Records that QEMU is about to end: its messages no longer wait for a missing server.
@@ -149,12 +140,8 @@ impl ProxyWorker {
     fn serve(&mut self, listener: &UnixListener) -> Result<(), ProxyStop> {
         wait_readable(&[listener.as_fd()], &self.shared.stop_event, None)?;
         let (front, _) = listener.accept()?;
-        let connection = ProxyConnection {
-            worker: self,
-            frontend: front,
-            backend: None,
-            record: MessageRecord::default(),
-        };
+        let connection =
+            ProxyConnection { worker: self, frontend: front, backend: None, record: MessageRecord::default() };
         connection.run()
     }
 

@@ -41,17 +41,10 @@ impl ChainFile {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => {
-                return Err(ConfigError::Read {
-                    path: path.to_owned(),
-                    source,
-                });
+                return Err(ConfigError::Read { path: path.to_owned(), source });
             }
         };
-        let mut reader = ConfigParser {
-            path,
-            text: &text,
-            mistakes: Vec::new(),
-        };
+        let mut reader = ConfigParser { path, text: &text, mistakes: Vec::new() };
         let found = match DeTable::parse(&text) {
             Ok(table) => reader.parse_chain_file(table.get_ref()),
             Err(error) => {
@@ -69,11 +62,7 @@ impl ChainFile {
     /// Returns the chain file for an open disk; `None` if it has no image.
     pub fn from_parts(parts: &[ChainPart]) -> Option<Self> {
         let image = parts.first()?;
-        Some(Self {
-            image: image.image.absolute(),
-            format: image.format,
-            chain: pinned_chain(parts),
-        })
+        Some(Self { image: image.image.absolute(), format: image.format, chain: pinned_chain(parts) })
     }
 
     /// Describes the files other than the image, one per line: role, format, and whether it may be written.
@@ -130,11 +119,7 @@ impl ChainFile {
     }
 
     fn to_toml(&self) -> String {
-        let image = ChainImage {
-            image: self.image.clone(),
-            format: self.format,
-            data_file: None,
-        };
+        let image = ChainImage { image: self.image.clone(), format: self.format, data_file: None };
         format!(
             "# The files of a disk, written by larder disk serve --pin-chain: no others are opened for it.\n{}",
             format_chain_journals(&image, &self.chain)
@@ -180,28 +165,19 @@ impl ConfigParser<'_> {
                 "format" => format = self.parse_value(key, value, parse_format),
                 "data-file" => chain.data_file = self.parse_value(key, value, |text| parse_image(&directory, text)),
                 "backing" => chain.backing = self.parse_backing(&directory, value),
-                _ => self.add_mistake(
-                    &at,
-                    format!("unknown key '{key}'; a chain has image, format, data-file and backing"),
-                ),
+                _ => self
+                    .add_mistake(&at, format!("unknown key '{key}'; a chain has image, format, data-file and backing")),
             }
         }
         for key in ["image", "format"] {
             if !table.contains_key(key) {
-                self.add_mistake(
-                    &(0..0),
-                    format!("there is no {key}; remove this file, and Larder writes a new one"),
-                );
+                self.add_mistake(&(0..0), format!("there is no {key}; remove this file, and Larder writes a new one"));
             }
         }
         if format == Some(Format::Raw) {
             self.check_raw_chain(&(0..0), &chain);
         }
-        Some(ChainFile {
-            image: image?,
-            format: format?,
-            chain,
-        })
+        Some(ChainFile { image: image?, format: format?, chain })
     }
 
     /// Parses the backing files of an image: an array of tables.
@@ -210,19 +186,13 @@ impl ConfigParser<'_> {
             self.add_mistake(&value.span(), format!("backing: write {BACKING_EXAMPLE}"));
             return Vec::new();
         };
-        let images: Vec<_> = all
-            .iter()
-            .map(|value| self.parse_backing_image(directory, value))
-            .collect();
+        let images: Vec<_> = all.iter().map(|value| self.parse_backing_image(directory, value)).collect();
         let images: Vec<ChainImage> = images.into_iter().flatten().collect();
         for (number, image) in images.iter().enumerate() {
             if image.format == Format::Raw && (image.data_file.is_some() || number + 1 < images.len()) {
                 self.add_mistake(
                     &value.span(),
-                    format!(
-                        "backing: {} is raw, and a raw image refers to no other file",
-                        image.image
-                    ),
+                    format!("backing: {} is raw, and a raw image refers to no other file", image.image),
                 );
             }
         }
@@ -241,10 +211,7 @@ impl ConfigParser<'_> {
 
     fn parse_backing_image(&mut self, directory: &Path, value: &Value<'_>) -> Option<ChainImage> {
         let DeValue::Table(table) = value.get_ref() else {
-            self.add_mistake(
-                &value.span(),
-                format!("backing: a backing file is a table, as in {BACKING_EXAMPLE}"),
-            );
+            self.add_mistake(&value.span(), format!("backing: a backing file is a table, as in {BACKING_EXAMPLE}"));
             return None;
         };
         let (mut image, mut format, mut data_file) = (None, None, None);
@@ -254,27 +221,15 @@ impl ConfigParser<'_> {
                 "image" => image = self.parse_value(key, value, |text| parse_image(directory, text)),
                 "data-file" => data_file = self.parse_value(key, value, |text| parse_image(directory, text)),
                 "format" => format = self.parse_value(key, value, parse_format),
-                _ => self.add_mistake(
-                    &at,
-                    format!("unknown key '{key}'; a backing file has image, format and data-file"),
-                ),
+                _ => self
+                    .add_mistake(&at, format!("unknown key '{key}'; a backing file has image, format and data-file")),
             }
         }
-        for (key, is_present) in [
-            ("image", table.contains_key("image")),
-            ("format", table.contains_key("format")),
-        ] {
+        for (key, is_present) in [("image", table.contains_key("image")), ("format", table.contains_key("format"))] {
             if !is_present {
-                self.add_mistake(
-                    &value.span(),
-                    format!("this backing file has no {key}, as in {BACKING_EXAMPLE}"),
-                );
+                self.add_mistake(&value.span(), format!("this backing file has no {key}, as in {BACKING_EXAMPLE}"));
             }
         }
-        Some(ChainImage {
-            image: image?,
-            format: format?,
-            data_file,
-        })
+        Some(ChainImage { image: image?, format: format?, data_file })
     }
 }

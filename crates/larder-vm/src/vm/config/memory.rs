@@ -101,10 +101,7 @@ impl ConfigParser<'_> {
                 None
             }
         };
-        Some(VmMemory {
-            spec: spec?,
-            qemu: qemu?,
-        })
+        Some(VmMemory { spec: spec?, qemu: qemu? })
     }
 }
 

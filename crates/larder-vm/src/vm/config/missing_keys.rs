@@ -92,10 +92,8 @@ mod tests {
         let found = find_missing_keys(path, text, &config);
         assert_eq!(found.len(), 2);
         assert_eq!(found[1].image, ImageAddress::Path("/etc/larder/vms/b.qcow2".into()));
-        let lines = [
-            (found[1].clone(), "format = \"qcow2\"".to_owned()),
-            (found[0].clone(), "format = \"raw\"\n".to_owned()),
-        ];
+        let lines =
+            [(found[1].clone(), "format = \"qcow2\"".to_owned()), (found[0].clone(), "format = \"raw\"\n".to_owned())];
         let expected = "[[disk]]\nname = \"a\"\nimage = \"/srv/a.img\" # the first\nformat = \"raw\"\nserial = \"1\"\n\n[[disk]]\nimage = \"b.qcow2\"\nformat = \"qcow2\"";
         assert_eq!(insert_lines(text, &lines).expect("can be added"), expected);
     }

@@ -252,12 +252,7 @@ mod tests {
             started: inode,
             started_sectors: 8 * inode,
             clock_offset_ns: -5,
-            file: Some(FileTimes {
-                inode,
-                size: 1 << 40,
-                mtime_ns: -1,
-                ctime_ns: 7,
-            }),
+            file: Some(FileTimes { inode, size: 1 << 40, mtime_ns: -1, ctime_ns: 7 }),
             disk: None,
         }
     }
@@ -267,20 +262,11 @@ mod tests {
         let (file, page) = new_page();
         assert_eq!(read(&file).expect("reads"), None, "zeros are no mark");
         let boot = u128::MAX - 5;
-        let finding = RecordFinding {
-            finding: Finding::Unproven,
-            use_id: 77,
-        };
+        let finding = RecordFinding { finding: Finding::Unproven, use_id: 77 };
         page.initialize(boot, -9, 1000, 4096, &finding);
         let empty = read(&file).expect("reads").expect("is a mark");
-        assert_eq!(
-            (empty.boot, empty.clock_offset_ns, empty.completed_at_ns),
-            (boot, -9, 1000)
-        );
-        assert_eq!(
-            (empty.carried, empty.use_id, empty.capture),
-            (Finding::Unproven, 77, None)
-        );
+        assert_eq!((empty.boot, empty.clock_offset_ns, empty.completed_at_ns), (boot, -9, 1000));
+        assert_eq!((empty.carried, empty.use_id, empty.capture), (Finding::Unproven, 77, None));
         page.store(Word::Started, 3);
         for inode in 1..4 {
             page.store_capture(&capture_of(inode));

@@ -8,19 +8,10 @@ use Finding::{Changed, NoRecord, Unchanged, Unproven};
 const MS: i64 = 1_000_000;
 const SIZE: u64 = 1 << 30;
 
-const CAPTURED: FileTimes = FileTimes {
-    inode: 12,
-    size: SIZE,
-    mtime_ns: 900 * MS,
-    ctime_ns: 950 * MS,
-};
+const CAPTURED: FileTimes = FileTimes { inode: 12, size: SIZE, mtime_ns: 900 * MS, ctime_ns: 950 * MS };
 
 fn clock() -> ClockReading {
-    ClockReading {
-        boot: 7,
-        now_ns: 9000 * MS,
-        clock_offset_ns: 500 * MS,
-    }
+    ClockReading { boot: 7, now_ns: 9000 * MS, clock_offset_ns: 500 * MS }
 }
 
 /// Returns a mark of a file that was captured after ten writes. Until the kill, `begun` writes have begun and `ended`
@@ -34,12 +25,7 @@ fn file_snapshot(begun: u64, ended: u64) -> Snapshot {
         completed_at_ns: 5000 * MS,
         heartbeat_at_ns: 5015 * MS,
         size_max: SIZE,
-        capture: Some(Capture {
-            started: 10,
-            clock_offset_ns: 500 * MS,
-            file: Some(CAPTURED),
-            ..Capture::default()
-        }),
+        capture: Some(Capture { started: 10, clock_offset_ns: 500 * MS, file: Some(CAPTURED), ..Capture::default() }),
         ..Snapshot::default()
     }
 }
@@ -57,151 +43,63 @@ fn in_flight() -> Snapshot {
 }
 
 fn file(now: FileTimes) -> ImageState {
-    ImageState {
-        file: Some(now),
-        disk: None,
-        is_provable: true,
-    }
+    ImageState { file: Some(now), disk: None, is_provable: true }
 }
 
 /// Returns the file's state with the given times.
 fn at(mtime_ms: i64, ctime_ms: i64) -> FileTimes {
-    FileTimes {
-        mtime_ns: mtime_ms * MS,
-        ctime_ns: ctime_ms * MS,
-        ..CAPTURED
-    }
+    FileTimes { mtime_ns: mtime_ms * MS, ctime_ns: ctime_ms * MS, ..CAPTURED }
 }
 
 /// Returns a clock that was set by `step_ms` milliseconds since the mark, and is at `now_ms`.
 fn stepped(step_ms: i64, now_ms: i64) -> ClockReading {
-    ClockReading {
-        clock_offset_ns: (500 + step_ms) * MS,
-        now_ns: now_ms * MS,
-        ..clock()
-    }
+    ClockReading { clock_offset_ns: (500 + step_ms) * MS, now_ns: now_ms * MS, ..clock() }
 }
 
 #[test]
 fn file_verdict_follows_times() {
     let larger = |size| FileTimes { size, ..at(4990, 4990) };
-    let may_grow = |mark: Snapshot| Snapshot {
-        size_max: SIZE + 4096,
-        ..mark
-    };
+    let may_grow = |mark: Snapshot| Snapshot { size_max: SIZE + 4096, ..mark };
     let without_capture = |mark| Snapshot { capture: None, ..mark };
     let other = FileTimes { inode: 13, ..CAPTURED };
     for (case, snapshot, now, expected) in [
         ("quiet, untouched", no_writes(), CAPTURED, Unchanged),
-        (
-            "quiet, chmod or rename: ctime only",
-            no_writes(),
-            at(900, 5100),
-            Unproven,
-        ),
+        ("quiet, chmod or rename: ctime only", no_writes(), at(900, 5100), Unproven),
         ("quiet, written, then touch -r", no_writes(), at(900, 6000), Unproven),
         ("quiet, written", no_writes(), at(5100, 5100), Changed),
         ("quiet, mtime set back by touch -d", no_writes(), at(100, 6000), Changed),
         ("quiet, ctime before the capture", no_writes(), at(900, 940), Changed),
         ("quiet, another file", no_writes(), other, Changed),
         ("quiet, larger", no_writes(), larger(SIZE + 4096), Changed),
-        (
-            "quiet, and not allowed to grow",
-            may_grow(no_writes()),
-            larger(SIZE + 4096),
-            Changed,
-        ),
+        ("quiet, and not allowed to grow", may_grow(no_writes()), larger(SIZE + 4096), Changed),
         ("ended, own time", all_completed(), at(4990, 4990), Unchanged),
         ("ended, at the very end", all_completed(), at(5000, 5000), Unchanged),
-        (
-            "ended, own time of a slow disk",
-            all_completed(),
-            at(3000, 3000),
-            Unchanged,
-        ),
-        (
-            "ended, own time of a very slow disk",
-            all_completed(),
-            at(2900, 2900),
-            Unproven,
-        ),
+        ("ended, own time of a slow disk", all_completed(), at(3000, 3000), Unchanged),
+        ("ended, own time of a very slow disk", all_completed(), at(2900, 2900), Unproven),
         ("ended, written later", all_completed(), at(5001, 5001), Changed),
         ("ended, written 0.1 s later", all_completed(), at(5100, 5100), Changed),
         ("ended, chmod later", all_completed(), at(4990, 5100), Unproven),
-        (
-            "ended, written, then touch -r",
-            all_completed(),
-            at(4990, 6000),
-            Unproven,
-        ),
+        ("ended, written, then touch -r", all_completed(), at(4990, 6000), Unproven),
         ("ended, an older state put back", all_completed(), at(800, 800), Changed),
         ("ended, and no trace of it", all_completed(), CAPTURED, Unproven),
-        (
-            "ended, grown by us",
-            may_grow(all_completed()),
-            larger(SIZE + 4096),
-            Unchanged,
-        ),
-        (
-            "ended, grown too far",
-            may_grow(all_completed()),
-            larger(SIZE + 4097),
-            Changed,
-        ),
+        ("ended, grown by us", may_grow(all_completed()), larger(SIZE + 4096), Unchanged),
+        ("ended, grown too far", may_grow(all_completed()), larger(SIZE + 4097), Changed),
         ("ended, shrunk", may_grow(all_completed()), larger(SIZE - 1), Changed),
-        (
-            "ended, another file",
-            all_completed(),
-            FileTimes {
-                inode: 13,
-                ..at(4990, 4990)
-            },
-            Changed,
-        ),
+        ("ended, another file", all_completed(), FileTimes { inode: 13, ..at(4990, 4990) }, Changed),
         ("in flight, no trace", in_flight(), at(4990, 4990), Unchanged),
         ("begun, not submitted", file_snapshot(11, 10), CAPTURED, Unchanged),
         ("in flight, late own time", in_flight(), at(5030, 5030), Unchanged),
-        (
-            "in flight, until a heartbeat later",
-            in_flight(),
-            at(5035, 5035),
-            Unchanged,
-        ),
+        ("in flight, until a heartbeat later", in_flight(), at(5035, 5035), Unchanged),
         ("in flight, very late own time", in_flight(), at(5036, 5036), Unproven),
-        (
-            "in flight, foreign write 0.1 s later",
-            in_flight(),
-            at(5100, 5100),
-            Unproven,
-        ),
+        ("in flight, foreign write 0.1 s later", in_flight(), at(5100, 5100), Unproven),
         ("in flight, chmod later", in_flight(), at(4990, 7000), Unproven),
         ("in flight, very slow disk", in_flight(), at(2000, 2000), Unproven),
         ("in flight, an older state put back", in_flight(), at(800, 800), Changed),
         ("in flight, shrunk", in_flight(), larger(SIZE - 1), Changed),
-        (
-            "no capture yet, untouched",
-            without_capture(file_snapshot(0, 0)),
-            at(4999, 4999),
-            Unchanged,
-        ),
-        (
-            "no capture yet, written",
-            without_capture(file_snapshot(0, 0)),
-            at(5100, 5100),
-            Changed,
-        ),
-        (
-            "no capture yet, in flight, late",
-            without_capture(file_snapshot(1, 0)),
-            at(5100, 5100),
-            Unproven,
-        ),
-        (
-            "no capture yet, old",
-            without_capture(file_snapshot(1, 0)),
-            at(2000, 2000),
-            Unproven,
-        ),
+        ("no capture yet, untouched", without_capture(file_snapshot(0, 0)), at(4999, 4999), Unchanged),
+        ("no capture yet, written", without_capture(file_snapshot(0, 0)), at(5100, 5100), Changed),
+        ("no capture yet, in flight, late", without_capture(file_snapshot(1, 0)), at(5100, 5100), Unproven),
+        ("no capture yet, old", without_capture(file_snapshot(1, 0)), at(2000, 2000), Unproven),
     ] {
         assert_eq!(judge(Some(&snapshot), &file(now), clock()), expected, "{case}");
     }
@@ -210,98 +108,23 @@ fn file_verdict_follows_times() {
 #[test]
 fn stepped_clock_proves_no_more() {
     for (case, snapshot, now, clock, expected) in [
-        (
-            "quiet needs no clock",
-            no_writes(),
-            CAPTURED,
-            stepped(-3000, 3000),
-            Unchanged,
-        ),
-        (
-            "quiet, written",
-            no_writes(),
-            at(2100, 2100),
-            stepped(-3000, 3000),
-            Changed,
-        ),
-        (
-            "set back, and at that time again",
-            all_completed(),
-            at(4990, 4990),
-            stepped(-3000, 6000),
-            Unproven,
-        ),
-        (
-            "set back, written",
-            all_completed(),
-            at(2100, 2100),
-            stepped(-3000, 3000),
-            Unproven,
-        ),
-        (
-            "set back, not yet there, own",
-            all_completed(),
-            at(4990, 4990),
-            stepped(-3000, 3000),
-            Unchanged,
-        ),
-        (
-            "set back, not yet there, written before",
-            all_completed(),
-            at(5100, 5100),
-            stepped(-3000, 3000),
-            Changed,
-        ),
-        (
-            "set back in flight, not yet there",
-            in_flight(),
-            at(5030, 5030),
-            stepped(-3000, 3000),
-            Unchanged,
-        ),
-        (
-            "set back in flight, late",
-            in_flight(),
-            at(5100, 5100),
-            stepped(-3000, 3000),
-            Unproven,
-        ),
-        (
-            "set back, older than the capture",
-            all_completed(),
-            at(800, 800),
-            stepped(-8000, 3000),
-            Unproven,
-        ),
-        (
-            "set forward, own",
-            all_completed(),
-            at(4990, 4990),
-            stepped(3000, 12000),
-            Unchanged,
-        ),
-        (
-            "set forward, written",
-            all_completed(),
-            at(8100, 8100),
-            stepped(3000, 12000),
-            Changed,
-        ),
-        (
-            "set forward, older than the capture",
-            all_completed(),
-            at(800, 800),
-            stepped(3000, 12000),
-            Unproven,
-        ),
+        ("quiet needs no clock", no_writes(), CAPTURED, stepped(-3000, 3000), Unchanged),
+        ("quiet, written", no_writes(), at(2100, 2100), stepped(-3000, 3000), Changed),
+        ("set back, and at that time again", all_completed(), at(4990, 4990), stepped(-3000, 6000), Unproven),
+        ("set back, written", all_completed(), at(2100, 2100), stepped(-3000, 3000), Unproven),
+        ("set back, not yet there, own", all_completed(), at(4990, 4990), stepped(-3000, 3000), Unchanged),
+        ("set back, not yet there, written before", all_completed(), at(5100, 5100), stepped(-3000, 3000), Changed),
+        ("set back in flight, not yet there", in_flight(), at(5030, 5030), stepped(-3000, 3000), Unchanged),
+        ("set back in flight, late", in_flight(), at(5100, 5100), stepped(-3000, 3000), Unproven),
+        ("set back, older than the capture", all_completed(), at(800, 800), stepped(-8000, 3000), Unproven),
+        ("set forward, own", all_completed(), at(4990, 4990), stepped(3000, 12000), Unchanged),
+        ("set forward, written", all_completed(), at(8100, 8100), stepped(3000, 12000), Changed),
+        ("set forward, older than the capture", all_completed(), at(800, 800), stepped(3000, 12000), Unproven),
         (
             "slewed",
             all_completed(),
             at(4990, 4990),
-            ClockReading {
-                clock_offset_ns: 500 * MS - 900_000,
-                ..clock()
-            },
+            ClockReading { clock_offset_ns: 500 * MS - 900_000, ..clock() },
             Unchanged,
         ),
     ] {
@@ -325,14 +148,8 @@ fn record_counts_only_on_its_boot() {
         for written in [false, true] {
             let now = file(if written { at(5100, 5100) } else { CAPTURED });
             let expected = if written { Changed } else { known };
-            let carried = Snapshot {
-                carried: known,
-                ..no_writes()
-            };
-            let foreign = Snapshot {
-                foreign: known,
-                ..no_writes()
-            };
+            let carried = Snapshot { carried: known, ..no_writes() };
+            let foreign = Snapshot { foreign: known, ..no_writes() };
             assert_eq!(judge(Some(&carried), &now, clock()), expected);
             assert_eq!(judge(Some(&foreign), &now, clock()), expected);
             assert_eq!(Finding::from_code(known.code()), known);
@@ -355,11 +172,7 @@ fn late_foreign_write_is_never_proven() {
                         mark.capture = capture;
                         for written_ms in [5036, 5100, 7000, 8999] {
                             for is_before_step in [false, true] {
-                                let time = if is_before_step {
-                                    written_ms
-                                } else {
-                                    written_ms + step_ms
-                                };
+                                let time = if is_before_step { written_ms } else { written_ms + step_ms };
                                 let clock = stepped(step_ms, 9000 + step_ms);
                                 let found = judge(Some(&mark), &file(at(time, time)), clock);
                                 assert_ne!(found, Unchanged, "{mark:?} {time} {step_ms}");
@@ -372,13 +185,8 @@ fn late_foreign_write_is_never_proven() {
     }
 }
 
-const COUNTED: DiskCounters = DiskCounters {
-    sequence: 3,
-    written_sectors: 1000,
-    written_through_disk: 40,
-    is_reliable: true,
-    backing: None,
-};
+const COUNTED: DiskCounters =
+    DiskCounters { sequence: 3, written_sectors: 1000, written_through_disk: 40, is_reliable: true, backing: None };
 
 /// Returns a mark of a block device with the given numbers of sectors begun and ended since the capture.
 fn disk_snapshot(begun: u64, ended: u64) -> Snapshot {
@@ -387,38 +195,18 @@ fn disk_snapshot(begun: u64, ended: u64) -> Snapshot {
         completed: 10 + ended,
         started_sectors: 100 + begun,
         completed_sectors: 100 + ended,
-        capture: Some(Capture {
-            started: 10,
-            started_sectors: 100,
-            disk: Some(COUNTED),
-            ..Capture::default()
-        }),
+        capture: Some(Capture { started: 10, started_sectors: 100, disk: Some(COUNTED), ..Capture::default() }),
         ..no_writes()
     }
 }
 
 #[test]
 fn disk_verdict_follows_counters() {
-    let grown = |sectors| DiskCounters {
-        written_sectors: COUNTED.written_sectors + sectors,
-        ..COUNTED
-    };
-    let inexact = |mark| Snapshot {
-        is_inexact: true,
-        ..mark
-    };
-    let (replaced, unknown) = (
-        DiskCounters { sequence: 4, ..COUNTED },
-        DiskCounters { sequence: 0, ..COUNTED },
-    );
-    let beside = DiskCounters {
-        written_through_disk: 41,
-        ..COUNTED
-    };
-    let no_capture = Snapshot {
-        capture: None,
-        ..disk_snapshot(8, 8)
-    };
+    let grown = |sectors| DiskCounters { written_sectors: COUNTED.written_sectors + sectors, ..COUNTED };
+    let inexact = |mark| Snapshot { is_inexact: true, ..mark };
+    let (replaced, unknown) = (DiskCounters { sequence: 4, ..COUNTED }, DiskCounters { sequence: 0, ..COUNTED });
+    let beside = DiskCounters { written_through_disk: 41, ..COUNTED };
+    let no_capture = Snapshot { capture: None, ..disk_snapshot(8, 8) };
     for (case, snapshot, now, expected) in [
         ("quiet", disk_snapshot(0, 0), COUNTED, Unchanged),
         ("quiet, written", disk_snapshot(0, 0), grown(8), Changed),
@@ -436,11 +224,7 @@ fn disk_verdict_follows_counters() {
         ("after a discard", inexact(disk_snapshot(24, 24)), grown(16), Unproven),
         ("no capture", no_capture, COUNTED, Unproven),
     ] {
-        let state = ImageState {
-            file: None,
-            disk: Some(now),
-            is_provable: true,
-        };
+        let state = ImageState { file: None, disk: Some(now), is_provable: true };
         assert_eq!(judge(Some(&snapshot), &state, clock()), expected, "{case}");
     }
 }
@@ -450,10 +234,7 @@ fn disk_verdict_follows_counters() {
 fn loop_device_needs_counters_and_times() {
     let with_times = |begun, ended| {
         let mut snapshot = disk_snapshot(begun, ended);
-        snapshot.capture = snapshot.capture.map(|capture| Capture {
-            file: Some(CAPTURED),
-            ..capture
-        });
+        snapshot.capture = snapshot.capture.map(|capture| Capture { file: Some(CAPTURED), ..capture });
         snapshot
     };
     for (snapshot, growth, times, expected) in [
@@ -465,16 +246,8 @@ fn loop_device_needs_counters_and_times() {
         (with_times(8, 8), 16, at(4990, 4990), Changed),
         (with_times(8, 0), 8, at(5100, 5100), Unproven),
     ] {
-        let now = DiskCounters {
-            written_sectors: COUNTED.written_sectors + growth,
-            backing: Some(times),
-            ..COUNTED
-        };
-        let state = ImageState {
-            file: Some(times),
-            disk: Some(now),
-            is_provable: true,
-        };
+        let now = DiskCounters { written_sectors: COUNTED.written_sectors + growth, backing: Some(times), ..COUNTED };
+        let state = ImageState { file: Some(times), disk: Some(now), is_provable: true };
         assert_eq!(judge(Some(&snapshot), &state, clock()), expected, "{growth} {times:?}");
     }
 }

@@ -62,10 +62,7 @@ pub(in crate::backend::file) struct RecordFinding {
 }
 
 impl RecordFinding {
-    pub(in crate::backend::file) const NO_RECORD: Self = Self {
-        finding: Finding::NoRecord,
-        use_id: 0,
-    };
+    pub(in crate::backend::file) const NO_RECORD: Self = Self { finding: Finding::NoRecord, use_id: 0 };
 }
 
 /// The content of a mark as an earlier process has left it.
@@ -138,9 +135,7 @@ pub(super) fn judge(snapshot: Option<&Snapshot>, now: &ImageState, clock: ClockR
     if !now.is_provable {
         return known.max(Finding::Unproven);
     }
-    let file = now
-        .file
-        .map_or(Finding::Unchanged, |file| judge_file(snapshot, &file, clock));
+    let file = now.file.map_or(Finding::Unchanged, |file| judge_file(snapshot, &file, clock));
     let disk = now.disk.map_or(Finding::Unchanged, |disk| judge_disk(snapshot, &disk));
     known.max(file).max(disk)
 }
@@ -168,12 +163,7 @@ fn judge_file(snapshot: &Snapshot, now: &FileTimes, clock: ClockReading) -> Find
             };
         }
     }
-    judge_times(
-        snapshot,
-        capture.map(|(capture, then)| (capture.clock_offset_ns, then)),
-        now,
-        clock,
-    )
+    judge_times(snapshot, capture.map(|(capture, then)| (capture.clock_offset_ns, then)), now, clock)
 }
 
 /// Judges by times, if own writes began since the capture `then`, or there is none.
@@ -186,10 +176,7 @@ fn judge_times(
     let all_completed = snapshot.started == snapshot.completed;
     let last_write_ns = match all_completed {
         true => snapshot.completed_at_ns,
-        false => snapshot
-            .completed_at_ns
-            .max(snapshot.heartbeat_at_ns)
-            .saturating_add(HEARTBEAT_INTERVAL_NS),
+        false => snapshot.completed_at_ns.max(snapshot.heartbeat_at_ns).saturating_add(HEARTBEAT_INTERVAL_NS),
     };
     let latest = now.latest_ns();
     // The clock passes some times twice, but has not yet returned to times after the present.
