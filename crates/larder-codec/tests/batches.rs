@@ -225,7 +225,7 @@ fn excessive_lengths_are_refused() {
 fn short_data_is_refused_with_reason() {
     // Only literals: five bytes of a block.
     let short = DecodeError::Short { method: Method::Lz4, len: 6, expected: 2 * PAGE, decoded: 5 };
-    assert_eq!(short.to_string(), "lz4: 6 bytes make 5 bytes and not the 8192 of the batch");
+    assert_eq!(short.to_string(), "lz4: 6 encoded bytes decode to 5 bytes instead of the 8192 of the batch");
     let mut decoder = Decoder::new();
     assert_eq!(decoded(&mut decoder, Method::Lz4, &[0x50, 1, 2, 3, 4, 5], 2), Err(short));
     for method in Method::ALL {

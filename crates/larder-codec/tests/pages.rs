@@ -175,7 +175,7 @@ fn wrong_page_length_is_refused() {
     // Only literals, five bytes of a block; and an empty frame.
     let five = [0x50, 1, 2, 3, 4, 5];
     let short = DecodeError::Short { codec: Codec::Lz4, len: 6, decoded: 5 };
-    assert_eq!(short.to_string(), "lz4: the 6 bytes stored make 5 bytes and no page of 4096");
+    assert_eq!(short.to_string(), "lz4: the 6 stored bytes decode to 5 bytes instead of a page of 4096");
     assert_eq!(decoded(&mut decoder, Codec::Lz4, &five), Err(short));
     for codec in Codec::ALL {
         assert!(decoded(&mut decoder, codec, &[]).is_err());

@@ -195,7 +195,7 @@ const STAYING: [(&str, &[&str]); 39] = [
     ),
     (
         "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,queue-size=100",
-        &["disk /b: stays", "queues of 100"],
+        &["disk /b: stays", "queue-size 100: a queue has"],
     ),
     (
         "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,logical_block_size=1k",

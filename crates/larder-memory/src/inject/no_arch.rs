@@ -12,11 +12,11 @@ pub(super) struct Registers;
 
 impl Registers {
     pub(super) fn read(_: &Tracee) -> Result<Self, InjectError> {
-        Err(InjectError::NotOnThisArchitecture)
+        Err(InjectError::UnsupportedArchitecture)
     }
 
     pub(super) fn write(&self, _: &Tracee) -> Result<(), InjectError> {
-        Err(InjectError::NotOnThisArchitecture)
+        Err(InjectError::UnsupportedArchitecture)
     }
 
     pub(super) fn is_64_bit(&self) -> bool {
@@ -56,7 +56,7 @@ pub(super) struct VectorRegisters;
 
 impl VectorRegisters {
     pub(super) fn read(_: &Tracee) -> Result<Self, InjectError> {
-        Err(InjectError::NotOnThisArchitecture)
+        Err(InjectError::UnsupportedArchitecture)
     }
 }
 

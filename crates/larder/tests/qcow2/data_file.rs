@@ -181,7 +181,7 @@ fn misplaced_data_file_entry_fails() {
             let (code, said) = check(&pair.image, &[]);
             assert_eq!(code, Some(1), "{place:#x}: {said}");
             let says = format!(
-                "the entry of guest offset {start:#x} in the active L1 table, {place:#018x}, points to another place"
+                "the entry of guest offset {start:#x} in the active L1 table, {place:#018x}, points to another offset in the data file"
             );
             assert!(said.contains(&says), "{said}");
             let (code, said) = check(&pair.image, &["--repair"]);
