@@ -4,6 +4,7 @@ mod advise;
 mod bench_codec;
 mod bench_policy;
 mod cli;
+mod concurrent;
 mod disk_cache;
 mod disk_chain;
 mod disk_check;

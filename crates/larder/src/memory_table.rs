@@ -11,6 +11,7 @@ use larder_vm::vm::find::{self, KnownVm};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::concurrent::query_each;
 use crate::disk_image::format_size;
 use crate::output::Table;
 
@@ -31,11 +32,7 @@ pub(crate) fn query_all<'a>(vms: &[KnownVm], disks: impl Iterator<Item = &'a Dis
             all.push(found);
         }
     }
-    let results: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = all.iter().map(|vm| scope.spawn(move || fetch_memory(&vm.control))).collect();
-        // A panic in a thread aborts the process, so `join` does not fail.
-        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
-    });
+    let results = query_each(&all, |vm| fetch_memory(&vm.control));
     let all = all.into_iter().zip(results);
     all.filter_map(|(vm, results)| match results {
         // Errors of the VMs' disk servers are reported elsewhere.

@@ -7,6 +7,7 @@ use larder_vm::control::{ControlClientError, fetch_migration};
 use larder_vm::vm::find;
 use serde_json::Value;
 
+use crate::concurrent::query_each;
 use crate::disk_image::format_size;
 
 /// State of a move: the JSON as received, and the fields that this program knows.
@@ -18,11 +19,7 @@ pub(crate) type MigrationQuery = (String, Result<MigrationReply, ControlClientEr
 /// Queries all processes that move VMs, concurrently; those that have exited meanwhile are left out.
 pub(crate) fn query_all() -> Vec<MigrationQuery> {
     let all = find::migration_sockets();
-    let asked: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = all.iter().map(|(_, _, control)| scope.spawn(move || fetch_migration(control))).collect();
-        // A panic in a thread aborts the process, so `join` does not fail.
-        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
-    });
+    let asked = query_each(&all, |(_, _, control)| fetch_migration(control));
     let asked = all.into_iter().map(|(vm, ..)| vm).zip(asked);
     asked.filter(|(_, asked)| !matches!(asked, Err(ControlClientError::Missing { .. }))).collect()
 }

@@ -8,6 +8,7 @@ use larder_vm::control::{ControlClientError, fetch_disks};
 use larder_vm::vm::find::KnownVm;
 use serde::Serialize;
 
+use crate::concurrent::query_each;
 use crate::output::Table;
 
 /// Activity of one disk.
@@ -62,11 +63,7 @@ impl DiskSampler {
 
 /// Queries all VMs concurrently, so that one that hangs does not delay the others. VMs without a server are left out.
 pub(crate) fn query_disks(vms: &[KnownVm]) -> Vec<(String, Result<Vec<DiskState>, ControlClientError>)> {
-    let results: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = vms.iter().map(|vm| scope.spawn(move || fetch_disks(&vm.control))).collect();
-        // A panic in a thread aborts the process, so `join` does not fail.
-        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
-    });
+    let results = query_each(vms, |vm| fetch_disks(&vm.control));
     let all = vms.iter().zip(results).filter_map(|(vm, results)| match results {
         Ok((_, disks)) => Some((vm.name.clone(), Ok(disks.disks))),
         Err(error) if is_not_served(&error) => None,

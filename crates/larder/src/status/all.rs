@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
+use crate::concurrent::query_each;
 use crate::disk_image::format_size;
 use crate::output::{Table, print};
 use crate::rates::is_not_served;
@@ -52,17 +53,12 @@ fn no_vm_message() -> String {
     format!("this user has no VM: none has a file in {}, and none is served{host_hint}\n", directory.display())
 }
 
-/// Queries all VMs concurrently, so that one that hangs does not delay the others.
+/// Queries all VMs concurrently.
 fn query_all(vms: &[KnownVm]) -> Vec<VmQuery> {
-    let ask = |vm: &KnownVm| {
+    query_each(vms, |vm| {
         let server = fetch_server(&vm.control)?;
         let (json, disks) = fetch_disks(&vm.control)?;
         Ok((server, json, disks))
-    };
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = vms.iter().map(|vm| scope.spawn(move || ask(vm))).collect();
-        // A panic in a thread aborts the process, so `join` does not fail.
-        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     })
 }
 

@@ -10,6 +10,8 @@ use serde_json::{Value, json};
 use super::explain;
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
+use crate::concurrent::query_each;
+use crate::disk_image::format_date;
 use crate::output::{Table, print, print_stderr};
 use crate::rates::is_not_served;
 
@@ -46,14 +48,9 @@ fn print_all(output: Output) -> anyhow::Result<ExitCode> {
 /// Name of a VM, and the events of its disks as JSON and in parsed form.
 type VmResponse = (String, Result<(Value, Traces), ControlClientError>);
 
-/// Queries all served VMs concurrently, so that one that hangs does not delay the others.
+/// Queries all served VMs concurrently.
 fn query_all(vms: &[KnownVm]) -> Vec<VmResponse> {
-    let responses: Vec<VmResponse> = std::thread::scope(|scope| {
-        let query = |vm: &KnownVm| (vm.name.clone(), fetch_trace(&vm.control));
-        let threads: Vec<_> = vms.iter().map(|vm| scope.spawn(move || query(vm))).collect();
-        // A panic in a thread aborts the process, so `join` does not fail.
-        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
-    });
+    let responses = query_each(vms, |vm| (vm.name.clone(), fetch_trace(&vm.control)));
     let is_served = |(_, response): &VmResponse| !response.as_ref().is_err_and(is_not_served);
     responses.into_iter().filter(is_served).collect()
 }
@@ -95,26 +92,7 @@ fn add_rows(table: &mut Table<4>, name: &str, disk: &DiskEvents) {
 /// Formats a time, in milliseconds since 1970 (UTC), by RFC 3339.
 fn utc(time_ms: u64) -> String {
     let (seconds, ms) = (time_ms / 1000, time_ms % 1000);
-    let (year, month, day) = date(seconds / 86_400);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
-}
-
-/// Returns the year, month and day of a number of days since 1970, in the Gregorian calendar.
-fn date(days: u64) -> (u64, u64, u64) {
-    // Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms", civil_from_days: years begin in March there, and
-    // an era has 400 years.
-    let days = days + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let (month, next) = match month_from_march {
-        before if before < 10 => (before + 3, 0),
-        after => (after - 9, 1),
-    };
-    (400 * era + year_of_era + next, month, day)
+    format!("{}.{ms:03}Z", format_date(seconds).replace(' ', "T"))
 }
 
 #[cfg(test)]
